@@ -44,13 +44,13 @@ def table() -> Iterator[str]:
 # The sections of docs/options.md, by their first option, and what is said below the heading.
 SECTIONS = {
     "task": ("What to do", ""),
-    "backend": ("Where", ""),
-    "max_inflight": ("How much at once", ""),
-    "prices": ("How much in all", "What these mean exactly is in [cost.md](cost.md)."),
-    "run_dir": ("The record", ""),
+    "backend": ("Backend and model", ""),
+    "max_inflight": ("Concurrency, retries and timeouts", ""),
+    "prices": ("Cost, budgets and routing", "[cost.md](cost.md) has the details."),
+    "run_dir": ("Record, resume and metrics", ""),
     "max_tokens": ("The model call", ""),
     "no_hoist": ("The prompt", ""),
-    "model_max_context": ("The context", "What these mean exactly is in [contexts.md](contexts.md)."),
+    "model_max_context": ("The context", "[contexts.md](contexts.md) has the details."),
 }
 WORDS: Mapping[object, str] = {None: "none", "": "none", (): "none", False: "off", True: "on"}
 

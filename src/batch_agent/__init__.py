@@ -1,7 +1,7 @@
 """Batch Agent: input list in, structured result list out.
 
-The names are imported when they are first used: a program that only asks for the version, or for help, does not wait
-for an engine.
+Each name is imported when it is first used. A program that only needs the version or the help text does not load the
+engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _HOMES = {
     "topology.pipeline": ("Pipeline",),
 }
 
-if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         for home, names in _HOMES.items():

@@ -1,9 +1,9 @@
-"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``; its ``run_with_reduce`` and
-``run_with_map_reduce`` are in ``topology.methods``.
+"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync`` and ``plan``. ``topology.methods`` has
+``run_with_reduce`` and ``run_with_map_reduce``.
 
 Each takes the options of BatchSpec as keywords, or a BatchSpec. ``options.py`` repeats their names for type
-checkers, so that the type of ``output_schema`` reaches ``result.output``. The engine is imported by the first run, not
-with this module.
+checkers, so that ``result.output`` has the type of ``output_schema``. The first run imports the engine; this module
+does not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 @documented(EveryOption, "run", "stream", "open", "run_sync", "plan")
 class BatchAgent(MapReduce):
-    """Run one task over many inputs. Nothing here holds state: two runs in one process share nothing."""
+    """Run one task over many inputs. The class has no state: two runs in one process share nothing."""
 
     @overload
     @classmethod
@@ -93,11 +93,11 @@ class BatchAgent(MapReduce):
     async def run(
         cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
     ) -> Results[Any]:
-        """All results, in input order. Failed jobs are results too; only a run that cannot go on raises.
+        """Return all results, in input order. A failed row is a result too; only a run that cannot continue raises.
 
-        ``progress`` shows the run as it goes, on standard error or in the notebook: True from its start, False never;
-        not given, where there is a terminal or a notebook and the run takes more than a moment. ``view`` serves the
-        run's page and shows its address; it needs ``run_dir``, and is served for as long as the results are kept.
+        ``progress`` shows the progress on standard error or in the notebook: True always, False never. By default it
+        is shown in a terminal or a notebook if the run takes more than a moment. ``view`` serves a page about the run
+        and shows its address. It needs ``run_dir``. The page is served until the returned results are discarded.
         """
         checked = _spec(spec, options)
         return await _collect(cls._open(checked), checked, progress, view, _interruption())
@@ -127,7 +127,7 @@ class BatchAgent(MapReduce):
     ) -> AsyncGenerator[AgentResult[Any], None]: ...
     @classmethod
     def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
-        """Each result as it finishes. Leaving the loop early cancels what is left."""
+        """Yield each result when its row finishes. Leaving the loop early cancels the other rows."""
         checked = _spec(spec, options)
         return ResultStream(cls._open(checked), checked)
 
@@ -160,8 +160,8 @@ class BatchAgent(MapReduce):
     ) -> Run[Any]: ...
     @classmethod
     def open(cls, spec: BatchSpec | None = None, **options: Any) -> Run[Any]:
-        """A run to steer: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with every event, beside
-        those of a BatchSpec."""
+        """Return a run that you can control: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with
+        each event, in addition to the sinks of the BatchSpec."""
         return cls._open(_spec(spec, options))
 
     @overload
@@ -209,16 +209,16 @@ class BatchAgent(MapReduce):
     def run_sync(
         cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
     ) -> Results[Any]:
-        """``run`` for scripts and notebooks, also where an event loop is already running."""
+        """Return what ``run`` returns, without ``await``: for scripts, and for notebooks with a running event loop."""
         checked, interruption = _spec(spec, options), _interruption()
         return _run_anywhere(_collect(cls._open(checked), checked, progress, view, interruption), interruption)
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
-        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed.
+        """Return what a run would do, resolved and checked. Nothing is sent, so no key is needed.
 
-        Print it: it says how many rows there are, what all of them share, the first message in full, and what tokens
-        and cost are to be expected. An iterator is not read.
+        Print it to see the number of rows, the text that all rows share, the first message in full, and the expected
+        tokens and cost. An iterator is not read.
         """
         from batch_agent.engine.run.prepare import prepare
 
@@ -243,9 +243,9 @@ class BatchAgent(MapReduce):
     async def work(url: str, *, import_from: str | Path | None = None, wait: float = 60.0) -> WorkReport:
         """Join the run at ``url`` (``redis://host:6379/0/NAME``) that another process feeds, and work until it is done.
 
-        The user's modules are imported from ``import_from``, else from the working directory. ``wait`` is how many
-        seconds a run, or a feeder that is gone, is waited for. Raises SpecError when this process cannot work on the
-        run, and StoreError when there is none to work on.
+        The user's modules are imported from ``import_from``, or from the working directory. ``wait`` is how many
+        seconds to wait for the run to appear, or for a lost feeder to return. Raises SpecError if this process cannot
+        work on the run, and StoreError if there is no run.
         """
         from batch_agent.cluster.worker import work
 
@@ -267,7 +267,7 @@ def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
 
 
 def _with_rows(spec: BatchSpec) -> BatchSpec:
-    """Paths and tables are looked at once, when the run is prepared."""
+    """Return the spec with its inputs as rows. Paths and tables are opened once, here."""
     if isinstance(spec.inputs, list | tuple):
         return spec
     from batch_agent.files.inputs import rows_from
@@ -311,9 +311,9 @@ async def _collect(
                 async for result in run.results():
                     taken.append(result)
     except BaseException as error:
-        if statistics().done:  # how far it came
+        if statistics().done:  # show how far the run came
             view.conclude(str(summary()))
-        with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
+        with suppress(AttributeError, TypeError):  # an exception class of other code may not allow attributes
             done = sorted(taken, key=lambda result: result.index)
             error.results = Results(done, summary(), spec.output_schema, page)  # type: ignore[attr-defined]
         raise
@@ -326,8 +326,8 @@ async def _collect(
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):
-    """What ``stream`` returns. Dropping it, as ``break`` does, stops the run at once: a plain generator would only be
-    closed some turns of the event loop later, and requests would leave meanwhile."""
+    """The results that ``stream`` returns. Deleting it, as ``break`` does, stops the run at once. The event loop closes
+    a plain generator only later, and the run would send more requests until then."""
 
     def __init__(self, run: Run[R], spec: BatchSpec) -> None:
         self._run = run
@@ -363,8 +363,8 @@ def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    # A notebook: its loop cannot be entered again, so the run gets a thread and a loop of its own.
-    outcome: Future[R] = Future()  # waited for instead of the thread: an interrupted join takes a thread for ended
+    # A notebook: its event loop is already running, so the run gets its own thread and loop.
+    outcome: Future[R] = Future()  # awaited instead of the thread: an interrupted join marks the thread as ended
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
 
@@ -372,7 +372,7 @@ def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 value = runner.run(_await(task))
-        except BaseException as error:  # handed to the calling thread, which raises it
+        except BaseException as error:  # the calling thread raises it
             outcome.set_exception(error)
         else:
             outcome.set_result(value)
@@ -383,24 +383,26 @@ def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R
             thread.start()
             try:
                 return outcome.result()
-            except KeyboardInterrupt:  # the first one: the run ends with what is done
+            except KeyboardInterrupt:  # the first Ctrl-C: the run ends with the finished rows
                 if not interruption.request():
                     raise
                 return outcome.result()
         except BaseException:
-            with suppress(RuntimeError):  # its loop is closed: it has ended by itself
+            with suppress(RuntimeError):  # the loop is closed: the run has already ended
                 loop.call_soon_threadsafe(task.cancel)
-            if thread.ident is not None:  # there may be no thread to be had
+            if thread.ident is not None:  # starting the thread may have failed
                 wait([outcome])
             raise
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt here. The handler of ``asyncio.run`` would cancel a task of the loop instead, and
-    that loop is the one that waits for us."""
+    """Let Ctrl-C raise KeyboardInterrupt in this block. The handler of ``asyncio.run`` would instead cancel a task of
+    the outer loop, which is blocked until the run ends."""
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):  # ignored, or not Python's
+    if threading.current_thread() is not threading.main_thread() or not callable(
+        handler
+    ):  # SIGINT is ignored, or the handler is not Python's
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -53,8 +53,8 @@ class Compared(Enum):
 
 
 class FlagGroup(Enum):
-    QUESTION = "what is asked"
-    WHERE = "where and how much"
+    QUESTION = "task and output"
+    WHERE = "backend and limits"
 
 
 @dataclass(frozen=True, slots=True)

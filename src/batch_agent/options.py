@@ -1,4 +1,4 @@
-"""The options of BatchSpec as keywords, for type checkers. A test keeps the two in step."""
+"""The options of BatchSpec as keywords, for type checkers. A test compares the two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Every option but ``output_schema`` and ``worker``, which have overloads; see BatchSpec for what each means."""
+    """All options except ``output_schema`` and ``worker``, which have overloads. BatchSpec describes each option."""
 
     task: str
     template: Literal["braces", "jinja"]

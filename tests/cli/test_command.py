@@ -156,7 +156,7 @@ async def test_the_first_interrupt_lets_running_agents_finish(tmp_path: Path) ->
         await server.wait_inflight(2)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert b"agents under way finish" in await process.stderr.readline()
+        assert b"running agents finish" in await process.stderr.readline()
         finish.set()
         assert await process.wait() == 2
         assert b"stopped early, 8 rows not done" in await process.stderr.read()

@@ -59,7 +59,7 @@ async def test_a_second_run_with_a_cache_asks_nothing_and_the_cache_can_be_liste
     record = json.loads(listed.stdout)
     assert (record["answers"], record["models"][0]["model"]) == (40, "m")
     cleared = await batch_agent(tmp_path, "cache", "clear", "--cache", "answers")
-    assert "dropped 40 answers" in cleared.stdout
+    assert "deleted 40 answers" in cleared.stdout
 
 
 def test_a_cache_that_is_not_there_is_empty_and_is_not_made(
@@ -68,7 +68,7 @@ def test_a_cache_that_is_not_there_is_empty_and_is_not_made(
     monkeypatch.setenv("BATCH_AGENT_CACHE", str(tmp_path / "none"))
     assert main(["cache", "list"]) == main(["cache", "prune"]) == main(["cache", "clear"]) == 0
     said = capsys.readouterr().out
-    assert f"{tmp_path / 'none' / FILE}: 0 answers" in said and "dropped 0 answers" in said
+    assert f"{tmp_path / 'none' / FILE}: 0 answers" in said and "deleted 0 answers" in said
     assert not (tmp_path / "none").exists()
 
 

@@ -51,7 +51,7 @@ async def test_the_server_that_the_variable_names_is_asked(
         monkeypatch.setenv("BATCH_AGENT_BACKEND", server.backend_url)
         status, _, default = await asyncio.to_thread(examine, capsys)
     assert (status, default["works"], default["note"]) == (0, True, "serves tiny")
-    assert default["because"] == "BATCH_AGENT_BACKEND says so"
+    assert default["because"] == "set by BATCH_AGENT_BACKEND"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def test_every_service_with_a_key_or_an_address_is_asked_and_no_key_is_sho
         await asyncio.to_thread(main, ["doctor"])
     out = capsys.readouterr().out
     for name in ("openai", "groq", "ollama"):
-        assert re.search(rf"{name}://\s+works: takes the key and serves tiny", out), name
+        assert re.search(rf"{name}://\s+works: accepts the key and serves tiny", out), name
     assert re.search(r"deepseek://\s+does not work: .*refused", out)
     assert re.search(r"anthropic://\s+does not work: there is no key", out)
     assert "mistral" not in out and "sk-secret" not in out
@@ -102,7 +102,7 @@ async def test_a_backend_or_a_fleet_can_be_named(tmp_path: Path, capsys: pytest.
         assert await asyncio.to_thread(main, ["doctor", "--backend", "vllm://127.0.0.1:9"]) == 1
 
 
-@pytest.mark.parametrize(("cached", "says"), [(180, "share 90% of their prompt"), (0, "share nothing")])
+@pytest.mark.parametrize(("cached", "says"), [(180, "share 90% of their prompt"), (0, "have no cache hits")])
 async def test_an_engine_is_tried_for_whether_it_shares_prefixes(
     cached: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +129,7 @@ async def test_what_an_engine_lacks_for_agents_is_said_with_the_flag_and_its_wor
         arguments = ["doctor", "--json", "--backend", server.backend_url, "--agents", "24", "--context", "1000"]
         assert await asyncio.to_thread(main, arguments) == 0
     default = json.loads(capsys.readouterr().out)["default"]
-    assert default["because"] == "the command line names it"
+    assert default["because"] == "given on the command line"
     flags = [each["flag"] for each in default["advice"]]
     assert any("--enable-prompt-tokens-details" in flag for flag in flags)
     assert any("--kv-offloading-size" in flag for flag in flags)

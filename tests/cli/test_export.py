@@ -41,7 +41,7 @@ def test_a_table_has_every_row_in_input_order_and_says_what_it_left_out(
     ]
     assert (rows[1]["error_type"], rows[1]["error_message"], rows[1]["attempts"]) == ("RateLimited", "too many", "4")
     assert (rows[1]["cost"], rows[1]["seconds"]) == ("0.5", "2.5")
-    assert "left out 1 line that is not complete" in err
+    assert "skipped 1 line that is not complete" in err
 
 
 def test_a_table_goes_to_a_file_whatever_its_name(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_a_parquet_file_is_exported(run_dir: Path) -> None:
         (["gone", "--format", "csv"], "gone holds no run"),
         (["run", "--format", "parquet"], "give --output FILE"),
         (["run", "--format", "csv", "--output", "gone/out.csv"], "cannot write gone/out.csv: No such file"),
-        (["run", "--format", "parquet", "--output", "out.parquet.gz"], "leave .gz off"),
+        (["run", "--format", "parquet", "--output", "out.parquet.gz"], "omit .gz"),
         (["run", "--format", "messages"], "was not started by the command line"),
     ],
 )

@@ -97,7 +97,7 @@ async def test_exported_conversations_are_what_was_sent_and_answered(tmp_path: P
     sent = {str(request.messages[1]["content"]): request for request in server.requests if request.turn == 2}
     exported = await batch_agent(tmp_path, "export", "run", "--format", "messages")
     assert exported.code == 0, exported.stderr
-    assert exported.stderr == "imported\nbatch-agent: left out 1 row that failed; --format jsonl has them\n"
+    assert exported.stderr == "imported\nbatch-agent: skipped 1 row that failed; --format jsonl includes them\n"
     lines = [json.loads(line) for line in exported.stdout.splitlines()]
     assert len(lines) == 2
     for line in lines:

@@ -74,7 +74,7 @@ async def test_wait_ends_with_an_error_when_too_few_come_up(tmp_path: Path, nobo
             tmp_path, "fleet", "wait", str(hosts), "--min-hosts", "2", "--timeout", "0.5", "--output", str(ready)
         )
     assert (status, out) == (4, "")
-    assert "1 of 8 endpoints up in 0:00, and 2 are needed" in err
+    assert "1 of 8 endpoints up after 0:00; 2 are needed" in err
     assert f"{missing[0]}  /health: connection refused" in err
     assert "and 2 more" in err
     assert not ready.exists()
@@ -86,7 +86,7 @@ async def test_wait_ends_with_an_error_when_too_few_come_up(tmp_path: Path, nobo
         (["wait"], "no hostfile: batch-agent fleet wait HOSTFILE, or set AURORA_SWARM_HOSTFILE"),
         (["wait", "nowhere.txt"], "'nowhere.txt' cannot be read"),
         (["wait", "hosts.txt", "--min-hosts", "3"], "3 endpoints can never be up: the hostfile lists 2"),
-        (["wait", "hosts.txt", "--output", "no/such/ready.txt"], "there is no such folder"),
+        (["wait", "hosts.txt", "--output", "no/such/ready.txt"], "there is no such directory"),
         (["status", "empty.txt"], "names no endpoint"),
         (["bench", "wrong.txt"], "line 2 of the hostfile"),
     ],
@@ -198,7 +198,7 @@ async def test_bench_prints_a_knee_and_an_interrupt_what_was_measured(
         assert good["knee"] in (1, 2)
         assert (dead["steps"], dead["knee"]) == ([], None)
         assert "refused" in dead["reason"]
-        assert "Ctrl-C prints what was measured" in err
+        assert "Ctrl-C prints the results so far" in err
         hosts.write_text(server.address)
         async with started(
             tmp_path, "fleet", "bench", str(hosts), "--seconds", "1000", "--steps", "1", "--tokens-in", "20"

@@ -105,7 +105,7 @@ def test_what_the_command_line_says_counts_also_where_the_spec_has_the_options_o
     ("arguments", "message"),
     [
         (["gone.yaml"], "batch-agent: cannot read the spec gone.yaml: No such file or directory"),
-        (["spec.yaml"], "batch-agent: spec.yaml: there are no inputs; name a file of rows, or - for standard input"),
+        (["spec.yaml"], "batch-agent: spec.yaml: there are no inputs; give a file of rows, or - for standard input"),
         (["spec.yaml", "--inputs", "gone.jsonl"], "cannot read the inputs gone.jsonl: No such file"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--backend", "nowhere"], "nowhere"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--output", "./rows.jsonl"], "is the file of the inputs"),

@@ -98,7 +98,7 @@ def test_show_has_the_prompts_of_the_stages_of_a_spec_file(capsys: pytest.Captur
     assert main(["run", "p.yaml", "--run-dir", "run", "--output", "o.jsonl"]) == 0
     assert main(["show", "run", "--row", "read/a"]) == 0
     out, err = capsys.readouterr()
-    assert "user\n    Read one" in out and "prompts are not shown" not in err
+    assert "user\n    Read one" in out and "instead of prompts" not in err
     messages = shown(capsys, "export", "run", "--stage", "read", "--format", "messages").splitlines()
     assert [json.loads(line)["messages"][0]["content"] for line in messages] == ["Read one", "Read two"]
 
@@ -112,7 +112,7 @@ def test_export_has_the_last_stage_unless_another_is_named(recorded: Path, capsy
     assert "has no stage 'raed'; its stages: read, judge, reduce" in capsys.readouterr().err
     (recorded / "reduce" / "run.json").unlink()
     assert main(["export", str(recorded)]) == 1
-    assert "'reduce' of runs/p has not begun" in capsys.readouterr().err
+    assert "'reduce' of runs/p has not started" in capsys.readouterr().err
 
 
 async def test_retry_failed_tries_the_failed_rows_of_the_stages(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_failed_rows_and_slow_ones_are_found(recorded: Path, capsys: pytest.Capt
     assert failed.startswith("row 1 (m1): failed") and "failed\n    Rejected: " in failed
     assert shown(capsys, "show", str(recorded), "--slow", "2").count("====\n") == 2
     assert main(["show", str(recorded), "--row", "nothing"]) == 1
-    assert "there is no row 'nothing' that has begun" in capsys.readouterr().err
+    assert "there is no row 'nothing' in " in capsys.readouterr().err
 
 
 async def test_a_row_under_way_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_an_export_takes_its_format_from_the_name_and_keeps_ids_and_failures(
     assert Path("out.csv").read_text().splitlines()[2].startswith("m1,broken,,false,Rejected")
     assert len(shown(capsys, "export", str(recorded)).splitlines()) == 3
     assert main(["export", str(recorded), "--output", "out.txt"]) == 1
-    assert "cannot tell the format from out.txt" in capsys.readouterr().err
+    assert "the format of out.txt is unknown" in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_is_watched_once(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,8 +156,8 @@ def test_a_resume_after_an_edit_says_what_changed_and_what_it_means(capsys: pyte
     capsys.readouterr()
     assert main(["resume", "run"]) == 0
     err = capsys.readouterr().err
-    assert err.startswith("batch-agent: since run was recorded, this has changed:\n  system_prompt: 1 word\n")
-    assert "answers kept: 0 of 2 rows; 2 to ask, about " in err and "$" in err
+    assert err.startswith("batch-agent: changed since run was recorded:\n  system_prompt: 1 word\n")
+    assert "answers kept: 0 of 2 rows; 2 to send, about " in err and "$" in err
     Path("spec.yaml").write_text(spec.replace("very", "so"))
     assert main(["resume", "run", "--force-resume"]) == 0
     assert "answers kept: 2 of 2 rows\n" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def test_init_writes_files_that_run_and_overwrites_none(
     assert main(["run", "new/spec.yaml", "--backend", "simulated://instant", "--output", "out.csv"]) == 0
     assert len(Path("out.csv").read_text().splitlines()) == 4
     assert main(["init", "new"]) == 1
-    assert "new has spec.yaml, support.py, rows.csv already" in capsys.readouterr().err
+    assert "new already has spec.yaml, support.py, rows.csv" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

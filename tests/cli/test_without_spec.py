@@ -105,15 +105,15 @@ def test_a_run_without_a_spec_is_resumed_from_anywhere(
     capsys.readouterr()
     assert main(["resume", str(tmp_path / "run")]) == 0
     err = capsys.readouterr().err
-    assert "answers kept: 2 of 3 rows; 1 to ask" in err and "2 of them from the record" in err
+    assert "answers kept: 2 of 3 rows; 1 to send" in err and "2 of them from the record" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run"], "name a spec file, or give --task and a file of rows"),
-        (["run", "--task", "x {text}"], "there are no inputs; name a file of rows, or - for standard input"),
-        (["run", "--task", "x", "rows.csv", "--inputs", "rows.csv"], "the rows are named twice"),
+        (["run"], "give a spec file, or --task and a file of rows"),
+        (["run", "--task", "x {text}"], "there are no inputs; give a file of rows, or - for standard input"),
+        (["run", "--task", "x", "rows.csv", "--inputs", "rows.csv"], "the rows are given twice"),
         (["run", "--task", "x", "rows.csv", "--set", "api_key=sk-1"], "use --env-file"),
         (["run", "--task", "x", "rows.csv", "--set", "resume=true"], "--set resume: give --resume"),
         (["run", "--task", "x", "rows.csv", "--set", "max_turns"], "is not OPTION=VALUE"),
@@ -121,7 +121,10 @@ def test_a_run_without_a_spec_is_resumed_from_anywhere(
         (["run", "--task", "{text}", "rows.csv", "--set", "max_turns=many"], "max_turns: must be a whole number"),
         (["run", "--task", "{text}", "rows.csv", "--schema", '{"a": "spam"}'], '--schema a is "spam": a field is'),
         (["run", "--task", "{text}", "rows.csv", "--schema", "nomodule:X"], "there is no module nomodule"),
-        (["run", "--task", "{text}", "rows.xlsx"], "is a spreadsheet, which is not read: save it as CSV. There are"),
+        (
+            ["run", "--task", "{text}", "rows.xlsx"],
+            "is a spreadsheet, which is not supported: save it as CSV. Supported:",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +136,7 @@ def test_what_cannot_be_is_said(arguments: list[str], says: str, capsys: pytest.
     ("content", "code", "says"),
     [
         ("", 2, "rows.csv is empty: there are no rows"),
-        ("id,text\n", 2, "rows.csv has only its line 1, which names the columns: there are no rows"),
+        ("id,text\n", 2, "rows.csv has only line 1, which names the columns: there are no rows"),
         ("id;text\na;one\n", 1, "rows.csv line 1: its columns are separated by semicolons, not commas"),
         ("id\ttext\na\tone\n", 1, "rows.csv line 1: its columns are separated by tabs, not commas: name it .tsv"),
         ('id,text\na,one\nb,"two\nc,three\n', 1, "rows.csv line 3: a quote opens in this row and is not closed"),

@@ -49,7 +49,7 @@ async def test_a_worker_is_named_in_a_spec_file_and_its_rows_are_shown_and_expor
         for part in (
             "2 turns",
             "ask 1, user\n    Name it: kettle",
-            "ask 2\n    goes on from ask 1",
+            "ask 2\n    continues ask 1",
             "ask 2, user\n    Shorter.",
             'the worker calls\n    publish(text="short")',
             "publish answers\n    published short",

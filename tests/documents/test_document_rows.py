@@ -55,7 +55,7 @@ def test_a_pattern_and_a_single_file_name_documents(papers: Path, pattern: str, 
     assert [row["name"] for row in rows if isinstance(row, dict)] == names
 
 
-@pytest.mark.parametrize(("pattern", "why"), [("*.odt", "no file matches"), ("*.csv", "hold rows: give one file")])
+@pytest.mark.parametrize(("pattern", "why"), [("*.odt", "no file matches"), ("*.csv", "hold many rows: give one file")])
 def test_a_pattern_that_names_no_documents_is_an_error(papers: Path, pattern: str, why: str) -> None:
     with pytest.raises(SpecError, match=why):
         read_inputs(papers / pattern)

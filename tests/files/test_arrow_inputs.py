@@ -109,7 +109,7 @@ def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
     [
         ("{", r"state\.json is not JSON"),
         ("[]", r"state\.json must hold an object"),
-        ("{}", "does not name the dataset's files"),
+        ("{}", "does not list the files of the dataset"),
         ('{"_data_files": [{"filename": "gone.arrow"}]}', r"cannot read the inputs .*gone\.arrow"),
         ('{"_data_files": [{"filename": "state.json"}]}', "cannot read the inputs"),
         ('{"_data_files": [], "_indices_data_files": [{}]}', "save it again"),

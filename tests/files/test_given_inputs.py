@@ -180,7 +180,7 @@ async def test_a_large_file_is_read_as_needed_and_closed_when_the_run_is_left(tm
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("Summarise this", "it is one text, 'Summarise this', and no file"),
+        ("Summarise this", "it is one text, 'Summarise this', and not a file"),
         ("a\nb\nc", r"text\.splitlines\(\)"),
         ("", "it is one text"),
         ("x" * 10_000, "it is one text, 'xx"),

@@ -43,7 +43,7 @@ def test_text_parts_are_joined_and_developer_messages_are_instructions(tmp_path:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("text", "its body is no object"),
+        ("text", "its body is not an object"),
         ({"input": "x"}, "has no messages .*only chat completions"),
         ({"messages": []}, "has no messages"),
         ({"messages": ["hi"]}, "message 1 has no role"),

@@ -140,5 +140,5 @@ def test_parquet_has_typed_columns_and_row_groups(tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_is_not_compressed_twice(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"compressed inside; leave \.gz off"):
+    with pytest.raises(SpecError, match=r"already compressed; omit \.gz"):
         check_table(tmp_path / "out.parquet.gz")

@@ -120,5 +120,5 @@ async def test_an_agent_is_a_tool_that_a_model_gives_a_task(tmp_path: Path) -> N
     assert helper.effect == "write"
     assert "write sweep" in str(results[0].output), results[0].error
     assert "+sweep" in str(results[0].output)
-    with pytest.raises(SpecError, match="a backend of its own"):
+    with pytest.raises(SpecError, match="its own backend"):
         Tool.agent(CodexRuntime())

@@ -186,7 +186,7 @@ async def test_a_batch_function_that_returns_no_mapping_says_so(open_pool: OpenP
 
     async with open_pool(get) as pool:
         [only] = await outcomes(pool, 1)
-        assert not only.ok and "returned list; it returns a mapping from key to result" in only.text
+        assert not only.ok and "returned list, not a mapping from key to result" in only.text
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ async def test_a_look_up_that_takes_too_long_fails_its_batch_and_not_the_next() 
         await asyncio.sleep(1)
         shelf.seconds = 0.5
         next_ones = [pool.start(call("get", id=key)) for key in range(3, 5)]
-        assert {(await one.wait()).text for one in slow} == {"Error: get was given up: it ran longer than 2 s"}
+        assert {(await one.wait()).text for one in slow} == {"Error: get timed out: it ran longer than 2 s"}
         assert [(await one.wait()).ok for one in next_ones] == [True, True]
         assert pool.statistics()["get"].failures == 1
 
@@ -289,9 +289,9 @@ def test_a_batchable_tool_is_still_its_function() -> None:
     [
         ({}, "needs batch_query and connection, or batch"),
         ({"batch": dict, "connection": object()}, "not both"),
-        ({"batch": 5}, "batch is a function"),
+        ({"batch": 5}, "batch must be a function"),
         ({"batch_query": "SELECT 1", "connection": print}, r"batch_query has no \{ids\}"),
-        ({"batch_query": "SELECT {ids}", "connection": 5}, "connection is a database connection"),
+        ({"batch_query": "SELECT {ids}", "connection": 5}, "connection must be a database connection"),
         ({"batch": dict, "max_batch": 0}, "max_batch is 0"),
     ],
 )
@@ -319,8 +319,8 @@ def with_context(id: int, context: ToolContext) -> str:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (no_such, "key_arg is 'id', and its parameters are: key"),
-        *((function, "that is its only parameter") for function in (with_more, with_default, with_context)),
+        (no_such, "key_arg is 'id', but its parameters are: key"),
+        *((function, "this must be its only parameter") for function in (with_more, with_default, with_context)),
     ],
 )
 def test_a_key_is_all_that_a_batchable_tool_takes(function: Any, says: str) -> None:

@@ -107,17 +107,17 @@ def test_what_is_declared_decides_what_may_be_shared(
         ({"timeout": -1}, "timeout is -1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2.5}, "a whole number above 0"),
-        ({"max_concurrent": 0}, "max_concurrent is 0; it is a whole number above 0"),
+        ({"max_concurrent": 0}, "max_concurrent is 0; it must be a whole number above 0"),
         ({"timeout": "10"}, "timeout is '10'"),
         ({"rate_limit": "often"}, "rate_limit is 'often'"),
         ({"cache_key": str}, "cache_key needs"),
         ({"timeout": True}, "timeout is True"),
         ({"max_tokens": True}, "max_tokens is True"),
-        ({"cacheable": "yes"}, "cacheable is 'yes'; it is True or False"),
-        ({"cache_key": 5, "cacheable": True}, "cache_key is 5; it is a function"),
-        ({"name": 5}, "name is 5; it is text"),
-        ({"name": "has space"}, "no name for a tool"),
-        ({"name": ""}, "no name for a tool"),
+        ({"cacheable": "yes"}, "cacheable is 'yes'; it must be True or False"),
+        ({"cache_key": 5, "cacheable": True}, "cache_key is 5; it must be a function"),
+        ({"name": 5}, "name is 5; it must be text"),
+        ({"name": "has space"}, "not a valid tool name"),
+        ({"name": ""}, "not a valid tool name"),
     ],
 )
 def test_a_wrong_option_is_a_spec_error(options: dict[str, object], message: str) -> None:
@@ -151,7 +151,7 @@ async def test_functions_methods_closures_partials_and_objects_are_tools(
     open_pool, value: object, name: str, arguments: dict[str, object], text: str
 ) -> None:
     if not name:
-        with pytest.raises(SpecError, match="no name for a tool"):
+        with pytest.raises(SpecError, match="not a valid tool name"):
             resolve_tools([value])
         return
     (tool,) = resolve_tools([value])

@@ -218,7 +218,7 @@ async def test_a_tool_that_takes_too_long_is_given_up(open_pool) -> None:
     assert counter.cancelled == 1
     for outcome in outcomes:
         assert not outcome.ok
-        assert outcome.text.startswith("Error: look was given up")
+        assert outcome.text.startswith("Error: look timed out")
 
 
 async def test_a_tool_without_a_timeout_has_the_pools(open_pool) -> None:

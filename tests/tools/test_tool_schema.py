@@ -280,7 +280,7 @@ def test_an_annotation_may_name_a_local_class_that_the_closure_uses() -> None:
     exec(CLOSURES, module)
     tool = Tool.define(module["make"](used=True))
     assert tool(**tool.signature.parse('{"query": {"words": "bees"}}').values) == "bees"
-    with pytest.raises(SpecError, match=r"tool unwanted: .*'Query' is not defined.*move it to the module"):
+    with pytest.raises(SpecError, match=r"tool unwanted: .*'Query' is not defined.*move the type to the module"):
         Tool.define(module["make"](used=False))
 
 

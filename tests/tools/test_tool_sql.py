@@ -126,7 +126,7 @@ async def test_several_rows_of_one_key_are_a_list(library: Path, open_pool: Open
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("SELECT name FROM things WHERE id IN ({ids})", "returns no column id, to tell whose rows they are, but name"),
+        ("SELECT name FROM things WHERE id IN ({ids})", "returns the columns name, without the key column id"),
         ("UPDATE things SET name = name WHERE id IN ({ids})", "it must be a SELECT"),
         ("SELECT id FROM nowhere WHERE id IN ({ids})", "get failed: OperationalError: no such table: nowhere"),
     ],
@@ -206,7 +206,7 @@ def test_a_driver_says_its_style_also_for_a_class_made_from_its_own() -> None:
     connection = Mine(":memory:")
     assert paramstyle_of(connection) == "qmark"
     connection.close()
-    with pytest.raises(ToolError, match="does not say how it takes parameters: give batch="):
+    with pytest.raises(ToolError, match="does not declare its paramstyle: give batch="):
         paramstyle_of(object())
 
 

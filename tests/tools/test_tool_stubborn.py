@@ -43,7 +43,7 @@ async def test_a_timeout_ends_the_call_for_all_who_wait_though_the_tool_goes_on(
     stubborn = Stubborn()
     async with open_pool(stubborn.tool(effect="read", timeout=3, max_concurrent=1)) as pool:
         outcomes = [await p.wait() for p in [pool.start(call("stay")) for _ in range(2)]]
-        assert [outcome.text for outcome in outcomes] == ["Error: stay was given up: it ran longer than 3 s"] * 2
+        assert [outcome.text for outcome in outcomes] == ["Error: stay timed out: it ran longer than 3 s"] * 2
         assert [outcome.seconds for outcome in outcomes] == [3, 3]
         again = pool.start(call("stay"))
         await asyncio.sleep(ENDING_SECONDS - 1)
@@ -72,10 +72,10 @@ async def test_too_many_that_go_on_are_an_error_and_not_ever_more_of_them(open_p
     stubborn = Stubborn()
     async with open_pool(stubborn.tool(timeout=1)) as pool:
         for pending in [pool.start(call("stay")) for _ in range(ASYNC_CALLS)]:
-            assert "given up" in (await pending.wait()).text
+            assert "timed out" in (await pending.wait()).text
         await asyncio.sleep(ENDING_SECONDS + 1)
         refused = await pool.start(call("stay")).wait()
-        assert refused.text == f"Error: not started: {ASYNC_CALLS} earlier calls that were given up are still running"
+        assert refused.text == f"Error: not started: {ASYNC_CALLS} earlier calls that were cancelled are still running"
         stubborn.released = True
         await asyncio.sleep(2)
         assert (await pool.start(call("stay")).wait()).text == "at last"
@@ -90,7 +90,7 @@ async def test_closing_names_a_tool_that_does_not_stop_and_goes_on(open_pool, ca
             await settle()
     assert [(await p.wait()).text for p in pending] == ["Error: the call was cancelled"] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "stay does not stop when it is cancelled: the run ends without 2 calls of it"
+        "stay does not stop when cancelled: the run ends without waiting for 2 calls"
     ]
     stubborn.released = True
     await asyncio.sleep(2)
@@ -120,7 +120,7 @@ def test_a_run_and_its_event_loop_end_without_a_tool_that_does_not_stop(how: str
 
     assert run_virtual(main()) == ["Interrupted" if how == "cancelled" else "TimeoutError"]
     assert stubborn.running == 1
-    assert "stay does not stop when it is cancelled" in caplog.text
+    assert "stay does not stop when cancelled" in caplog.text
 
 
 @virtual_clock

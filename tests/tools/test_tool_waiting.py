@@ -231,7 +231,7 @@ def test_in_any_order_of_events_limits_hold_and_nobody_is_forgotten(
             await settle()
             assert (running, pool.waiting) == (len(fresh), 0)
         for (_, n, patience), text in zip(plan, texts, strict=True):
-            late = "Error: look was given up: it ran longer than 5 s"
+            late = "Error: look timed out: it ran longer than 5 s"
             assert text in ((str(n) if n < 3 else late), *(["left"] if patience is not None else []))
         assert all(0 <= waiting <= len(plan) for waiting in watch.seen)
 

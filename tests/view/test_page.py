@@ -43,14 +43,14 @@ async def test_a_live_run_of_200_rows_is_followed_filtered_and_steered(tmp_path:
         taking = asyncio.create_task(take())
         async with opened(tmp_path / "live", place="/run/live") as page:
             await page.until("document.querySelector('.state.live')")
-            await page.until("document.body.innerText.includes('Under way')")
+            await page.until("document.body.innerText.includes('Running rows')")
             await page.ask("location.hash = '/run/live/control'")
             await page.until("[...document.querySelectorAll('button')].find((b) => b.innerText === 'Pause')")
             await page.ask("[...document.querySelectorAll('button')].find((b) => b.innerText === 'Pause').click()")
             await page.until("document.getElementById('state').innerText === 'paused'")
             done = run.statistics().done
             assert done < 200
-            await page.ask("[...document.querySelectorAll('button')].find((b) => b.innerText === 'Go on').click()")
+            await page.ask("[...document.querySelectorAll('button')].find((b) => b.innerText === 'Resume').click()")
             await page.ask("document.querySelector('input.count').value = 48")
             await page.ask("[...document.querySelectorAll('button')].find((b) => b.innerText === 'Resize').click()")
             await page.ask("location.hash = '/run/live/rows'")
@@ -227,6 +227,6 @@ async def test_the_page_is_readable_on_a_phone_and_in_the_dark(tmp_path: Path) -
 async def test_a_page_that_is_opened_before_its_run_begins_shows_it_then(tmp_path: Path) -> None:
     async with page_of(tmp_path / "run") as server, chromium() as page:
         await page.goto(f"{server.base}/?token={server.token}#/run/run")
-        await page.until("document.body.innerText.includes('has not begun')")
+        await page.until("document.body.innerText.includes('has not started')")
         await recorded(tmp_path / "run", 8)
         await page.until("document.querySelector('.tiles')")

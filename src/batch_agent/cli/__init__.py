@@ -1,1 +1,1 @@
-"""The command line. It reads files and terminals; what a run is belongs to the packages above."""
+"""The command line. It reads files and writes to terminals; other packages implement the run."""

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first drains the run, the second stops it, a third kills the process. SIGTERM stops at once."""
+"""Ctrl-C: the first drains the run, the second stops it, the third kills the process. SIGTERM stops the run at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batch_agent.cli.output.streams import say
 
 
 def serve(serving: Coroutine[object, object, None]) -> int:
-    """Serves until Ctrl-C."""
+    """Run a server until Ctrl-C. Returns the exit status."""
     try:
         asyncio.run(serving)
     except KeyboardInterrupt:
@@ -35,7 +35,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        with suppress(NotImplementedError, RuntimeError):  # Windows, or not the main thread: signals are not ours
+        with suppress(NotImplementedError, RuntimeError):  # Windows, or not in the main thread
             loop.add_signal_handler(signal.SIGINT, self._interrupt)
             loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
         return self
@@ -49,7 +49,7 @@ class Interrupts:
     def _interrupt(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            say("batch-agent: stopping: agents under way finish, no new one starts. Ctrl-C again stops at once.")
+            say("batch-agent: stopping: running agents finish, no new one starts. Ctrl-C again stops at once.")
             self._run.drain()
         else:
             self._stop(signal.SIGINT)
@@ -58,6 +58,6 @@ class Interrupts:
         say("batch-agent: stopping at once.")
         self.stopped_by = by
         self._run.cancel()
-        # Should even that take long, the next one is not ours to catch.
+        # If cancelling takes long, the next signal kills the process.
         asyncio.get_running_loop().remove_signal_handler(by)
         signal.signal(by, signal.SIG_DFL)

@@ -1,6 +1,6 @@
-"""The command line: which command it is, and the one place where errors become messages and exit codes.
+"""The command line: selects the command, and turns errors into messages and exit statuses.
 
-Only what the command needs is imported, its arguments included: nobody waits for an engine to read a help text.
+Each command imports only the modules that it needs, so that help texts appear without loading the engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from batch_agent.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of ``batch-agent``. Unless ``adds`` and ``does`` name other functions below ``cli``, it is those of the
-    module of its name: ``add_NAME_arguments`` takes the parser, ``NAME_command`` what was parsed."""
+    """A command of ``batch-agent``. ``adds`` and ``does`` name its two functions below ``cli``. By default they are in
+    the module of the same name: ``add_NAME_arguments`` takes the parser, and ``NAME_command`` the parsed arguments."""
 
     help: str
     description: str
@@ -35,7 +35,7 @@ class Command:
 
 SETTING = "--set"
 MOST_USAGE_LINES = 8
-# What other programs call an option.
+# Names of options in other programs.
 ELSEWHERE = {
     **dict.fromkeys(("concurrency", "max_concurrency", "parallel", "workers", "max_workers"), "max_inflight"),
     **dict.fromkeys(("prompt", "message", "instruction"), "task"),
@@ -48,8 +48,8 @@ ELSEWHERE = {
 }
 COMMANDS: Mapping[str, Command] = {
     "init": Command(
-        "write a spec, a schema, a tool and rows to start from",
-        "Write files to start from: a spec, its output schema and a tool, and a few rows. Nothing is overwritten.",
+        "write an example: a spec, a schema, a tool and rows",
+        "Write example files: a spec, its output schema, a tool and a few rows. No file is overwritten.",
     ),
     "run": Command(
         "run a task over rows, from a spec file or from flags",
@@ -57,115 +57,116 @@ COMMANDS: Mapping[str, Command] = {
         adds="spec.arguments:add_run_arguments",
     ),
     "plan": Command(
-        "what a run would send and cost, and how much its rows share",
-        "What a run with the same arguments would send: the first message, the tokens that rows share, the cost. "
-        "Sends nothing; the same as run --dry-run.",
+        "show what a run would send and cost",
+        "Show what a run with the same arguments would send: the first message, the tokens that rows share, and the "
+        "cost. Sends nothing. The same as run --dry-run.",
         adds="spec.arguments:add_plan_arguments",
         does="commands.run:run_command",
     ),
     "work": Command(
         "work on a run that another process feeds",
-        "Join a run that is kept in Redis, from any machine: take rows, work on them, until the run is done. Exit "
-        "status: 0 the run is done, or the worker was asked to leave; 2 it cannot work on this run, or the URL is "
-        "wrong; 3 no run, or no feeder, came.",
+        "Join a run in Redis from any machine, and work on its rows until the run is done. Exit status: 0 if the run "
+        "is done or the worker was asked to leave; 2 if the worker cannot work on this run, or the URL is wrong; 3 if "
+        "there is no run, or no process feeds it.",
     ),
     "resume": Command(
-        "go on with a run that was interrupted",
-        "Go on with a recorded run. Rows that are done are not asked again; rows that failed are. What is given here "
-        "takes the place of what the run was started with.",
+        "continue a run that was interrupted",
+        "Continue a recorded run. Finished rows are not sent again; failed rows are. Options given here replace the "
+        "options that the run was started with.",
         adds="spec.arguments:add_resume_arguments",
     ),
     "retry-failed": Command(
-        "try a run's failed rows again",
-        "Try the failed rows of a recorded run again, and finish what else is undone.",
+        "retry the failed rows of a run",
+        "Retry the failed rows of a recorded run, and finish its unfinished rows.",
         adds="spec.arguments:add_retry_arguments",
         does="commands.resume:resume_command",
     ),
     "status": Command(
-        "how far a run is",
-        "How far a recorded run is, also while another process works on it.",
+        "show the progress of a run",
+        "Show the progress of a recorded run, also while another process works on it.",
     ),
     "control": Command(
         "pause, resize, drain or cancel a run, or one of its rows",
-        "Steer a run that another process on this machine works on.",
+        "Control a run that another process on this machine works on.",
     ),
     "view": Command(
-        "look at runs in a browser",
-        "Serve a page that shows a run, two runs side by side, or all runs of a directory; live, and after their end.",
+        "show runs in a browser",
+        "Serve a page that shows a run, compares two runs, or lists all runs of a directory, during and after a run.",
     ),
     "report": Command(
         "write a run as one HTML file",
-        "Write what the page shows of a run to one HTML file, which needs no server and no network.",
+        "Write a run as one HTML file, which needs no server and no network.",
     ),
     "runs": Command(
         "list recorded runs",
-        "The runs that are recorded in a directory, the latest first.",
+        "List the runs that are recorded in a directory, the latest first.",
     ),
     "show": Command(
-        "what was said in a recorded run",
-        "Rows of a recorded run as a person reads them: prompts, answers, tool calls with their results, times and "
-        "tokens. Without further words, the first row.",
+        "show the conversations of a recorded run",
+        "Show rows of a recorded run as text: prompts, answers, tool calls with their results, times and tokens. By "
+        "default, the first row.",
     ),
     "export": Command(
-        "make a table of the results in a run directory",
-        "The results in a run directory, finished or not, as another file, in input order.",
+        "write the results of a run as a table or as JSON lines",
+        "Write the results of a run, finished or not, to a file, in input order.",
     ),
     "copy": Command(
-        "bring a run from Redis into a directory, or back",
-        "Copy a recorded run that is not at work: from the URL of a run in Redis into a new directory, or from a "
-        "directory into Redis under a new name.",
+        "copy a run from Redis to a directory, or back",
+        "Copy a recorded run that no process works on: from Redis to a new directory, or from a directory to Redis "
+        "under a new name.",
     ),
     "delete": Command(
-        "remove a run from Redis",
-        "Remove everything that Redis keeps of a run. A run that is at work is not removed.",
+        "delete a run from Redis",
+        "Delete all keys of a run from Redis. A run that a process works on is not deleted.",
     ),
     "tools": Command(
-        "list the tools of a spec, those of MCP servers included",
-        "The tools that agents could call, with what a model is told of them. MCP servers are started, or connected "
-        "to, for their lists.",
+        "list the tools of a spec and of its MCP servers",
+        "List the tools that agents can call, with the descriptions that the model gets. MCP servers are started, or "
+        "connected to, to list their tools.",
     ),
     "mcp": Command(
-        "serve this engine to coding agents, as an MCP server",
-        "An MCP server on standard input and output: a coding agent plans, starts, watches and reads batches with it.",
+        "serve batches to coding agents, as an MCP server",
+        "Run an MCP server on standard input and output. With its tools, a coding agent plans, starts and monitors "
+        "batches, and reads their results.",
     ),
     "models": Command(
-        "the models of local://, and fetching them",
-        "The models that local:// can use on this machine: in the cache, or to be had by name.",
+        "list and download the models of local://",
+        "List the models that local:// can use on this machine: those in the cache, and those that it can download.",
     ),
     "doctor": Command(
-        "what is installed here and which backends would work",
-        "What is installed here, which backends would work, and which one a run that names none takes. Every service "
-        "with a key or an address is asked for its models, which is free. Exit status 1 when the default, or the "
-        "backend that is named, cannot work.",
+        "show what is installed and which backends work",
+        "Show what is installed, which backends work, and which one is the default. Each provider with a key or an "
+        "address gets a free request for its list of models. Exit status 1 if the default backend, or the given one, "
+        "does not work.",
     ),
     "cache": Command(
-        "look at or empty the response cache",
-        "The answers that runs with --cache keep on disk.",
+        "list or delete the answers in the response cache",
+        "Manage the answers that runs with --cache store on disk.",
     ),
     "simulate": Command(
-        "serve a simulated engine, to try and plan runs without a GPU",
-        "Serve a simulated inference engine over HTTP: its answers and its timings are made up.",
+        "serve a simulated engine, to test and plan runs without a GPU",
+        "Serve a simulated inference engine over HTTP. Its answers and timings are invented.",
     ),
     "fleet": Command(
-        "wait for, look at, measure and bundle many servers",
-        "Many servers, named in a hostfile: wait until they are up, see how they are, measure what they can take, "
-        "or give them one address.",
+        "wait for, inspect, measure and proxy many servers",
+        "Work with the servers of a hostfile: wait until they are up, show their status, measure their throughput, or "
+        "serve them at one address.",
     ),
     "ticks": Command(
-        "serve agents that decide at every tick of a world",
-        "Agents that act in ticks. serve: over HTTP, for a game or a simulation.",
+        "serve agents that decide at each tick of a simulation",
+        "Serve agents that decide at each tick of a game or a simulation, over HTTP.",
     ),
     "completion": Command(
-        "completion for bash, zsh or fish",
-        'Print what makes a shell complete this command\'s words. bash: eval "$(batch-agent completion bash)"; zsh: '
-        "the same, after compinit; fish: batch-agent completion fish | source.",
+        "print the completion script for bash, zsh or fish",
+        'Print the completion script of a shell. bash: eval "$(batch-agent completion bash)"; zsh: the same, after '
+        "compinit; fish: batch-agent completion fish | source.",
     ),
 }
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # argparse would exit with 2, which here says that rows failed. A usage of many lines would hide the message.
+        # argparse exits with 2, which here means that rows failed. A long usage text would hide the message.
         usage, hint = self.format_usage(), ""
         if usage.count("\n") > MOST_USAGE_LINES:
             usage, hint = "", f". All flags: {self.prog} --help"
@@ -190,7 +191,7 @@ def _do(options: argparse.Namespace) -> int:
     except BatchAgentError as error:
         say(f"batch-agent: {masked(harmless(str(error)))}")
         return UNREACHABLE if isinstance(error, RunUnreachable) else RUN_FAILED
-    except BrokenPipeError:  # `| head` has seen enough of a plan
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         discard(sys.stdout)
         return SIGNALLED + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -198,7 +199,7 @@ def _do(options: argparse.Namespace) -> int:
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands, which have no arguments yet: ``add_arguments`` gives them theirs."""
+    """Return the parser and the parsers of the commands. ``add_arguments`` adds the arguments of a command."""
     parser = _Parser(prog="batch-agent", description="Run one task over many inputs with tool-using LLM agents.")
     parser.add_argument("--version", action="version", version=f"batch-agent {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -236,7 +237,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoReturn:
-    """Answers an unknown argument with the nearest flag; where options can be set, with the way to set one."""
+    """Exit with an error about an unknown argument. It names the most similar flag, and ``--set`` if there is one."""
     known = {flag: flag for action in parser._actions for flag in action.option_strings}
     if not argument.startswith("--") or SETTING not in known:
         parser.error(f"there is no argument {argument}{_meant(argument, known)}")
@@ -246,7 +247,7 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
 
 
 def _settings() -> Mapping[str, str]:
-    """How each option is given on the command line, by its name, its older name, and what other programs call it."""
+    """Return how to give each option on the command line, by its name, its older name and its name elsewhere."""
     from batch_agent.cli.spec.arguments import FLAGS, flag_name
     from batch_agent.spec import OLD_NAMES, BatchSpec
 
@@ -260,7 +261,7 @@ def _settings() -> Mapping[str, str]:
 
 
 def _meant(given: str, known: Mapping[str, str]) -> str:
-    """What the nearest of the known words stands for. Hyphens at the beginning make no word like another."""
+    """Return a hint with the meaning of the most similar known word, or "". Leading hyphens are not compared."""
     words = {word.lstrip("-"): meaning for word, meaning in known.items()}
     near = difflib.get_close_matches(given.partition("=")[0].lstrip("-"), words, n=1)
     return f"; did you mean {words[near[0]]}?" if near else ""

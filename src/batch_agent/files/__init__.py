@@ -1,7 +1,7 @@
-"""Rows and results as files: many formats in, JSONL, CSV and Parquet out.
+"""Files of rows and results: reads many formats, writes JSONL, CSV and Parquet.
 
-Everything here is plain synchronous reading and writing, a row at a time, so that no file is ever in memory as a whole.
-Pipes and the event loop belong to the command line, the run directory to ``store``.
+Reading and writing is synchronous, one row at a time, so that no whole file is in memory. The command line handles
+pipes and the event loop; ``store`` handles the run directory.
 """
 
 from batch_agent.files.read import LazyRows, read_inputs

@@ -1,7 +1,7 @@
-"""Parquet files, and Hugging Face datasets as ``save_to_disk`` leaves them, by way of pyarrow.
+"""Parquet files, and Hugging Face datasets saved with ``save_to_disk``, read with pyarrow.
 
-A dataset on disk is a folder of Arrow files and two JSON files that describe them; pyarrow reads it without the
-``datasets`` package. Cells become what JSON can carry, because rows travel on into prompts, journals and results.
+A dataset on disk is a directory of Arrow files and two JSON files that describe them. pyarrow reads it without the
+``datasets`` package. Cells are converted to JSON values, because rows are written to prompts, journals and results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from batch_agent.files.reading import Reading
 from batch_agent.files.rows import Row
 from batch_agent.files.table import refuse_twice
 
-BATCH_ROWS = 256  # turned into Python at a time: little enough not to hold up an event loop
+BATCH_ROWS = 256  # converted to Python at a time: few enough not to block the event loop
 STATE, DICT = "state.json", "dataset_dict.json"
 
 
 class _Batch(Protocol):
-    """What is used of a pyarrow.RecordBatch."""
+    """The part of pyarrow.RecordBatch that is used here."""
 
     num_rows: int
 
@@ -40,7 +40,7 @@ def open_parquet(path: Path) -> Reading:
     pyarrow = extra("pyarrow", f"reading {path}")
     parquet = extra("pyarrow.parquet", f"reading {path}")
     try:
-        file = parquet.ParquetFile(path, pre_buffer=False)  # which would keep what was read
+        file = parquet.ParquetFile(path, pre_buffer=False)  # pre_buffer keeps the data in memory
     except (OSError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     try:
@@ -49,7 +49,7 @@ def open_parquet(path: Path) -> Reading:
         file.close()
         raise
     total, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
-    # One row group at a time, by one thread: more is read ahead otherwise, and no model waits for a file.
+    # One row group at a time, in one thread. Otherwise more is read ahead, although models are slower than files.
     batches = (file.iter_batches(BATCH_ROWS, row_groups=[group], use_threads=False) for group in groups)
     memory = sum(file.metadata.row_group(group).total_byte_size for group in groups)
     rows = _rows(path, itertools.chain.from_iterable(batches), pyarrow)
@@ -86,7 +86,7 @@ def open_dataset(directory: Path) -> Reading:
 def _only_split(directory: Path) -> Path:
     splits = _described(directory / DICT).get("splits")
     if not isinstance(splits, list) or not splits:
-        raise SpecError(f"{directory / DICT} names no splits")
+        raise SpecError(f"{directory / DICT} lists no splits")
     if len(splits) > 1:
         names = ", ".join(map(str, splits))
         raise SpecError(f"{directory} holds the splits {names}; give one of them: {directory / str(splits[0])}")
@@ -97,9 +97,11 @@ def _arrow_files(directory: Path) -> list[Path]:
     state = _described(directory / STATE)
     files = state.get("_data_files")
     if not isinstance(files, list) or not all(isinstance(file, dict) and "filename" in file for file in files):
-        raise SpecError(f"{directory / STATE} does not name the dataset's files")
+        raise SpecError(f"{directory / STATE} does not list the files of the dataset")
     if state.get("_indices_data_files"):
-        raise SpecError(f"{directory} keeps a selection of rows apart; save it again with a current datasets")
+        raise SpecError(
+            f"{directory} stores a selection of rows separately; save it again with a current version of datasets"
+        )
     return [directory / str(file["filename"]) for file in files]
 
 
@@ -116,7 +118,8 @@ def _described(path: Path) -> dict[str, object]:
 
 
 def _count(pyarrow: ModuleType, path: Path) -> int:
-    """Rows of an Arrow file, from the batches' own counts: of a mapped file their cells are not read."""
+    """Return the number of rows of an Arrow file, from the counts of its batches. The file is mapped, so cells are not
+    read."""
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
         return sum(batch.num_rows for batch in reader)
 

@@ -1,4 +1,4 @@
-"""Cells of tables as what JSON can carry, because rows travel on into prompts, journals and results."""
+"""Conversion of table cells to JSON values, because rows are written to prompts, journals and results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from datetime import date, datetime, time, timedelta
 
 
 def plain(value: object) -> object:
-    """Dates as ISO text, durations as seconds, bytes as text or base64; what is missing (NaN, NaT, NA) as None."""
+    """Return the value as a JSON value: dates as ISO text, durations as seconds, bytes as text or base64, and missing
+    values (NaN, NaT, NA) as None."""
     match value:
         case None | str() | int():
             return value
@@ -31,7 +32,7 @@ def plain(value: object) -> object:
 
 
 def _of_others(value: object) -> object:
-    """Told by their names: the packages they are from need not be there."""
+    """Convert values of other packages. They are recognised by their class names, without importing the packages."""
     kind = type(value)
     if kind.__module__.partition(".")[0] == "numpy":
         return plain(value.tolist())  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Results as a table: which columns, of which type, and the cells of a row.
+"""Columns of a table of results: their names and types, and the cells of a row.
 
-The input's columns come first and keep their names, or become ``input.field`` where a name is taken. The fields of the
-output follow as ``output.field`` (an output without fields: ``output``), then the result's own columns, whose names are
-fixed. Which fields there are is known when the last result is, so a table takes two passes: ``see`` each record, then
-ask for cells.
+The columns of the input come first and keep their names, or become ``input.field`` if a name is taken. The fields of
+the output follow as ``output.field`` (an output without fields: ``output``). The columns of the result come last; their
+names are fixed. All fields are known only after the last result, so a table needs two passes: first ``see`` each
+record, then read the cells.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _INT64 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``path`` is where its cells are in a record. A column with cells of several types is a column of text."""
+    """A column. ``path`` is the path of its cells in a record. A column with cells of several types has type text."""
 
     name: str
     path: _Path
     type: Type
 
     def cell(self, record: Record) -> object:
-        """A value of the column's type, or None."""
+        """Return the cell of a record, a value of the column's type, or None."""
         value: object = record
         for name in self.path:
             value = value.get(name) if isinstance(value, dict) else None
@@ -61,7 +61,7 @@ OWN = (
 
 
 class Fields:
-    """The fields that outputs and inputs turn out to have, in the order in which they are met."""
+    """The fields of outputs and inputs, in the order of their first appearance."""
 
     def __init__(self) -> None:
         self._kinds: dict[_Path, set[str]] = {}
@@ -124,7 +124,7 @@ def _type(kinds: set[str]) -> Type:
 
 
 def as_text(value: object) -> str:
-    """Text as it is, anything else as its JSON."""
+    """Return text unchanged, and other values as JSON."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return to_json(value).decode()

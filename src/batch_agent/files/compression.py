@@ -15,7 +15,7 @@ GZIP, ZSTD = ".gz", ".zst"
 
 
 def format_of(path: Path) -> tuple[str, str]:
-    """The extensions that name the format and the compression: ``.jsonl`` and ``.gz`` of ``rows.jsonl.gz``."""
+    """Return the extensions of the format and the compression: ``.jsonl`` and ``.gz`` for ``rows.jsonl.gz``."""
     suffix = path.suffix.lower()
     if suffix in (GZIP, ZSTD):
         return Path(path.stem).suffix.lower(), suffix
@@ -23,9 +23,9 @@ def format_of(path: Path) -> tuple[str, str]:
 
 
 class Codec:
-    """How the file at ``path`` is compressed, if it is. SpecError when a package for that is missing.
+    """The compression of a file, by its extension. Raises SpecError if a package for it is missing.
 
-    ``errors`` is what reading may raise. Closing a stream leaves the file below it open.
+    ``errors`` are the exceptions of reading. Closing a stream does not close the file below it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Codec:
         return cast("io.BufferedReader", gzip.GzipFile(fileobj=file) if self._compression == GZIP else file)
 
     def writer(self, file: IO[bytes]) -> IO[bytes]:
-        """The compressed file is complete when the writer is closed."""
+        """Return a writer. The compressed file is complete when the writer is closed."""
         if self._zstandard is not None:
             return cast("IO[bytes]", self._zstandard.ZstdCompressor().stream_writer(file, closefd=False))
         if self._compression == GZIP:

@@ -1,4 +1,4 @@
-"""Packages that only some formats need, imported when one of those is met."""
+"""Optional packages that only some formats need, imported at their first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batch_agent.errors import SpecError
 
 
 def extra(module: str, purpose: str) -> ModuleType:
-    """A module of a package that need not be installed. SpecError says what to install."""
+    """Return a module of an optional package. Raises SpecError, which says what to install."""
     package = module.split(".")[0]
     try:
         return importlib.import_module(module)

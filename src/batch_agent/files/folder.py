@@ -1,9 +1,8 @@
-"""Files as rows: those of a directory, or those that a pattern matches. A row is ``path``, ``name``, ``text``.
+"""Files as rows: the files of a directory, or those that match a pattern. A row has ``path``, ``name`` and ``text``.
 
-The tree of a directory is walked in sorted order, one directory's names at a time. Hidden files, hidden directories and
-directories that record a run are left out, links to directories are not followed. PDF, Word and HTML files are rows
-with ``pages`` too: they are read when their row is due, by ``documents``. A file that is none of these and not text is
-a row that fails.
+A directory tree is walked in sorted order. Hidden files, hidden directories and run directories are skipped; symlinks
+to directories are not followed. PDF, Word and HTML files also have ``pages``; ``documents`` reads them when their row
+starts. The row of any other file that is not text fails.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from batch_agent.files.rows import Row
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import Document
 
-RUN_FILES = {"run.json", "journal.db"}  # they tell a run directory
+RUN_FILES = {"run.json", "journal.db"}  # a directory with these is a run directory
 PDF_PACKAGES = "pypdfium2 pillow"
 
 
 def open_folder(directory: Path) -> Reading:
     return _open(
-        lambda: _files(directory), f"the directory {directory} has no files to read (hidden ones do not count)"
+        lambda: _files(directory), f"the directory {directory} has no files to read (hidden files are skipped)"
     )
 
 
 def open_document_file(path: Path) -> Reading:
-    """One document as one row."""
+    """Return one document as one row."""
     return _open(lambda: iter((path,)), "")
 
 
 def open_pattern(pattern: str) -> Reading:
-    """The files that a pattern such as ``papers/**/*.pdf`` matches, in sorted order; hidden ones are left out."""
+    """Return the files that match a pattern such as ``papers/**/*.pdf``, in sorted order, without hidden files."""
     found = sorted(Path(name) for name in glob.iglob(pattern, recursive=True))  # noqa: PTH207
     return _open(lambda: (path for path in found if path.is_file()), f"no file matches {pattern}")
 
@@ -62,7 +61,7 @@ def _open(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
     def rows() -> Iterator[Row]:
         return (_row(path, paged=paged) for path in files())
 
-    # Every row differs from every other, so there is nothing to gain from having them all at once.
+    # A large memory_bytes makes the rows lazy: they share no values, so reading all of them at once gains nothing.
     return Reading(rows(), lambda: None, lambda taken: max(total, taken), memory_bytes=2**63)
 
 
@@ -77,7 +76,7 @@ def _files(directory: Path) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(directory / entry.name)
-        elif entry.is_file():  # neither a pipe nor a socket, which would wait for somebody
+        elif entry.is_file():  # not a pipe or socket: opening one would block
             yield directory / entry.name
 
 

@@ -1,8 +1,8 @@
-"""Tables that a program has in memory: DataFrames of pandas and polars, Arrow tables, Hugging Face datasets.
+"""Tables in memory: DataFrames of pandas and polars, Arrow tables, Hugging Face datasets.
 
-They are told by the names of their classes, so that none of these packages is imported for those who do not use it. A
-row is a dict of what JSON can carry. A small table is turned into rows at once, so that values shared by all rows can
-be hoisted; a larger one a slice at a time, as its rows are needed.
+They are recognised by their class names, without importing these packages. A row is a dict of JSON values. A small
+table is converted to rows at once, so that values shared by all rows can be hoisted. A larger table is converted in
+slices, as its rows are needed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from batch_agent.files.rows import Row
 from batch_agent.files.table import refuse_twice
 
 AT_ONCE_CELLS = 500_000
-SLICE_ROWS = 256  # turned into Python at a time: little enough not to hold up an event loop
+SLICE_ROWS = 256  # converted to Python at a time: few enough not to block the event loop
 
-# The rows of a table from one place to another. What a table is, only its own package could say.
+# Returns the rows of a table from one position to another. The type of the table is known only to its package.
 _Slice: TypeAlias = Callable[[Any, int, int], Iterable[dict[object, object]]]
 
 
@@ -49,7 +49,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class FrameRows:
-    """The rows of a table, as often as they are asked for."""
+    """The rows of a table. It can be iterated several times."""
 
     table: Any
     slice: _Slice
@@ -64,7 +64,8 @@ class FrameRows:
 
 
 def rows_of_frame(value: object) -> list[Row] | FrameRows | None:
-    """None for what is no table. SpecError for one that has no rows to give."""
+    """Return the rows of a table, or None if the value is not a table. Raises SpecError for a table that cannot be
+    used."""
     for base in type(value).__mro__:
         name = (base.__module__.partition(".")[0], base.__name__)
         if name in _INSTEAD:

@@ -1,4 +1,4 @@
-"""What a program may give as ``inputs``, as rows: a path, a table in memory, an open text file, or rows as they are."""
+"""Conversion of ``inputs`` to rows: a path, a table in memory, an open text file, or rows, which stay unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batch_agent.job import cut
 
 
 def rows_from(inputs: object) -> object:
-    """Something to iterate. Whether what comes of it are rows is for the plan to say."""
+    """Return an iterable of rows. The plan checks the rows themselves."""
     match inputs:
         case str():
             return _of_path(_existing(inputs))
@@ -28,14 +28,14 @@ def rows_from(inputs: object) -> object:
 
 
 def _existing(text: str) -> Path:
-    """SpecError for a text that names no file: it was meant as a row, or as lines."""
+    """Return the path of an existing file or of a pattern. Raises SpecError for other text."""
     path = Path(text)
     try:
         if text.strip() and (path.exists() or (is_pattern(text) and "\n" not in text and " " not in text)):
             return path
-    except (OSError, ValueError):  # too long for a name, or with characters that none has
+    except (OSError, ValueError):  # too long for a file name, or with invalid characters
         pass
-    what = f"there is no file {text}" if path.suffix in KNOWN else f"it is one text, {cut(text, 60)!r}, and no file"
+    what = f"there is no file {text}" if path.suffix in KNOWN else f"it is one text, {cut(text, 60)!r}, and not a file"
     raise SpecError(
         f"inputs: {what}. Give rows: a list of dicts or of texts (text.splitlines()), the path of a file, a DataFrame"
     )
@@ -48,5 +48,5 @@ def _of_path(path: Path) -> object:
 
 
 def _lines(file: io.TextIOBase) -> Iterator[str]:
-    """Those of an open file, as the run needs them; blank ones are left out."""
+    """Yield the lines of an open file as the run needs them, without blank lines."""
     return (line.rstrip("\r\n") for line in file if line.strip())

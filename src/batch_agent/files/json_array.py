@@ -1,7 +1,7 @@
 """A JSON file that holds one list of rows, read item by item.
 
-Only the item being read is in memory. Behind a syntax error nothing can be told apart any more, so that is an error of
-the file, with its line; an item that is no row fails alone.
+Only the current item is in memory. After a syntax error the next item cannot be found, so the whole file fails, with
+the line in the error. An item that is not a row fails alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batch_agent.errors import SpecError
 from batch_agent.files.rows import Row, as_row, is_utf8
 from batch_agent.job import UnreadableRow
 
-ITEM_CHARACTERS = 2**26  # where a syntax error is not told from an item that goes on
+ITEM_CHARACTERS = 2**26  # longest item: up to here, a syntax error may be an incomplete item
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
@@ -41,7 +41,7 @@ def parse_json(chunks: Iterable[bytes], name: str) -> Iterator[Row]:
 
 
 class _Text:
-    """The part of the file that is being looked at: what came before is forgotten, what follows is not yet read."""
+    """The current part of the file. Earlier text is discarded, and later text is not read yet."""
 
     def __init__(self, chunks: Iterable[bytes], name: str) -> None:
         self._chunks = iter(chunks)
@@ -53,7 +53,7 @@ class _Text:
         self._ended = False
 
     def peek(self) -> str:
-        """The next character that is not space; empty at the end."""
+        """Return the next character that is not space; "" at the end."""
         while True:
             match = _SPACE.match(self._buffer, self._at)
             self._at = match.end() if match else self._at
@@ -70,7 +70,7 @@ class _Text:
             wanted = 2 * (len(self._buffer) - self._at)
             try:
                 value, end = _DECODER.raw_decode(self._buffer, self._at)
-                if end < len(self._buffer) or self._ended:  # else a number may go on
+                if end < len(self._buffer) or self._ended:  # otherwise a number may continue
                     break
             except json.JSONDecodeError as error:
                 if self._ended or wanted > ITEM_CHARACTERS:
@@ -89,7 +89,7 @@ class _Text:
         return SpecError(f"{self._name} line {line}: not JSON: {reason}")
 
     def _read(self, characters: int) -> None:
-        """Forget what is behind, and have at least so many characters ahead, unless the file ends."""
+        """Discard the text before the position, and read until ``characters`` are ahead or the file ends."""
         self._line += self._buffer.count("\n", 0, self._at)
         parts = [self._buffer[self._at :]]
         ahead = len(parts[0])

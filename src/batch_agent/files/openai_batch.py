@@ -1,8 +1,8 @@
 """Lines of OpenAI's batch files, ``{"custom_id": …, "method": …, "url": …, "body": {…}}``, as rows.
 
-A row gets ``id`` (the custom_id), ``system``, ``prompt`` (the last message, the user's), ``messages`` (all of them) and
-``body`` (the rest: model, temperature, …). What is sent is still the task of the spec, filled with these fields, to
-the model of the spec. A line that text fields cannot carry is a row that fails.
+A row gets ``id`` (the custom_id), ``system``, ``prompt`` (the last message, of the user), ``messages`` (all of them)
+and ``body`` (the other options: model, temperature, …). The run sends the task of the spec, with these fields, to the
+model of the spec. The row of a line that does not fit into text fields fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INSTRUCTIONS = ("system", "developer")
 
 
 class _Unusable(Exception):
-    """Why a line cannot be a row."""
+    """The reason why a line cannot be a row."""
 
 
 def is_batch_line(value: Mapping[str, object]) -> bool:
@@ -33,7 +33,7 @@ def from_batch_line(value: Mapping[str, object], where: str) -> dict[str, object
 def _row(line: Mapping[str, object]) -> dict[str, object]:
     body = line["body"]
     if not isinstance(body, dict):
-        raise _Unusable("its body is no object")
+        raise _Unusable("its body is not an object")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _Unusable(f"its body has no messages (url {line.get('url')!r}); only chat completions can be run")
@@ -54,7 +54,7 @@ def _role_and_text(number: int, message: object) -> tuple[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _Unusable(f"message {number} has no role")
     if message.get("tool_calls") or message["role"] in ("tool", "function"):
-        raise _Unusable(f"message {number} belongs to a tool call, and the tools of a run are the spec's")
+        raise _Unusable(f"message {number} belongs to a tool call; a run uses only the tools of its spec")
     return message["role"], _text(number, message.get("content"))
 
 

@@ -1,7 +1,7 @@
-"""Lines that come in any order, given out in the order of their indices, in constant memory.
+"""Sorts lines that arrive in any order by their indices, in constant memory.
 
-A line that is too early waits in a file, and a second file says, at sixteen bytes per index, where it is: one row that
-takes hours costs disk, not memory. When nothing waits, the files are emptied.
+A line that arrives too early waits in a file. A second file has its position, sixteen bytes per index. So one slow row
+costs disk space, not memory. When no line waits, the files are emptied.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import struct
 from collections.abc import Iterator
 from typing import IO
 
-_PLACE = struct.Struct("<QQ")  # a line's offset and length; a hole in the file reads as length 0: no line
+_PLACE = struct.Struct("<QQ")  # a line's offset and length; a hole in the file reads as length 0, which means no line
 _PLACES_AT_ONCE = 4096
 
 
 class InputOrder:
-    """``waiting`` and ``places`` are empty files, unbuffered, open for reading and writing; whoever opened them closes
-    them."""
+    """The lines in order. ``waiting`` and ``places`` are empty, unbuffered files, open for reading and writing. The
+    caller closes them."""
 
     def __init__(self, waiting: IO[bytes], places: IO[bytes]) -> None:
         self._waiting, self._places = waiting, places
         self._next = 0
-        self._end = 0  # above the highest index that waits
+        self._end = 0  # highest waiting index plus 1
         self._count = 0
         self._written = 0
 
     def put(self, index: int, line: bytes) -> Iterator[bytes]:
-        """Take a line; give those whose turn it is now."""
+        """Take a line, and yield the lines that are next in order."""
         if index > self._next:
             self._keep(index, line)
             return
@@ -40,7 +40,7 @@ class InputOrder:
             self._took(self._next)
 
     def rest(self) -> Iterator[bytes]:
-        """All that still wait, in order, whatever is missing between them."""
+        """Yield all waiting lines in order, even if lines between them are missing."""
         while self._next < self._end:
             first, count = self._next, min(_PLACES_AT_ONCE, self._end - self._next)
             places = _read_at(self._places, _PLACE.size * count, _PLACE.size * first)

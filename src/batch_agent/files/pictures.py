@@ -1,7 +1,7 @@
-"""Pictures from files: what kind they are, how large, and the ``data:`` URL in which they travel.
+"""Images from files: their format, their size, and the ``data:`` URL that is sent.
 
-Only what models are shown everywhere is taken: PNG, JPEG, GIF and WebP. What is wrong with a picture is an InputError,
-which concerns its row alone.
+Only formats that all providers accept are used: PNG, JPEG, GIF and WebP. A bad image raises InputError, which fails its
+row only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KINDS = (
     (re.compile(rb"GIF8[79]a"), "image/gif"),
     (re.compile(rb"RIFF....WEBP", re.DOTALL), "image/webp"),
 )
-# Models see a picture in tiles, larger ones made smaller first: about a token for each 750 pixels, up to a limit.
+# Models scale large images down and split them into tiles: about one token per 750 pixels, up to a limit.
 PIXELS_PER_TOKEN, LEAST_TOKENS, MOST_TOKENS = 750, 85, 1600
 
 
 def read_image(image: Image, root: Path | None = None) -> Image:
-    """The picture as it can be sent: an address as it is, anything else as a ``data:`` URL of a kind that models take.
-    A relative path is one below ``root``."""
+    """Return the image in the form that is sent: an http URL unchanged, other images as a ``data:`` URL. A relative
+    path is below ``root``."""
     if image.is_address:
         return image
     if image.is_data:
@@ -63,7 +63,7 @@ def _tokens(data: bytes, kind: str) -> int:
 
 
 def _size(data: bytes, kind: str) -> tuple[int, int] | None:
-    """Width and height, where the file says so at a place that is easy to find."""
+    """Return width and height from the header of the file; None if they are not found."""
     if kind == "image/png" and len(data) >= 24:
         return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
     if kind == "image/gif" and len(data) >= 10:
@@ -74,7 +74,7 @@ def _size(data: bytes, kind: str) -> tuple[int, int] | None:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """From the first frame header, behind as many other segments as there are."""
+    """Return width and height from the first frame header, after any other segments."""
     at = 2
     while at + 9 <= len(data) and data[at] == 0xFF:
         marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4])

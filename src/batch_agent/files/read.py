@@ -1,8 +1,8 @@
-"""Inputs from a path: which format, and whether at once or row by row.
+"""Rows from a path: chooses the format, and reads the file at once or row by row.
 
-A small file is read at once, so that its length is known and values shared by all rows can be hoisted; a larger one as
-its rows are needed. A row that cannot be read becomes an UnreadableRow, which fails alone; what is wrong with a whole
-file is a SpecError before anything starts.
+A small file is read at once, so that its length is known and values shared by all rows can be hoisted. A larger file is
+read as its rows are needed. A bad row becomes an UnreadableRow, which fails alone. An error of the whole file is a
+SpecError before the run starts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ LINE_PARSERS: dict[str, _Parser] = {
     ".txt": parse_text,
 }
 KNOWN = (*LINE_PARSERS, ".json", ".parquet")
-PARSERS = {**LINE_PARSERS, ".text": parse_text}  # the last where somebody says that it is text
+PARSERS = {**LINE_PARSERS, ".text": parse_text}  # the last one only if the user gives the format
 SPREADSHEETS = (".xlsx", ".xls", ".ods")
 
 
 def read_inputs(
     path: str | Path, limit: int | None = None, *, kind: str | None = None, at_once_bytes: int = AT_ONCE_BYTES
 ) -> list[Row] | LazyRows:
-    """The rows of a file, a directory or a pattern (``papers/**/*.pdf``), the first ``limit`` of them, for
-    ``BatchAgent.run(inputs=…)``. ``kind`` is one of PARSERS, in place of the path's extension."""
+    """Return the first ``limit`` rows of a file, a directory or a pattern (``papers/**/*.pdf``), for
+    ``BatchAgent.run(inputs=…)``. ``kind`` is one of PARSERS and overrides the extension."""
     reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
         return LazyRows(reading, limit)
@@ -70,9 +70,11 @@ def _open(path: Path, asked: str | None) -> Reading:
     if kind == ".parquet" and not compression:
         return open_parquet(path)
     if kind in SPREADSHEETS:
-        raise SpecError(f"{path} is a spreadsheet, which is not read: save it as CSV. There are {' '.join(KNOWN)}")
+        raise SpecError(
+            f"{path} is a spreadsheet, which is not supported: save it as CSV. Supported: {' '.join(KNOWN)}"
+        )
     if kind != ".json" and kind not in PARSERS:
-        raise SpecError(f"cannot tell what kind of rows {path} holds; rename it to one of {' '.join(KNOWN)}")
+        raise SpecError(f"the format of {path} is unknown; rename it to one of {' '.join(KNOWN)}")
     source = Source(path)
     parts, parse = (source.chunks(), parse_json) if kind == ".json" else (source.lines(), PARSERS[kind])
 
@@ -84,23 +86,23 @@ def _open(path: Path, asked: str | None) -> Reading:
 
 
 def _open_pattern(pattern: Path) -> Reading:
-    """A file of rows among those that match would be taken for one text: it is refused."""
+    """Open a pattern. A pattern of files of rows is refused: each file would become one row."""
     kind = format_of(pattern)[0]
     if kind in KNOWN and kind != ".txt":
-        raise SpecError(f"inputs: a pattern names files that are a row each, and {kind} files hold rows: give one file")
+        raise SpecError(f"inputs: with a pattern, each file is one row, but {kind} files hold many rows: give one file")
     return open_pattern(str(pattern))
 
 
 class LazyRows(Iterator[Row]):
-    """The rows of a file, read as they are taken. Close it when they are not all taken."""
+    """The rows of a file, read as they are taken. Close it if not all rows are taken."""
 
     def __init__(self, reading: Reading, limit: int | None = None) -> None:
         self._reading, self._limit = reading, limit
         self._taken = 0
-        self._expected: int | None = 0  # how many there are, once nothing more is read
+        self._expected: int | None = 0  # total, when reading has ended
         try:
-            # What is wrong with the whole file (its header, say) shows at its first row: take it now.
-            self.first = list(itertools.islice(reading.rows, 1))[:limit]  # for those who only look
+            # Errors of the whole file, such as in its header, appear with the first row: read it now.
+            self.first = list(itertools.islice(reading.rows, 1))[:limit]  # for callers that only need an example
         except SpecError:
             reading.close()
             raise
@@ -110,7 +112,7 @@ class LazyRows(Iterator[Row]):
     def __next__(self) -> Row:
         try:
             row = next(self._rows, None)
-        except SpecError as error:  # too late for one: jobs have started
+        except SpecError as error:  # jobs have already started
             raise BatchAgentError(f"after {self._taken:,} rows: {error}") from None
         if row is None:
             self._end(self._taken)
@@ -125,7 +127,7 @@ class LazyRows(Iterator[Row]):
     __del__ = close
 
     def expected_rows(self) -> int:
-        """How many there are, judged by those read so far; exact at the end."""
+        """Return the estimated number of rows, from the part read so far; exact at the end."""
         if self._expected is not None:
             return self._expected
         expected = self._reading.expected(self._taken)

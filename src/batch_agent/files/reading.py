@@ -1,4 +1,4 @@
-"""What every format gives to whoever reads it: rows one at a time, and an idea of how many there are."""
+"""The common interface of all formats: rows one at a time, and an estimate of their number."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from batch_agent.files.rows import Row
 class Reading:
     rows: Iterator[Row]
     close: Callable[[], None]
-    expected: Callable[[int], int]  # how many rows in all, given how many were read so far
-    memory_bytes: int  # about what they would take if all were kept
+    expected: Callable[[int], int]  # estimated total, from the number of rows read so far
+    memory_bytes: int  # estimated memory of all rows together

@@ -1,4 +1,4 @@
-"""A result as a line of JSON: the form in which results leave the package, whatever file they end up in."""
+"""Results as lines of JSON. All result files are made from these lines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from batch_agent.messages import Attachment
 
 
 def result_line(result: AgentResult[object]) -> bytes:
-    """One result as a line of JSON, without the transcript; with the model's raw text when it failed.
+    """Return one result as a line of JSON, without the transcript; with the model's raw text if it failed.
 
-    Raises Invalid when the output cannot be written: its class may have serializers of its own.
+    Raises Invalid if the output cannot be written: its class may have its own serializers.
     """
     record: dict[str, object] = {
         "index": result.index,
@@ -52,7 +52,8 @@ def result_line(result: AgentResult[object]) -> bytes:
 
 
 def record_line(record: Mapping[str, object]) -> bytes:
-    """A record as a line; an ``input`` that cannot be written is left out. Raises Invalid where that does not help."""
+    """Return a record as a line. An ``input`` that cannot be written is omitted. Raises Invalid if the line still
+    cannot be written."""
     for attempt in (record, {**record, "input": None}):
         try:
             return to_json(attempt) + b"\n"
@@ -64,8 +65,7 @@ def record_line(record: Mapping[str, object]) -> bytes:
 
 
 def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) -> AgentResult[object]:
-    """The result with its output as its schema writes it, which may be more than JSON can tell by itself; or as a
-    failure, where it cannot be written."""
+    """Return the result with its output in the JSON form of its schema, or as a failure if it cannot be written."""
     if schema is None or not result.ok or result.output is None:
         return result
     try:
@@ -77,7 +77,7 @@ def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) ->
 
 
 def unwritten(result: AgentResult[object], error: Invalid) -> AgentResult[object]:
-    """The result as a failure, for one whose output cannot be written."""
+    """Return the result as a failure, because its output cannot be written."""
     return result.as_failure(AgentError.of(error))
 
 
@@ -85,13 +85,13 @@ def to_json(value: object) -> bytes:
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:
-        # Integers beyond 64 bits and lone surrogates, which a model can write and orjson refuses.
+        # Integers beyond 64 bits and lone surrogates: a model can write them, but orjson refuses them.
         return _to_json_slowly(value).encode("ascii")
 
 
 def from_json(data: bytes) -> object:
-    """What ``to_json`` wrote. Raises ValueError for what is no JSON."""
-    value: object = json.loads(data)  # orjson would round integers beyond 64 bits and refuses lone surrogates
+    """Return the value that ``to_json`` wrote. Raises ValueError if the data is not JSON."""
+    value: object = json.loads(data)  # orjson rounds integers beyond 64 bits and refuses lone surrogates
     return value
 
 

@@ -1,4 +1,4 @@
-"""A row, and JSON values as rows."""
+"""The type of a row, and conversion of JSON values to rows."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from batch_agent.files.compression import GZIP, ZSTD
 from batch_agent.files.openai_batch import from_batch_line, is_batch_line
 from batch_agent.job import UnreadableRow
 
-GUESSED = "WINDOWS-1252"  # what a file of bytes beyond ASCII that is not UTF-8 mostly is
+GUESSED = "WINDOWS-1252"  # the most common encoding of text that is not UTF-8
 BOM = b"\xef\xbb\xbf"
 
 Row: TypeAlias = "dict[str, object] | str | UnreadableRow"
 
 
 def as_row(value: object, where: str) -> Row:
-    """``value`` as a row; ``where`` begins the message about one that is none."""
+    """Return ``value`` as a row. ``where`` starts the error message if it is not a row."""
     if isinstance(value, dict):
         return from_batch_line(value, where) if is_batch_line(value) else value
     if isinstance(value, str):
         return value
     kinds = {bool: "true or false", type(None): "null", list: "a list", int: "a number", float: "a number"}
     name = kinds.get(type(value), type(value).__name__)
-    return UnreadableRow(f"{where} is {name}; a row is an object or a string")
+    return UnreadableRow(f"{where} is {name}; a row must be an object or a string")
 
 
 def parse_jsonl(lines: Iterable[bytes], name: str) -> Iterator[Row]:
@@ -38,7 +38,7 @@ def parse_jsonl(lines: Iterable[bytes], name: str) -> Iterator[Row]:
 
 
 def parse_text(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    """Each line a row, blank ones left out."""
+    """Yield each line as a row, without blank lines."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
@@ -48,7 +48,7 @@ def parse_text(lines: Iterable[bytes], name: str) -> Iterator[Row]:
 
 
 def parse_line(line: bytes, where: str) -> Row | None:
-    """None for a blank line."""
+    """Return the row of a line; None for a blank line."""
     if not line.strip():
         return None
     try:
@@ -59,7 +59,7 @@ def parse_line(line: bytes, where: str) -> Row | None:
 
 
 def converted(name: str, encoding: str) -> str:
-    """The command that makes a UTF-8 file of one in another encoding, for a message; "" if it is compressed."""
+    """Return the command that converts a file to UTF-8, for a message; "" if the file is compressed."""
     path = Path(name)
     if path.suffix in (GZIP, ZSTD):
         return ""
@@ -68,7 +68,7 @@ def converted(name: str, encoding: str) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether text decoded with ``surrogateescape`` was UTF-8."""
+    """Return whether text decoded with ``surrogateescape`` was valid UTF-8."""
     if text.isascii():
         return True
     try:

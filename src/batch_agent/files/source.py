@@ -1,4 +1,4 @@
-"""A file of inputs as bytes. What goes wrong in reading it is a SpecError that names the file."""
+"""An input file as bytes. Errors of reading become a SpecError that names the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Source:
-    """An open file. ``size`` is its bytes on disk."""
+    """An open file. ``size`` is its size on disk, in bytes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class Source:
             raise
 
     def lines(self) -> Iterator[bytes]:
-        """Each with its newline, the first without a byte order mark."""
+        """Yield the lines, each with its newline, the first without a byte order mark."""
         return _without_bom(self._reading(iter(self._stream)))
 
     def chunks(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""CSV and TSV as rows, named by the first line."""
+"""Rows of CSV and TSV files. The first line has the names of the columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batch_agent.errors import SpecError
 from batch_agent.files.rows import GUESSED, Row, converted, is_utf8
 from batch_agent.job import UnreadableRow
 
-# A cell may be a whole document; but a quote that is never closed must not swallow the rest of a large file.
+# A cell may hold a whole document, but an unclosed quote must not read the rest of a large file.
 CELL_CHARACTERS = 2**24
 
 
@@ -32,7 +32,7 @@ class _Header:
             raise SpecError(f"{self.name}: its first line is not UTF-8; convert it{converted(self.name, GUESSED)}")
         refuse_twice(self.columns, self.name)
         if not all(column.strip() for column in self.columns):
-            raise SpecError(f"{self.name}: its first line must name every column; one has no name")
+            raise SpecError(f"{self.name}: its first line must name all columns; one has no name")
 
     def row(self, cells: list[str], line: int) -> Row:
         where = f"{self.name} line {line}"
@@ -56,7 +56,7 @@ def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
     try:
         first = next(reader, None)
     except csv.Error as error:
-        raise SpecError(f"{name}: its first line is not one of names: {_in_words(error)}") from None
+        raise SpecError(f"{name}: its first line does not have column names: {_in_words(error)}") from None
     if first is None:
         return
     _refuse_unclosed(source, name, 1)
@@ -77,8 +77,7 @@ def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
 
 
 class _Lines(Iterator[str]):
-    """Lines of text that remember whether more were asked for than there are: inside a row, that is a quote which is
-    never closed."""
+    """Lines of text. ``ended`` is True after a read past the end; inside a row, this means an unclosed quote."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._lines = iter(lines)
@@ -86,7 +85,7 @@ class _Lines(Iterator[str]):
 
     def __next__(self) -> str:
         for line in self._lines:
-            return line.decode("utf-8", "surrogateescape")  # a byte that is not UTF-8 must spoil its own row only
+            return line.decode("utf-8", "surrogateescape")  # a byte that is not UTF-8 must fail its own row only
         self.ended = True
         raise StopIteration
 
@@ -97,7 +96,7 @@ def _refuse_unclosed(source: _Lines, name: str, line: int) -> None:
 
 
 def _refuse_other_delimiter(first: list[str], name: str, delimiter: str) -> None:
-    """A line of names that is one name, with what separates cells elsewhere in it."""
+    """Raise SpecError if the first line is a single name that contains another delimiter."""
     others = {";": "semicolons", "\t": "tabs", ",": "commas"}
     used = next((mark for mark in others if mark != delimiter and len(first) == 1 and mark in first[0]), None)
     if used is not None:

@@ -1,8 +1,8 @@
-"""Lines of results as a table: CSV, TSV or Parquet.
+"""Tables of results: CSV, TSV or Parquet, made from lines of results.
 
-A table is in input order, and its columns are known when its last row is. It is made from a finished file of lines, in
-two passes over it and a few thousand rows of memory. A table file appears when it is complete: a reader never sees half
-of one, and a full disk does not cost the one that was there.
+A table is in input order, and its columns are known only after the last row. It is made from a finished file of lines,
+in two passes, with a few thousand rows in memory. A table file is written under another name and renamed when it is
+complete. So a reader never sees a part of it, and a full disk does not destroy the old file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from batch_agent.files.results import from_json
 CSV, TSV, PARQUET = ".csv", ".tsv", ".parquet"
 DELIMITERS = {CSV: ",", TSV: "\t"}
 ROW_GROUP_ROWS = 5000
-INDEX = b'{"index":'  # with which a result line begins
+INDEX = b'{"index":'  # start of a result line
 
 
 class ResultFile:
-    """The records of a file of result lines, as often as they are asked for.
+    """The records of a file of result lines. It can be iterated several times.
 
-    A line that is no record, such as the last one of a run that was killed, is left out; ``torn`` counts these over the
-    latest pass. A file that is not there has none.
+    A line that is not a record, such as the last line of a killed run, is skipped; ``torn`` counts such lines in the
+    latest pass. A missing file has no records.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,19 +53,19 @@ class ResultFile:
 
 
 class InOrderOfInput:
-    """The records of files of result lines in input order, as often as they are asked for. A place in a file is kept
-    for each row, eight bytes, and no record. Of two lines for one row the later file's, or the later line, counts."""
+    """The records of files of result lines in input order. It can be iterated several times. It stores eight bytes for
+    each row, its position in a file, and no records. Of two lines for one row, the later file or line wins."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
-        self.torn = 0  # lines of the latest pass that are no records
+        self.torn = 0  # lines of the latest pass that are not records
 
     def __iter__(self) -> Iterator[Record]:
         for _, record in self.numbered():
             yield record
 
     def numbered(self) -> Iterator[tuple[int, Record]]:
-        """Each record with the number of its file."""
+        """Yield each record with the number of its file."""
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("rb")) for path in self._paths if path.exists()]
             numbers = [number for number, path in enumerate(self._paths) if path.exists()]
@@ -77,7 +77,8 @@ class InOrderOfInput:
                         yield numbers[which], record
 
     def _places(self, files: Sequence[IO[bytes]]) -> array[int]:
-        """For each index its line: the offset times the number of files, plus the file's number; -1 for none."""
+        """Return the position of the line of each index: the offset times the number of files, plus the file's number;
+        -1 if there is none."""
         places, self.torn = array("q"), 0
         for which, file in enumerate(files):
             offset = 0
@@ -93,7 +94,7 @@ class InOrderOfInput:
 
 
 def _index_of(line: bytes) -> int | None:
-    """The index of a result line, without parsing all of it where it is written as we write it."""
+    """Return the index of a result line, or None. A line in our own format is not parsed completely."""
     if line.startswith(INDEX) and line.endswith(b"}\n"):
         number = line[len(INDEX) : len(INDEX) + 20].partition(b",")[0]
         if number.isdigit():
@@ -104,7 +105,7 @@ def _index_of(line: bytes) -> int | None:
 
 
 def record_of(line: bytes) -> Record | None:
-    """None for what is no result line."""
+    """Return the record of a result line, or None if the line is not one."""
     try:
         record = from_json(line)
     except ValueError:
@@ -117,18 +118,18 @@ def is_table(path: Path) -> bool:
 
 
 def check_table(path: Path, kind: str | None = None) -> None:
-    """SpecError when a table like this cannot be written here, said before there is anything to write."""
+    """Raise SpecError if this kind of table cannot be written. Called before there are results."""
     extension, compression = format_of(path)
     kind = kind or extension
     if kind == PARQUET and compression:
-        raise SpecError(f"{path}: a Parquet file is compressed inside; leave {compression} off")
+        raise SpecError(f"{path}: a Parquet file is already compressed; omit {compression}")
     if kind == PARQUET:
         extra("pyarrow.parquet", f"writing {path}")
     Codec(path)
 
 
 def write_table(records: Iterable[Record], path: Path, kind: str | None = None) -> None:
-    """``records`` is gone through twice. Without a ``kind``, the path's extension says which."""
+    """Write the records as a table. ``records`` is iterated twice. Without ``kind``, the extension is the format."""
     columns = columns_of(records)
     with complete_file(path) as stream:
         write_records(records, columns, stream, kind or format_of(path)[0])
@@ -136,7 +137,7 @@ def write_table(records: Iterable[Record], path: Path, kind: str | None = None) 
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of what was there when it is complete, and not before."""
+    """Open a file that replaces the old one only when it is complete."""
     path = path.resolve()  # a link stays a link
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:

@@ -1,7 +1,7 @@
-"""Tools: what agents can call, and the pool that runs their calls once for all who ask.
+"""Tools that agents can call, and the pool that runs their calls and shares results between agents.
 
-The built-in ones are made when they are first asked for, ``Tool.http_get`` as well as ``http_get(...)`` with settings
-of one's own: a program that uses none of them does not wait for an HTTP client.
+A built-in tool is made when it is first used, as ``Tool.http_get`` or as ``http_get(...)`` with other settings. A
+program that uses none of them does not import an HTTP client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "web_search",
 ]
 
-# Here and not in base: the built-in tools are made with Tool.define. Importing any module of this package runs this.
+# Not in base, because the built-in tools use Tool.define. Importing any module of this package runs this code.
 _MAKERS = {
     "claude_code": "batch_agent.tools.builtin.agent:claude_code",
     "http_get": "batch_agent.tools.builtin.http:http_get",
@@ -45,7 +45,7 @@ _MAKERS = {
 
 
 class _Builtin:
-    """Stands on Tool in the place of a tool, until somebody looks."""
+    """Descriptor on Tool that makes the built-in tool at its first use and replaces itself by it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class _Builtin:
 for _name in _MAKERS:
     setattr(Tool, _name, _Builtin(_name))
 
-if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _MAKERS:

@@ -1,11 +1,11 @@
-"""A tool: a function together with what a model is told about it and what the pool may do with its calls.
+"""A tool: a function, its description for the model, and the rules for its calls.
 
-Tools are values. Nothing here runs one on a model's behalf: that is the pool's work.
+Tools are values. The pool runs their calls; this module does not.
 
-    cacheable=True             results are kept for the run (``ttl`` seconds at most) and identical calls share one run
-    cacheable=False            identical calls share a run only while it is in flight; effect="read" says the same
+    cacheable=True             results are cached for the run, at most ``ttl`` seconds; identical calls share one run
+    cacheable=False            identical calls share a run only while it is in flight; the same as effect="read"
     effect="write"             every call runs
-    none of these              counts as a write: merging two e-mails into one is worse than a slow tool
+    none of these              treated as a write: merging two e-mails into one is worse than a slow tool
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 CacheKey = Callable[..., object]
 
 BUILTIN_NAMES = ("claude_code", "http_get", "python_eval", "read_file", "web_search")
-# What the common wire formats accept.
+# Names that the common wire formats accept.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -56,16 +56,17 @@ class OpenResource(Protocol):
     """A resource in use by one run."""
 
     async def ready(self) -> None:
-        """Waits until it can be used, within a time limit of its own. Raises ToolError."""
+        """Wait until it can be used, within its own time limit. Raises ToolError."""
 
     async def close(self) -> None: ...
 
 
 class Resource(Protocol):
-    """What the calls of a tool share within one run, such as a session with a server; equal ones are one.
+    """A resource that the calls of a tool share within one run, such as a session with a server. Equal resources are
+    opened once.
 
-    The pool opens it for the first call and closes it at the end. The function takes what was opened as its first
-    argument, and as its second one a function to call when the tool shows that it is alive: its time starts again.
+    The pool opens it for the first call and closes it at the end. The tool's function gets the opened resource as its
+    first argument. Its second argument is a function that reports progress: calling it restarts the timeout.
     """
 
     def __hash__(self) -> int: ...
@@ -75,7 +76,7 @@ class Resource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tool(Generic[P, R_co]):
-    """Made with ``Tool.define``; calling it calls the function."""
+    """A tool, made with ``Tool.define``. Calling it calls its function."""
 
     read_file: ClassVar[Tool[..., str]]
     http_get: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
@@ -91,15 +92,15 @@ class Tool(Generic[P, R_co]):
     cacheable: bool
     effect: Effect
     declared: bool
-    rate_limit: float | None  # calls a second
-    max_concurrent: int | None  # calls at once
+    rate_limit: float | None  # calls per second
+    max_concurrent: int | None  # concurrent calls
     timeout: float | None  # seconds; None: the run's timeout_per_tool
     ttl: float | None  # seconds
     max_tokens: int | None  # None: a result may have any length
     cache_key: CacheKey | None = field(repr=False)
-    batching: Batching | None = field(default=None, repr=False)  # calls are answered together, by key
-    version: str | None = None  # a change says that results differ from now on, and recorded answers no longer count
-    resource: Resource | None = field(default=None, repr=False)  # what its calls in one run share
+    batching: Batching | None = field(default=None, repr=False)  # one lookup answers many calls
+    version: str | None = None  # a change means that results differ, so recorded answers are not used any more
+    resource: Resource | None = field(default=None, repr=False)  # shared by its calls in one run
 
     @property
     def description(self) -> str:
@@ -115,14 +116,14 @@ class Tool(Generic[P, R_co]):
     def __get__(self: Tool[Concatenate[S, Q], V], instance: S, owner: type) -> Tool[Q, V]: ...
 
     def __get__(self, instance: object, owner: type) -> object:
-        """A tool defined on a method becomes, on an instance, the tool of the bound method."""
+        """Return, for a tool defined on a method, the tool of the bound method of the instance."""
         if instance is None or not self.signature.unbound:
             return self
         bound = types.MethodType(self.function, instance)
         return replace(self, function=bound, signature=replace(self.signature, unbound=False))
 
     def identity(self, arguments: Arguments) -> str:
-        """What tells this tool's calls apart: its ``cache_key``, or all arguments. Raises nothing but ToolErrors."""
+        """Return the identity of a call: its ``cache_key``, or all arguments. Raises only ToolError."""
         if self.cache_key is None:
             return self.signature.identity(arguments)
         try:
@@ -187,20 +188,20 @@ class Tool(Generic[P, R_co]):
         cache_key: CacheKey | None = None,
         version: str | None = None,
     ) -> object:
-        """Makes a tool of a function; a decorator, with and without parentheses.
+        """Make a tool from a function. Use it as a decorator, with or without parentheses.
 
         Args:
-            name: what the model calls it; the function's name.
-            description: what the model is told; the docstring's text.
-            max_tokens: longer results are cut, and say so; None for no limit.
-            cacheable: results may be kept for the run (True) or only shared while in flight (False).
-            effect: "read" or "write"; a write runs on every call.
-            rate_limit: calls per second, or "10/s", "100/min", "5/hour"; waiting for it is not part of the timeout.
-            max_concurrent: calls running at once, of all agents; waiting for it is not part of the timeout either.
-            timeout: seconds a call may run; the run's timeout_per_tool.
-            ttl: seconds a cached result stays good.
-            cache_key: called with the arguments; calls with equal keys are the same call.
-            version: change it when the tool's results change: answers recorded with the old one are asked for again.
+            name: name of the tool for the model; default: the function's name.
+            description: description for the model; default: the text of the docstring.
+            max_tokens: longer results are cut, with a note; None for no limit.
+            cacheable: True: results are cached for the run. False: calls share a result only while it is in flight.
+            effect: "read" or "write"; every call of a write runs.
+            rate_limit: calls per second, or "10/s", "100/min", "5/hour"; the timeout does not include this wait.
+            max_concurrent: maximum number of concurrent calls of all agents; the timeout does not include this wait.
+            timeout: maximum seconds of a call; default: the run's timeout_per_tool.
+            ttl: seconds for which a cached result is valid.
+            cache_key: function of the arguments; calls with equal keys are the same call.
+            version: change it when the tool's results change; rows recorded with the old version are sent again.
         """
         _check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
         _check_positive(int | float, timeout=timeout, ttl=ttl)
@@ -251,20 +252,20 @@ class Tool(Generic[P, R_co]):
         ttl: float | None = None,
         version: str | None = None,
     ) -> _Decorator:
-        """Makes a tool that looks something up by key; calls of different agents become one look-up. The function it
-        decorates gives the name, the one parameter and the description; a run does not call it.
+        """Make a tool that looks up a value by key; one lookup answers the calls of many agents. The decorated function
+        provides the name, the parameter and the description. A run does not call it.
 
         Args:
             key_arg: the function's parameter, and the column of the result that holds the key.
-            batch_query: a SELECT with {ids} where the keys go: "SELECT id, name FROM users WHERE id IN ({ids})".
-            connection: where to ask it: a connection of any driver, or a function that gives one for each query.
-            batch: instead of these two, a function from a list of keys to what was found, by key; it may be async.
-            max_batch: keys in one look-up, at most.
-            rate_limit: look-ups per second, not calls.
-            max_concurrent: look-ups running at once; while there are as many, keys gather for the next.
-            timeout: seconds a look-up may take; the run's timeout_per_tool.
+            batch_query: a SELECT with {ids} in place of the keys: "SELECT id, name FROM users WHERE id IN ({ids})".
+            connection: a database connection of any driver, or a function that opens one for each query.
+            batch: instead of these two, a function from a list of keys to a mapping from key to result; may be async.
+            max_batch: maximum number of keys in one lookup.
+            rate_limit: lookups per second, not calls.
+            max_concurrent: maximum number of concurrent lookups; meanwhile, keys are collected for the next one.
+            timeout: maximum seconds of a lookup; default: the run's timeout_per_tool.
 
-        The others mean what they do for ``define``, each call of its own.
+        The other options are those of ``define``, for each call.
         """
         _check_positive(int, max_batch=max_batch)
         function = _batch_function(key_arg, batch_query, connection, batch)
@@ -300,18 +301,18 @@ class Tool(Generic[P, R_co]):
         cwd: str | os.PathLike[str] | None = None,
         connect_timeout: float = CONNECT_SECONDS,
     ) -> list[Tool]:
-        """Tools of an MCP server, which is started or connected to for the list. A run has one session with it.
+        """Return the tools of an MCP server, which is started or connected to for the list. A run has one session.
 
         Args:
             server: "stdio:COMMAND ARGUMENTS", the same as a list, or the URL of a server with streamable HTTP.
-            only: names of the tools to take; all.
-            prefix: comes before each tool's name.
-            reads: names of tools that only read, beside those of which the server says so; all others count as writes.
-            timeout: seconds a call may go without an answer or a sign of progress; the run's timeout_per_tool.
+            only: names of the tools to use; default: all.
+            prefix: text before each tool's name.
+            reads: names of read-only tools, in addition to those the server marks as such; all others are writes.
+            timeout: maximum seconds of a call without an answer or progress; default: the run's timeout_per_tool.
             headers: for a URL, such as {"Authorization": "Bearer ..."}.
-            env: variables for a command, beside PATH, HOME and the like; it inherits no others.
-            cwd: where the command runs.
-            connect_timeout: seconds until the server must have started.
+            env: environment variables for a command; otherwise it inherits only PATH, HOME and similar ones.
+            cwd: working directory of the command.
+            connect_timeout: maximum seconds to start the server or connect to it.
         """
         from batch_agent.tools.mcp.listing import mcp_tools
 
@@ -328,12 +329,12 @@ class Tool(Generic[P, R_co]):
         reads: Collection[str] = (),
         timeout: float | None = None,
     ) -> list[Tool]:
-        """Tools of the servers of a file with "mcpServers", as desktop clients and editors have it.
+        """Return the tools of the servers in a file with "mcpServers", the format of desktop clients and editors.
 
         Args:
-            path: the file; ${VARIABLE} in it is filled in from the environment.
-            servers: names of the servers to take; all.
-            prefix: comes before each tool's name; {server} in it is the server's name.
+            path: the file; ${VARIABLE} in it is replaced from the environment.
+            servers: names of the servers to use; default: all.
+            prefix: text before each tool's name; {server} in it becomes the server's name.
             reads, timeout: as for ``mcp``.
         """
         from batch_agent.tools.mcp.listing import mcp_file_tools
@@ -349,21 +350,21 @@ class Tool(Generic[P, R_co]):
         description: str | None = None,
         max_concurrent: int | None = None,
     ) -> Tool[..., Coroutine[Any, Any, str]]:
-        """Makes a tool of a command-line agent (``batch_agent.runtimes``), which a model gives a task. The runtime has
-        a backend of its own. As many run at once as fit into memory, unless ``max_concurrent`` says otherwise."""
-        from batch_agent.tools.builtin.agent import agent_tool  # here, because it is made with Tool.define
+        """Make a tool from a command-line agent (``batch_agent.runtimes``), to which a model gives a task. The runtime
+        has its own backend. By default as many agents run at once as fit into memory."""
+        from batch_agent.tools.builtin.agent import agent_tool  # here, because it uses Tool.define
 
         return agent_tool(runtime, name=name, description=description, max_concurrent=max_concurrent)
 
 
 class _Decorator(Protocol):
-    """What ``Tool.define(...)`` returns."""
+    """The decorator that ``Tool.define(...)`` returns."""
 
     def __call__(self, function: Callable[Q, V], /) -> Tool[Q, V]: ...
 
 
 def resolve_tools(values: Sequence[object]) -> tuple[Tool, ...]:
-    """The tools a batch offers: Tool values, functions (undeclared), and built-in tools by name."""
+    """Return the tools of a batch, from Tool values, functions (undeclared tools) and names of built-in tools."""
     if isinstance(values, str):
         raise SpecError(f"tools is the text {values!r}: give a list, [{values!r}]")
     tools: dict[str, Tool] = {}
@@ -377,7 +378,7 @@ def resolve_tools(values: Sequence[object]) -> tuple[Tool, ...]:
 
 
 def _each(values: Sequence[object]) -> Iterator[Tool]:
-    """Every tool; lists of them, as ``Tool.mcp`` makes, may stand among others."""
+    """Yield each tool. ``values`` may contain lists of tools, such as the result of ``Tool.mcp``."""
     for value in values:
         if isinstance(value, str) and value.startswith(MCP):
             yield from tools_at(value.removeprefix(MCP))
@@ -388,7 +389,8 @@ def _each(values: Sequence[object]) -> Iterator[Tool]:
 
 
 def tools_at(server: str, **options: Any) -> list[Tool]:
-    """The tools of an MCP server, or of the servers of a file, ``options`` as for ``Tool.mcp`` or ``Tool.mcp_file``."""
+    """Return the tools of an MCP server, or of a file of servers. ``options`` are those of ``Tool.mcp`` or
+    ``Tool.mcp_file``."""
     return Tool.mcp_file(server, **options) if server.endswith(".json") else Tool.mcp(server, **options)
 
 
@@ -409,14 +411,14 @@ def _name_of(function: Function, name: str | None) -> str:
     if not callable(function):
         raise SpecError(f"Tool.define takes a function, not {function!r}; above a classmethod, put @classmethod first")
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        raise SpecError(f"the function {function.__name__} yields, and a tool returns: return a list instead")
+        raise SpecError(f"the function {function.__name__} is a generator: a tool must return, so return a list")
     if name is None:
         plain: object = function
         while isinstance(plain, functools.partial):
             plain = plain.func
         name = str(getattr(plain, "__name__", type(plain).__name__))
     if not _NAME.fullmatch(name):
-        raise SpecError(f"{name!r} is no name for a tool: give one of letters, digits, _ and -, Tool.define(name=...)")
+        raise SpecError(f"{name!r} is not a valid tool name: use letters, digits, _ and -: Tool.define(name=...)")
     return name
 
 
@@ -425,37 +427,37 @@ def _batch_function(key_arg: str, query: str | None, connection: object, batch: 
         if query is not None or connection is not None:
             raise SpecError("batchable takes batch, or batch_query and connection, not both")
         if not callable(batch):
-            raise SpecError("batch is a function from a list of keys to what was found, by key")
+            raise SpecError("batch must be a function from a list of keys to a mapping from key to result")
         return batch
     if query is None or connection is None:
         raise SpecError("batchable needs batch_query and connection, or batch")
-    from batch_agent.tools.sql import sql_lookup  # here, because few tools ask a database
+    from batch_agent.tools.sql import sql_lookup  # here, because few tools use a database
 
     return sql_lookup(query, connection, key_arg)
 
 
 def _check_key(tool: Tool, key_arg: str) -> None:
-    """A batch answers for many agents, so a key is all that one of them can say."""
+    """Raise SpecError unless the key is the only parameter: a lookup for many agents gets nothing but their keys."""
     signature = tool.signature
     parameter = signature.parameters.get(key_arg)
     if parameter is None:
         names = ", ".join(signature.parameters) or "none"
-        raise SpecError(f"tool {tool.name}: key_arg is {key_arg!r}, and its parameters are: {names}")
+        raise SpecError(f"tool {tool.name}: key_arg is {key_arg!r}, but its parameters are: {names}")
     others = len(signature.parameters) > 1 or signature.extra or signature.unbound or signature.context is not None
     if others or not parameter.required:
-        raise SpecError(f"tool {tool.name} looks up by {key_arg}: that is its only parameter, and has no default")
+        raise SpecError(f"tool {tool.name} looks up by {key_arg}: this must be its only parameter, without a default")
 
 
 def _effect_of(
     name: str, cacheable: bool | None, effect: Effect | None, ttl: float | None, cache_key: CacheKey | None
 ) -> Effect:
-    """What the options together declare; contradictions are SpecErrors."""
+    """Return the effect that the options declare. Raises SpecError if they contradict each other."""
     if effect not in (None, "read", "write"):
-        raise SpecError(f"tool {name}: effect is {effect!r}; it is 'read' or 'write'")
+        raise SpecError(f"tool {name}: effect is {effect!r}; it must be 'read' or 'write'")
     if cacheable and effect == "write":
-        raise SpecError(f"tool {name} is cacheable and a write: each call of a write must run, so choose one")
+        raise SpecError(f"tool {name} is cacheable and a write, but every call of a write must run: choose one")
     if ttl is not None and not cacheable:
-        raise SpecError(f"tool {name}: ttl needs cacheable=True; nothing is kept without it")
+        raise SpecError(f"tool {name}: ttl needs cacheable=True; otherwise no result is cached")
     found: Effect = effect or ("write" if cacheable is None else "read")
     if cache_key is not None and found == "write":
         raise SpecError(f"tool {name}: cache_key needs cacheable=True or effect='read'; every call of a write runs")
@@ -468,10 +470,10 @@ def _check_positive(kind: type | types.UnionType, **options: int | float | None)
         if value is None or (is_number and math.isfinite(value) and value > 0):
             continue
         what = "a whole number" if kind is int else "a number"
-        raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None")
+        raise SpecError(f"{option} is {value!r}; it must be {what} above 0, or None")
 
 
 def _check_kind(kind: object, what: str, **options: object) -> None:
     for option, value in options.items():
         if value is not None and not isinstance(value, cast(type, kind)):
-            raise SpecError(f"{option} is {value!r}; it is {what}, or None")
+            raise SpecError(f"{option} is {value!r}; it must be {what}, or None")

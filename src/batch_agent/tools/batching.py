@@ -1,6 +1,6 @@
-"""Look-ups of many agents, each for one key, as one: what a tool says about it, and what a batch makes of its answer.
+"""Lookups of many agents, each for one key, in one batch: the declaration of a tool, and the answers of a batch.
 
-When a batch goes and who waits for it is the pool's affair.
+The pool decides when a batch is sent and which calls it answers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from batch_agent.foreign import describe, message_of
 from batch_agent.tools.render import render
 from batch_agent.tools.schema import Function
 
-GATHERING = 0.005  # seconds that a batch waits for company: nothing beside a model's turn
-MAX_BATCH = 500  # every database takes as many parameters
+GATHERING = 0.005  # seconds that a batch waits for more keys; negligible beside a model call
+MAX_BATCH = 500  # all databases accept this number of parameters
 NOTHING = "Nothing was found for {name} {key}."
 
-Keys = Mapping[str, object]  # by what tells their calls apart
+Keys = Mapping[str, object]  # by the identity of their calls
 Answers = dict[str, str | ToolError]
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """``function`` takes a list of keys and returns what it found, by key. One that is not there, or None, was not
-    found; an exception in the place of a result is that key's alone."""
+    """How a tool looks up keys. ``function`` takes a list of keys and returns a mapping from key to result. A missing
+    key, or None, was not found. An exception as a result is the error of that key only."""
 
     key_arg: str
     function: Function
@@ -32,9 +32,9 @@ class Batching:
 
 
 async def ask_all(keys: Keys, ask: Callable[[Keys], Awaitable[Answers]]) -> Answers:
-    """The answers to all keys. A batch that fails is asked again in halves, until the key that it fails for is alone:
-    nobody is told of a neighbour's error. When the first two that are alone fail with the same words, and nothing was
-    answered before, it is not the keys: whoever is left is told so."""
+    """Return the answers to all keys. A batch that fails is sent again in halves, until the failing key is alone, so
+    that other keys do not get its error. If nothing was answered, and the first two single keys fail with the same
+    message, the keys are not the cause: all remaining keys get this error."""
     answers: Answers = {}
     parts = [list(keys)]
     reasons: list[str] = []
@@ -57,9 +57,9 @@ async def ask_all(keys: Keys, ask: Callable[[Keys], Awaitable[Answers]]) -> Answ
 
 
 def read_answers(batching: Batching, keys: Keys, found: object, max_tokens: int | None) -> Answers:
-    """What a batch function returned, as the texts that models read."""
+    """Return the results of a batch function as texts for the model."""
     if not isinstance(found, Mapping):
-        raise ToolError(f"its batch function returned {type(found).__name__}; it returns a mapping from key to result")
+        raise ToolError(f"its batch function returned {type(found).__name__}, not a mapping from key to result")
     results = _by_call(keys, found)
     answers: Answers = {}
     for call, key in keys.items():
@@ -74,8 +74,8 @@ def read_answers(batching: Batching, keys: Keys, found: object, max_tokens: int 
 
 
 def _by_call(keys: Keys, found: Mapping[object, object]) -> dict[str, object]:
-    """By the key itself. What no key claims so came back in another form, a number as text, say, or in the case that
-    the database knows: it is claimed by its text."""
+    """Return the result of each call. Keys are compared by value, then by their text: a database may return a number
+    as text, or a key in another case."""
     asked = set(keys.values())
     others = {_text(key): result for key, result in found.items() if key not in asked}
     return {call: found[key] if key in found else others.get(_text(key)) for call, key in keys.items()}

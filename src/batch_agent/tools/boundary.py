@@ -1,4 +1,4 @@
-"""The boundary to foreign code: whatever a tool does, a value, a ToolError or our own cancellation leaves here."""
+"""The boundary to the code of tools: it returns a value, raises ToolError, or passes on our own cancellation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Read = Callable[[object], T]
 
 
 async def run_foreign(name: str, work: Work, read: Read[T], threads: Threads | None) -> T:
-    """What ``work`` returns or, where that is awaitable, what it comes to, read; in a thread unless ``threads`` is
-    None. ``name`` is the tool's, for what it failed with."""
+    """Run ``work``, await its result if it is awaitable, and return it converted by ``read``. ``work`` runs in a thread
+    unless ``threads`` is None. ``name`` is the tool's name in errors."""
     task = asyncio.current_task()
     try:
         if threads is None:
@@ -37,12 +37,12 @@ async def _in_thread(name: str, work: Work, read: Read[T], threads: Threads) -> 
     def begin() -> tuple[T] | Awaitable[object]:
         try:
             value = work()
-            # Reading a large result is work too, and may call the tool's own objects.
+            # Converting a large result takes time too, and may call the tool's own objects.
             return value if inspect.isawaitable(value) else (read(value),)
         except Exception:
             raise
         except BaseException as error:
-            # A thread of the pool is nobody's to exit or interrupt; on the loop this would look meant for us.
+            # SystemExit or KeyboardInterrupt of a tool must not look like our own on the event loop.
             raise failed(name, error) from error
 
     result = await threads.run(begin)
@@ -56,11 +56,11 @@ def failed(name: str, error: BaseException) -> ToolFailed:
 
 
 def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
-    """Whether an exception on the event loop is meant for the task that runs a tool, rather than the tool's own."""
+    """Return whether an exception on the event loop is for the task that runs a tool, and not the tool's own error."""
     match error:
         case asyncio.CancelledError():
             return task.cancelling() > 0
-        case GeneratorExit():  # ours when the coroutine is being closed, not run
+        case GeneratorExit():  # for the task if its coroutine is being closed, not run
             return asyncio.current_task(task.get_loop()) is not task
         case KeyboardInterrupt():
             return threading.current_thread() is threading.main_thread()

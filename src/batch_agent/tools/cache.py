@@ -1,4 +1,4 @@
-"""Results of cacheable tools, kept for one run: least recently used leaves first, bounded in bytes. Pure."""
+"""Cached results of tools for one run: an LRU cache with a limit in bytes. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 CACHE_BYTES = 64 * 1024 * 1024
-# What an entry costs beside its text: keys, the entry itself, the table.
+# Memory of an entry without its text: keys, the entry itself, the table.
 _OVERHEAD_BYTES = 300
 
-Key = tuple[str, str]  # the tool's name, and what tells its calls apart
+Key = tuple[str, str]  # the tool's name and the identity of the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class ResultCache:
         return entry.text
 
     def asked(self, key: Key) -> bool:
-        """Whether nobody had asked for this result before; from now on somebody has."""
+        """Return whether this is the first request for a prewarmed result, and mark it as requested."""
         if key not in self._unasked:
             return False
         self._unasked.remove(key)
         return True
 
     def put(self, key: Key, text: str, now: float, ttl: float | None, *, unasked: bool = False) -> None:
-        """Keeps a result for ``ttl`` seconds, or for the run. One that would fill the cache alone is not kept."""
+        """Store a result for ``ttl`` seconds, or for the run. A result larger than the whole cache is not stored."""
         if key in self._entries:
             self._drop(key)
         size_bytes = len(text.encode()) + len(key[1]) + _OVERHEAD_BYTES

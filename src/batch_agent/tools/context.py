@@ -1,6 +1,6 @@
-"""What a tool can know of the call it works for. The model neither sees it nor gives it.
+"""Information for a tool about its call. The model does not see it.
 
-A parameter that is annotated with ToolContext, whatever its name, is filled by the pool.
+The pool sets each parameter that is annotated with ToolContext; its name does not matter.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 current_traceparent: ContextVar[str] = ContextVar("batch_agent_traceparent", default="")
-"""The trace context (W3C) of the tool call that the running task works for; "" where the run is not traced."""
+"""The trace context (W3C) of the tool call of the current task; "" if the run is not traced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolContext:
-    """``state`` is one dict for all calls of all tools of a run; it is not recorded, and a resumed run begins with an
-    empty one. ``cancelled`` is set when nobody waits for the call any more: a function in a thread, which cannot be
-    stopped, may look at it, or wait for it instead of sleeping. An async one is cancelled as any coroutine is."""
+    """The row and turn of a tool call.
 
-    row: object = None  # the input, as the caller of the run gave it
+    ``state`` is one dict for all tool calls of a run. It is not recorded: a resumed run starts with an empty dict.
+    ``cancelled`` is set when no agent needs the call any more. A function in a thread cannot be stopped, so it may
+    check the event, or wait for it instead of sleeping. An async function is cancelled like any coroutine."""
+
+    row: object = None  # the input, unchanged
     job_id: str = ""
-    index: int = 0  # of the row among the inputs
-    turn: int = 0  # of the model's answers, counted from 1, the one that asks for the call
+    index: int = 0  # position of the row in the inputs
+    turn: int = 0  # number of the model's answer that makes the call, from 1
     state: dict[str, Any] = field(default_factory=dict)
-    traceparent: str = field(default_factory=current_traceparent.get)  # for requests of its own; "": not traced
+    traceparent: str = field(default_factory=current_traceparent.get)  # for the tool's own requests; "": not traced
     cancelled: threading.Event = field(default_factory=threading.Event, repr=False)

@@ -1,8 +1,8 @@
-"""A flight, one run of one call, from the agents' side: who still wants it, whether it waits, and how it ended.
+"""A flight is one run of one call. It knows which agents need it, whether it waits at a gate, and its outcome.
 
-Each agent has a PendingCall on its flight. The flight is given up when the last of them has abandoned it, or when its
-time is over, and only then. Giving up does not depend on the tool: whoever waits has an outcome at once, and the gates
-are free when the tool has stopped, or when it had time to and did not.
+Each agent has a PendingCall on its flight. The flight is cancelled when the last agent has abandoned it, or at its
+timeout. Cancelling does not depend on the tool: waiting agents get an outcome at once. The gates are released when the
+tool has stopped, or after ``ENDING_SECONDS`` if it does not stop.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from batch_agent.value_type import value_type
 
 Source = Literal["run", "shared", "cache"]
 
-ENDING_SECONDS = 5.0  # what a call that is cancelled has to come to its end, before everybody goes on without it
+ENDING_SECONDS = 5.0  # for a cancelled call to stop, before the run continues without it
 
 
 @value_type
 class ToolOutcome:
-    """How a call ended: ``text`` is what the model reads, also of a failure. ``seconds`` is from asking to having."""
+    """The outcome of a call. ``text`` is for the model, also after a failure. ``seconds`` is the time from request to
+    outcome."""
 
     text: str
     ok: bool
@@ -34,7 +35,7 @@ class ToolOutcome:
 
 
 class Traffic:
-    """A pool's flights, counted: agents' calls ``waiting`` at gates; ``stuck`` ones, which do not stop."""
+    """Counts of a pool: agents' calls ``waiting`` at gates, and cancelled calls that do not stop (``stuck``)."""
 
     __slots__ = ("_on_waiting", "stuck", "waiting")
 
@@ -51,21 +52,21 @@ class Traffic:
 @dataclass(slots=True, eq=False)
 class Flight:
     name: str  # of its tool
-    key: Key | None  # None: nobody else may join
+    key: Key | None  # None: other calls may not join
     asked: float
     traffic: Traffic
-    unasked: bool = False  # begun before any model asked for it, and none has yet
-    context: ToolContext | None = None  # where its tool asks for one
-    began: float = 0.0  # to run: when it had passed the gates
-    end: ToolOutcome | Exception | None = None  # an exception is a fault of ours, and stops whoever waits
+    unasked: bool = False  # prewarmed, and no model has made the call yet
+    context: ToolContext | None = None  # if its tool has such a parameter
+    began: float = 0.0  # time at which it had passed the gates
+    end: ToolOutcome | Exception | None = None  # an exception is an internal error, raised in waiting agents
     interested: int = 0
     task: asyncio.Task[None] | None = None
-    _clock: asyncio.TimerHandle | None = None  # what it may take to run; given up, to stop
+    _clock: asyncio.TimerHandle | None = None  # timeout of the run; after cancelling, of the stop
     _given_up: bool = False
     _stuck: bool = False
     _held: list[Gate] = field(default_factory=list)
     _waits: bool = False
-    waiting: dict[Callable[[], None], None] = field(default_factory=dict)  # to be called, in order, when it has ended
+    waiting: dict[Callable[[], None], None] = field(default_factory=dict)  # callbacks at the end, in order
 
     def join(self) -> None:
         self.interested += 1
@@ -80,7 +81,7 @@ class Flight:
             self.give_up()
 
     async def pass_gates(self, gates: tuple[Gate, ...]) -> None:
-        for gate in gates[len(self._held) :]:  # all of them, or none where it has passed them before
+        for gate in gates[len(self._held) :]:  # all gates, or none if it has already passed them
             if not gate.enter_nowait():
                 if not self._waits:
                     self._waits = True
@@ -90,8 +91,8 @@ class Flight:
         self._wait_ends()
 
     def pass_nowait(self, gates: tuple[Gate, ...]) -> bool:
-        """Through all gates, where nobody has to wait at any; else through none."""
-        # A rate comes last: what it has given cannot be given back.
+        """Pass all gates if none requires waiting, else none. Returns whether it passed."""
+        # A rate comes last: a used call of the rate cannot be returned.
         for gate in sorted(gates, key=lambda gate: isinstance(gate, RateGate)):
             if not gate.enter_nowait():
                 self._let_go()
@@ -105,7 +106,7 @@ class Flight:
         self._clock = asyncio.get_running_loop().call_later(seconds, over)
 
     def give_up(self) -> None:
-        """Cancels its task, once: a second time would interrupt a tool that is cleaning up."""
+        """Cancel its task once. A second cancellation would interrupt a tool that is cleaning up."""
         if self.task is not None and not self.task.done() and not self._given_up:
             self._given_up = True
             if self.context is not None:
@@ -156,8 +157,8 @@ class PendingCall:
         flight.join()
 
     def on_end(self, tell: Callable[[ToolOutcome | Exception], None]) -> None:
-        """``tell`` is called once with how the call ended, failures of the tool included: when it does, or at once when
-        it has; never when it is abandoned first. An exception is a fault of ours."""
+        """Call ``tell`` once with the outcome of the call, or at once if it has ended; never if it is abandoned first.
+        A failure of the tool is an outcome. An exception is an internal error."""
         self._tell = tell
         if self._flight.end is not None:
             self._told()
@@ -173,7 +174,7 @@ class PendingCall:
         tell(end)
 
     async def wait(self) -> ToolOutcome:
-        """How the call ended. Cancelling the wait leaves the call alone."""
+        """Return the outcome of the call. Cancelling the wait does not cancel the call."""
         ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
 
         def tell(end: ToolOutcome | Exception) -> None:
@@ -184,13 +185,13 @@ class PendingCall:
         return await ended
 
     def seconds(self, now: float) -> float:
-        """How long it has been under way for this agent: until now, or until it ended."""
+        """Return the seconds from this agent's request until now, or until the end of the call."""
         end = self._flight.end
         ended = self._flight.asked + end.seconds if isinstance(end, ToolOutcome) else now
         return max(0.0, ended - self._asked)
 
     def abandon(self) -> None:
-        """This agent no longer wants the call. When the last one leaves, what is still running is cancelled."""
+        """End this agent's interest in the call. When the last agent leaves, a running call is cancelled."""
         if self._holds:
             self._holds = False
             self._tell = None

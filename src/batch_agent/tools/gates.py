@@ -1,7 +1,7 @@
-"""What a call passes before it runs. In front of each gate is a line: first come, first served.
+"""Gates that a call passes before it runs. Each gate has a FIFO queue.
 
-Who leaves a line has used nothing, and leaving costs the same however long it is: thousands may wait for one slow tool,
-and all be given up at once.
+A call that leaves a queue has used nothing. Leaving takes constant time, because thousands of calls may wait for one
+slow tool and be cancelled at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol
 
 class Gate(Protocol):
     def enter_nowait(self) -> bool:
-        """Goes through, if that is possible without waiting and without overtaking anybody."""
+        """Enter if no waiting is needed and no call is in the queue. Returns whether it entered."""
 
     async def enter(self) -> None: ...
 
     def leave(self) -> None:
-        """What went through is over."""
+        """Leave the gate after the call has ended."""
 
 
 class Line:
@@ -32,7 +32,7 @@ class Line:
         return len(self._places)
 
     async def wait(self, missed: Callable[[], None]) -> None:
-        """Until called. ``missed`` is for one who was called and, cancelled in the same moment, does not come."""
+        """Wait until called. ``missed`` is called if the waiter was called and cancelled at the same time."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._places[place] = None
         try:
@@ -44,7 +44,7 @@ class Line:
             raise
 
     def call_next(self) -> bool:
-        """Whether there was somebody to call."""
+        """Call the first waiter. Returns False if there is none."""
         while self._places:
             place, _ = self._places.popitem(last=False)
             if not place.done():
@@ -54,12 +54,12 @@ class Line:
 
 
 class Slots:
-    """Lets a number of calls be inside at once."""
+    """Gate that limits the number of concurrent calls."""
 
     __slots__ = ("_free", "_line")
 
     def __init__(self, limit: int) -> None:
-        self._free = limit  # not 0 only while nobody waits
+        self._free = limit  # above 0 only if no call waits
         self._line = Line()
 
     def enter_nowait(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a tool's calls came to: counts, and latencies in constant memory."""
+"""Statistics of a tool's calls: counts, and latencies in constant memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-# Each bucket is 2 % wider than the one before, so a quantile is off by at most 1 %.
+# Each bucket is 2 % wider than the one before, so the error of a quantile is at most 1 %.
 _LOG_STEP = math.log(1.02)
 _SHORTEST = 1e-6
-# Identical calls of an undeclared tool are recognised among this many different ones; a bound on memory, not on truth:
-# beyond it the number of calls that could have been saved is a lower bound.
+# Different calls of an undeclared tool that are remembered to recognise identical ones. This limits memory: with more
+# calls, the number of calls that could have been saved is a lower bound.
 _REMEMBERED = 100_000
-# Reasons that are kept at once, and how much of each. The least frequent gives way to a new one, so what fails often
-# stays, and its count may miss what came while it was not among them.
+# Reasons that are kept, and characters of each. A new reason replaces the least frequent one. Frequent reasons stay,
+# but their counts may be too low.
 REASONS = 16
 REASON_CHARACTERS = 200
 
@@ -32,7 +32,7 @@ class Latency:
         self._count += 1
 
     def quantile(self, share: float) -> float | None:
-        """The time within which ``share`` of the calls were done; None without any."""
+        """Return the time within which ``share`` of the calls ended; None without calls."""
         wanted = max(1, math.ceil(share * self._count))
         seen = 0
         for bucket in sorted(self._buckets):
@@ -44,36 +44,36 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ToolStatistics:
-    """One tool in one run. Latencies are of real runs, in seconds, without waiting for a rate limit or a thread."""
+    """Statistics of one tool in one run. Latencies are seconds of runs, without waits for a rate limit or a thread."""
 
     name: str
-    calls: int  # asked for by models
-    runs: int  # really begun
-    shared: int  # answered by a run another agent had begun
+    calls: int  # calls of models
+    runs: int  # runs that were started
+    shared: int  # calls answered by a run that another agent had started
     cache_hits: int
-    failures: int  # runs that failed, and calls whose arguments did not fit
-    failure_reasons: tuple[tuple[str, int], ...]  # the most frequent words of failures, and how often; most often first
+    failures: int  # failed runs, and calls with invalid arguments
+    failure_reasons: tuple[tuple[str, int], ...]  # the most frequent messages of failures, with their counts
     p50: float | None
     p75: float | None
     p99: float | None
     saveable: int  # runs that declaring an undeclared tool would have saved
-    prewarmed: int = 0  # runs begun because an earlier run made the same call
-    prewarm_hits: int = 0  # of those, the ones that a model then asked for
-    prewarm_misses: int = 0  # calls of a cacheable tool that had to run, because nothing had been begun or kept
+    prewarmed: int = 0  # runs started because an earlier run made the same call
+    prewarm_hits: int = 0  # prewarmed runs whose call a model then made
+    prewarm_misses: int = 0  # calls of a cacheable tool that were neither prewarmed nor cached
 
     @property
     def advice(self) -> str:
-        """A sentence for the run's summary, or nothing."""
+        """Return a sentence for the run's summary, or ""."""
         if not self.saveable:
             return ""
         return (
-            f"{self.name} ran {self.saveable} times more than needed: identical calls. If it only reads, say so with "
-            f"Tool.define(cacheable=True), or effect='read' when answers go stale."
+            f"{self.name} ran {self.saveable} times more than needed: identical calls. If it only reads, declare it "
+            f"with Tool.define(cacheable=True), or with effect='read' if its results change."
         )
 
 
 class Tally:
-    """The running count behind ToolStatistics."""
+    """The counters for ToolStatistics."""
 
     __slots__ = (
         "_reasons",
@@ -105,7 +105,7 @@ class Tally:
         self._reasons[reason] += 1
 
     def compare(self, key: str) -> None:
-        """Notes a call that runs only because its tool is undeclared."""
+        """Count a call that runs only because its tool is undeclared."""
         mark = hash(key)
         if mark in self._seen:
             self.saveable += 1

@@ -1,10 +1,9 @@
-"""The tool pool of one run: starts calls, lets identical ones share a run, keeps results, limits rates and times.
+"""The tool pool of one run: starts calls, shares identical ones, caches results, and enforces rates and timeouts.
 
-A call is started synchronously, from inside a stream's callback, and awaited later. What several agents wait for is a
-flight (``flight.py``): one run of one call. It passes the gates of its tool; then foreign code runs, behind a boundary
-(``boundary.py``), and leaves it as text or as a ToolError. The flights of a tool that answers many keys at once wait
-for a flight of their own, the batch, and that one passes the gates. Nothing is ever tried again here: the model sees
-the failure and decides.
+A call is started synchronously, in the callback of a stream, and awaited later. Agents wait for a flight
+(``flight.py``), which is one run of one call. It passes the gates of its tool; then the tool's code runs behind a
+boundary (``boundary.py``) and returns text or raises ToolError. If a tool looks up many keys at once, its flights wait
+for the flight of their batch, which passes the gates. The pool does not retry: the model sees the failure and decides.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ __all__ = ["PendingCall", "ToolOutcome", "ToolPool", "ToolStatistics"]
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-# Async calls running at once: many more than threads, for they cost little here; but each mostly holds a connection. As
-# many again may not stop when they are cancelled, before new ones fail instead.
+# Concurrent async calls: more than threads, because they are cheap, but limited, because most hold a connection. If the
+# same number of cancelled calls does not stop, new calls fail.
 ASYNC_CALLS = 1024
-LONGEST_WITH_PROGRESS = 10  # times its timeout that a call may take which keeps reporting progress
-NOBODY = Job(-1, "", None, "")  # whose calls are no agent's
+LONGEST_WITH_PROGRESS = 10  # maximum time of a call that reports progress, in multiples of its timeout
+NOBODY = Job(-1, "", None, "")  # for calls that belong to no agent
 _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Calls that one run of a batch function answers; each is a part of ``flight``. By what tells them apart."""
+    """Calls that one run of a batch function answers, by their identity. All of them wait for ``flight``."""
 
     flight: Flight
     keys: dict[str, object] = field(default_factory=dict)
@@ -63,7 +62,7 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """A tool in this run, with the gates that its calls pass, or its batches."""
+    """A tool in this run, with the gates that its calls or batches pass."""
 
     tool: Tool
     gates: tuple[Gate, ...]
@@ -72,15 +71,15 @@ class _Offer:
 
 
 class ToolPool:
-    """``timeout``, in seconds, is for tools that have none of their own; ``spawn`` starts a task, which the pool then
-    owns: leaving the pool ends it, or leaves it behind with a warning.
+    """The tools of one run. ``timeout``, in seconds, is for tools without their own. ``spawn`` starts a task that the
+    pool owns: closing the pool ends the task, or abandons it with a warning.
 
-    ``on_waiting`` is told how many agents' calls wait for a tool that is itself the bottleneck (for its rate, its own
-    limit, a thread or a place among the async calls), whenever that number changes.
+    ``on_waiting`` is called with the number of agents blocked on saturated tools (by a rate, a limit, or a lack of
+    threads or async slots) when that number changes.
 
     ``once`` shares calls with the other workers of a run.
 
-    ``prewarm_max_age``, in seconds, is for how long a result that was made before anybody asked for it stays good.
+    ``prewarm_max_age`` is for how many seconds a prewarmed result is valid.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class ToolPool:
         self._tasks: dict[asyncio.Task[None], Flight] = {}
         self._threads = Threads()
         self._opened: dict[Resource, OpenResource] = {}
-        self._writes: Counter[Resource] = Counter()  # begun or ended: what was read before is stale
-        self._state: dict[str, Any] = {}  # what the tools of this run share
+        self._writes: Counter[Resource] = Counter()  # counts starts and ends; earlier reads are stale
+        self._state: dict[str, Any] = {}  # shared by the tools of this run
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -123,16 +122,16 @@ class ToolPool:
         return self._traffic.waiting
 
     def has(self, tools: Sequence[Tool]) -> bool:
-        """Whether it offers these very tools, and no others."""
+        """Return whether it offers exactly these tools."""
         return {tool.name: tool for tool in tools} == {name: offer.tool for name, offer in self._offers.items()}
 
     def knows(self, name: str) -> bool:
-        """Whether it offers a tool of this name."""
+        """Return whether it offers a tool of this name."""
         return name in self._offers
 
     def usual_seconds(self, name: str) -> float | None:
-        """Seconds until a call that is made now is probably done: the wait for the tool's rate, and what three of four
-        runs took. None while the tool has not run."""
+        """Return the expected seconds of a call that starts now: the wait for the tool's rate limit plus the 75th
+        percentile of its runs. None while the tool has not run."""
         offer = self._offers.get(name)
         seconds = None if offer is None else offer.tally.latency.quantile(0.75)
         if offer is None or seconds is None:
@@ -140,14 +139,13 @@ class ToolPool:
         return seconds + sum(gate.expected_wait() for gate in offer.gates if isinstance(gate, RateGate))
 
     def can_start_early(self, name: str) -> bool:
-        """Whether a call may run before the answer that asks for it is complete: such an answer may yet be lost and
-        asked for again, which a write must not notice."""
+        """Return whether a call may start before the model's answer is complete. The answer may still fail and be
+        requested again, so a write must not start early."""
         offer = self._offers.get(name)
         return offer is not None and offer.tool.effect == "read"
 
     def start(self, call: ToolCall, job: Job = NOBODY, turn: int = 0) -> PendingCall:
-        """Begins a call at once, for a job's turn. A call that cannot be is settled at once, as a failure the model can
-        read."""
+        """Start a call at once, for a turn of a job. An invalid call ends at once, with a failure for the model."""
         offer = self._offers.get(call.name)
         if offer is None:
             return self._settled(_failure(self._unknown(call.name), 0.0))
@@ -164,7 +162,7 @@ class ToolPool:
         if tool.signature.context is not None:
             context = ToolContext(job.input, job.job_id, job.index, turn, self._state)
             arguments = replace(arguments, values={**arguments.values, tool.signature.context: context})
-            identity = f"{job.index} {identity}"  # who knows its row may answer each row differently
+            identity = f"{job.index} {identity}"  # a tool that sees its row may answer each row differently
         if tool.effect == "write":
             if not tool.declared:
                 tally.compare(identity)
@@ -172,9 +170,9 @@ class ToolPool:
         return self._share(offer, arguments, self._key(tool, identity), context)
 
     def prewarm(self, call: ToolCall) -> PendingCall | None:
-        """Begins a call that a model is expected to make. None where nothing is begun: its result could not be kept, it
-        is at hand or on its way, or there is no room at once: who asks goes before who may ask. A tool that wants to
-        know who calls it is not called for nobody."""
+        """Start a call that a model is expected to make. Returns None if it is not started: its result is not
+        cacheable, is cached or in flight, or the call would have to wait, because calls of models come first. A tool
+        with a ToolContext is not prewarmed."""
         offer = self._offers.get(call.name)
         if offer is None or self._closed or not offer.tool.cacheable or offer.tool.signature.context is not None:
             return None
@@ -192,7 +190,7 @@ class ToolPool:
         return self._take_off(offer, arguments, flight)
 
     def _key(self, tool: Tool, identity: str) -> Key:
-        """What tells a read apart. After a write to the resource that it reads from, it is another one."""
+        """Return the identity of a read. It changes after each write to the resource of the tool."""
         writes = "" if tool.resource is None else f"{self._writes[tool.resource]} "
         return tool.name, f"{writes}{identity}"
 
@@ -200,8 +198,8 @@ class ToolPool:
         return {name: offer.tally.statistics(name) for name, offer in self._offers.items()}
 
     async def close(self) -> None:
-        """Cancels what is running and ends the threads. Whoever still waits gets a failure. A tool that ignores its
-        cancellation is named and left behind: it cannot be stopped, and must not keep the run from ending."""
+        """Cancel running calls and end the threads. Waiting agents get a failure. A tool that ignores its cancellation
+        is logged and abandoned: it must not keep the run from ending."""
         self._closed = True
         try:
             if self._tasks:
@@ -216,10 +214,10 @@ class ToolPool:
 
     def _leave_behind(self, stuck: set[asyncio.Task[None]]) -> None:
         for name, count in Counter(self._tasks[task].name for task in stuck).items():
-            logger.warning("%s does not stop when it is cancelled: the run ends without %d calls of it", name, count)
+            logger.warning("%s does not stop when cancelled: the run ends without waiting for %d calls", name, count)
         for task in stuck:
-            asyncio._unregister_task(task)  # or asyncio.run would wait for it, without end
-            task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was said above
+            asyncio._unregister_task(task)  # otherwise asyncio.run would wait for it forever
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # logged above
             self._tasks[task].land(_CANCELLED)
 
     def _unknown(self, name: str) -> UnknownTool:
@@ -245,7 +243,7 @@ class ToolPool:
         return self._launch(offer, arguments, key, context)
 
     def _under_way(self, key: Key) -> Flight | None:
-        """A flight that can be joined."""
+        """Return the flight of this call that can be joined, or None."""
         flight = self._flights.get(key)
         return flight if flight is not None and flight.interested and flight.end is None else None
 
@@ -294,7 +292,8 @@ class ToolPool:
         self._land(offer, flight, end)
 
     def _is_for_all(self, tool: Tool, flight: Flight) -> bool:
-        """Whether other workers may use this call: it knows no row and reads nothing that a tool of this run writes."""
+        """Return whether other workers may use this call: it does not see its row, and reads nothing that a tool of
+        this run writes."""
         if self._once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
             return False
         return tool.resource is None or tool.resource not in self._written
@@ -328,11 +327,11 @@ class ToolPool:
         opened = self._opened.get(tool.resource)
         if opened is None:
             opened = self._opened[tool.resource] = tool.resource.open(self._spawn)
-        await opened.ready()  # a server that starts up takes nothing from the time of a call
+        await opened.ready()  # the timeout of a call does not include the start of a server
         return partial(tool.function, opened, partial(self._alive, offer, flight), **arguments.values)
 
     async def _fly_along(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
-        """A call for one key, which a batch answers: the one that is gathering, or a new one."""
+        """Run a call for one key, as a part of the batch that collects keys, or of a new batch."""
         batching, batch, joins = offer.tool.batching, offer.gathering, True
         assert batching is not None and flight.key is not None
         if batch is None or not batch.flight.interested or len(batch.keys) >= batching.max_batch:
@@ -355,7 +354,7 @@ class ToolPool:
         self._land(offer, flight, end)
 
     async def _fly_batch(self, offer: _Offer, batching: Batching, batch: Batch) -> None:
-        """Gathers keys for a moment, and then for as long as its tool has no room for it."""
+        """Collect keys for ``GATHERING`` seconds and until the batch has passed the gates; then run it."""
         flight, max_tokens = batch.flight, offer.tool.max_tokens
         await asyncio.sleep(GATHERING)
         await flight.pass_gates(offer.gates)
@@ -385,9 +384,9 @@ class ToolPool:
         flight.land(end)
 
     async def _execute(self, offer: _Offer, flight: Flight, work: Callable[[], Awaitable[T]]) -> T:
-        """The time that a call may take begins here: waiting at a gate is not the tool's fault."""
+        """Start the timeout of a call and run it. The timeout does not include the wait at gates."""
         if offer.tool.is_async and self._traffic.stuck >= ASYNC_CALLS:
-            raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were given up are still running")
+            raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were cancelled are still running")
         flight.began = asyncio.get_running_loop().time()
         self._start_clock(offer, flight)
         return await work()
@@ -403,7 +402,7 @@ class ToolPool:
 
     async def _run(self, offer: _Offer, work: Callable[[], object], read: Callable[[object], T]) -> T:
         offer.tally.runs += 1
-        clock = asyncio.get_running_loop().time  # kept: a coroutine may be closed where no loop runs
+        clock = asyncio.get_running_loop().time  # saved: the coroutine may be closed without a running loop
         began = clock()
         try:
             return await run_foreign(offer.tool.name, work, read, None if offer.tool.is_async else self._threads)
@@ -411,10 +410,10 @@ class ToolPool:
             offer.tally.latency.add(clock() - began)
 
     def _time_is_over(self, offer: _Offer, flight: Flight, seconds: float) -> None:
-        """Ends the call for all who wait, whatever the tool makes of being cancelled."""
+        """End the call for all waiting agents, even if the tool ignores its cancellation."""
         if flight.end is not None:
             return
-        error = ToolTimeout(f"{offer.tool.name} was given up: it ran longer than {seconds:g} s")
+        error = ToolTimeout(f"{offer.tool.name} timed out: it ran longer than {seconds:g} s")
         flight.give_up()
         flight.land(_failure(error, _since(flight.asked), offer))
 
@@ -426,17 +425,17 @@ class ToolPool:
         if flight.end is not None:
             return
         error = None if task.cancelled() or not flight.interested else task.exception()
-        # Cancelled, perhaps before its first step; or a fault of ours, which stops those who wait for the call.
+        # Cancelled, perhaps before its first step; or an internal error, which is raised in the waiting agents.
         flight.land(error if isinstance(error, Exception) else _CANCELLED)
 
 
 def shared_key(tool: Tool, key: Key) -> str:
-    """What tells a call apart among all workers of a run."""
+    """Return the identity of a call among all workers of a run."""
     return blake2b(f"{tool.name}\0{tool.version}\0{key[1]}".encode(), digest_size=20).hexdigest()
 
 
 def _own_gates(tool: Tool) -> Iterator[Gate]:
-    """The tool's own limit before its rate: who has been let through by the rate is to start then, and not later."""
+    """Yield the tool's own gates. Its limit comes before its rate, so that a call starts when the rate admits it."""
     if tool.max_concurrent is not None:
         yield Slots(tool.max_concurrent)
     if tool.rate_limit is not None:
@@ -448,7 +447,7 @@ def _since(moment: float) -> float:
 
 
 def _failure(error: ToolError, seconds: float, offer: _Offer | None = None) -> ToolOutcome:
-    """Counted where it is a tool's. Cut even where results are not: no tool means to fail at length."""
+    """Return the outcome of an error, and count it for its tool. Errors are cut even if the tool's results are not."""
     message = message_of(error) or "the tool failed and gave no reason"
     max_tokens = None if offer is None else offer.tool.max_tokens
     if offer is not None:

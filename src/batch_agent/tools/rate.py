@@ -1,7 +1,7 @@
-"""How often a tool may run: reading a rate, deciding on given times (pure), and the gate that keeps to it.
+"""Rate limits of tools: reading a rate, the token bucket (pure), and the gate that enforces it.
 
-A bucket holds one second's worth of calls, at least one: "10/s" lets ten start at once and then one each tenth of a
-second, "5/hour" one now and the next in twelve minutes.
+A bucket holds the calls of one second, at least one. With "10/s", ten calls start at once, then one every tenth of a
+second. With "5/hour", one call starts now and the next in twelve minutes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from batch_agent.tools.gates import Line
 
 _SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400}
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*([a-z]+)\s*", re.IGNORECASE)
-# A float clock that was slept up to exactly may read a hair less.
+# After sleeping until a time, the clock may show slightly less because of rounding.
 _TOLERANCE = 1e-6
 
 
 def calls_per_second(rate: object) -> float:
-    """``10``, ``"10/s"``, ``"100/min"``, ``"5/hour"`` as calls per second."""
+    """Return ``10``, ``"10/s"``, ``"100/min"`` or ``"5/hour"`` as calls per second."""
     value = math.nan
     if isinstance(rate, str):
         match = _RATE.fullmatch(rate)
@@ -34,7 +34,7 @@ def calls_per_second(rate: object) -> float:
 
 
 class Bucket:
-    """A token bucket. It reads no clock: every method is told the time, in seconds."""
+    """A token bucket. It reads no clock: each method takes the time, in seconds."""
 
     __slots__ = ("_at", "_burst", "_rate", "_tokens")
 
@@ -45,7 +45,7 @@ class Bucket:
         self._at = now
 
     def delay(self, now: float, ahead: int = 0) -> float:
-        """Seconds until a call may start behind those ``ahead`` of it; 0 when it may start now."""
+        """Return the seconds until a call with ``ahead`` calls before it may start; 0 means now."""
         self._fill(now)
         missing = 1.0 + ahead - self._tokens
         return missing / self._rate if missing > _TOLERANCE else 0.0
@@ -63,14 +63,14 @@ class Bucket:
 
 
 class RateGate:
-    """Lets callers through in the order they came, as the bucket allows. One who leaves the line costs nothing."""
+    """Gate that admits calls in FIFO order at the rate of the bucket. A call that leaves the queue uses nothing."""
 
     __slots__ = ("_bucket", "_line", "_timer")
 
     def __init__(self, rate: float) -> None:
         self._bucket = Bucket(rate, -math.inf)
         self._line = Line()
-        self._timer: asyncio.TimerHandle | None = None  # set while somebody waits
+        self._timer: asyncio.TimerHandle | None = None  # set while a call waits
 
     def enter_nowait(self) -> bool:
         now = asyncio.get_running_loop().time()
@@ -91,11 +91,11 @@ class RateGate:
                 self._timer = None
 
     def expected_wait(self) -> float:
-        """Seconds that one who comes now has to wait."""
+        """Return the seconds that a call would wait now."""
         return self._bucket.delay(asyncio.get_running_loop().time(), len(self._line))
 
     def leave(self) -> None:
-        """A rate counts beginnings."""
+        """Do nothing: a rate counts the starts of calls."""
 
     def _missed(self) -> None:
         self._bucket.put_back()

@@ -1,4 +1,4 @@
-"""A tool's result as the text a model reads, cut to size."""
+"""Conversion of a tool's result to text for the model, with a maximum length."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic_core import to_json
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 
-# What a result may have unless its tool says otherwise: some fifty pages. A conversation holds several of them, and
-# every later turn sends them again.
+# Default maximum of a result, about fifty pages. A conversation holds several results, and each later turn sends them
+# again.
 MAX_TOKENS = 16_000
 
 
 def render(value: object, max_tokens: int | None) -> str:
-    """Text as it is, anything else as JSON; an object that has no JSON form as its ``str``."""
+    """Return text unchanged and other values as JSON; objects without a JSON form become their ``str``."""
     if isinstance(value, str):
         text = value
     elif isinstance(value, bytes | bytearray):
@@ -33,10 +33,10 @@ def _bytes_text(data: bytes) -> str:
 
 
 def cut_tokens(text: str, max_tokens: int | None) -> str:
-    """The first ``max_tokens`` of a text, and a line that says how much is missing; the line comes on top of them.
+    """Return the first ``max_tokens`` of a text, plus a line that says how much is missing.
 
-    Of a text that is far too long only the part that is shown is ever encoded: how much is missing is then estimated.
-    Lone surrogates, which a file name may contain and no request can carry, become question marks.
+    Only the returned part of a long text is encoded, so the missing amount is an estimate. Lone surrogates become
+    question marks: a file name may contain them, but a request cannot.
     """
     if max_tokens is None or len(text) <= max_tokens:
         return _encodable(text)

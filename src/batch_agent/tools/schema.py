@@ -1,7 +1,7 @@
-"""From a function's signature and docstring to what a model is told, and from a model's arguments to a checked call.
+"""The description of a tool for the model, from its function's signature and docstring; and the check of arguments.
 
-Each parameter has its own pydantic validator, so a parameter may have any name, every problem of a call is reported at
-once, and a default stays the function's own business: it need not be JSON.
+Each parameter has its own pydantic validator. So a parameter may have any name, all problems of a call are reported at
+once, and a default need not be JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_JSON_FORM = (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError)
 
 
 class _Generator(GenerateJsonSchema):
-    """Pydantic's schema without titles that only repeat names, and without warnings about defaults it leaves out."""
+    """Pydantic's schema without titles that only repeat names, and without warnings about omitted defaults."""
 
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
@@ -48,7 +48,7 @@ class _Generator(GenerateJsonSchema):
 class Parameter:
     name: str
     adapter: TypeAdapter[object]
-    default: object  # _MISSING where the model must give a value
+    default: object  # _MISSING if the model must give a value
 
     @property
     def required(self) -> bool:
@@ -57,7 +57,7 @@ class Parameter:
 
 @value_type
 class Arguments:
-    """A call's arguments as the model sent them, and as the function gets them."""
+    """The arguments of a call: ``raw`` from the model, and ``values`` for the function."""
 
     raw: Mapping[str, object]
     values: Mapping[str, object]
@@ -65,7 +65,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function takes. ``unbound``: it is a method that still lacks its ``self``."""
+    """The parameters of a function. ``unbound`` means that it is a method without its ``self``."""
 
     parameters: Mapping[str, Parameter]
     extra: bool  # it takes **kwargs
@@ -74,7 +74,7 @@ class Signature:
     context: str | None = None  # the parameter that takes a ToolContext
 
     def parse(self, text: str) -> Arguments:
-        """Arguments from a model's JSON text; BadArguments names every problem and what was expected."""
+        """Return the arguments from a model's JSON text. Raises BadArguments, which names all problems."""
         raw = self._read(text)
         values: dict[str, object] = {}
         problems = []
@@ -87,7 +87,7 @@ class Signature:
                     problems += _problems(name, error)
                 except KeyboardInterrupt:
                     raise
-                except BaseException as error:  # a validator of the user's raised something else
+                except BaseException as error:  # raised by a validator of the user
                     problems.append(f"{name}: {describe(error)}")
             elif self.extra and name != self.context:
                 values[name] = value
@@ -99,10 +99,10 @@ class Signature:
         return Arguments(raw, values)
 
     def identity(self, arguments: Arguments) -> str:
-        """Equal for calls that are the same call: defaults filled in, plain values as validated.
+        """Return a text that is equal for equal calls. It includes defaults, and plain values as validated.
 
-        Values that are more than plain (models, secrets, sets…) count by the JSON the model sent: their own
-        serialisation may leave something out, and two different calls must never be taken for one.
+        For other values (models, secrets, sets…) it has the JSON from the model: their own serialisation may omit
+        something, and two different calls must not be merged.
         """
         parts: dict[str, object] = dict(arguments.raw)
         for name, parameter in self.parameters.items():
@@ -140,7 +140,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Documentation:
-    """What a docstring says: the description without its sections, and each parameter's."""
+    """The parts of a docstring: the description without its sections, and the description of each parameter."""
 
     description: str
     parameters: Mapping[str, str]
@@ -150,7 +150,7 @@ class Documentation:
         text = inspect.getdoc(_plain_function(function)) or ""
         if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
             text = inspect.getdoc(type(function)) or ""
-        import docstring_parser  # here, because a run without tools needs none
+        import docstring_parser  # here, because a run without tools does not need it
 
         try:
             parsed = docstring_parser.parse(text)
@@ -162,13 +162,13 @@ class Documentation:
 
 
 def signature_of(function: Function, name: str, described: Mapping[str, str]) -> Signature:
-    """Reads a function's signature; ``name`` is for the messages of the SpecErrors it may raise."""
+    """Return the parameters of a function. Raises SpecError, with ``name`` in the message."""
     try:
         signature = inspect.signature(function)
     except ValueError:
         raise SpecError(f"tool {name} has no signature to read: wrap it in a function with named parameters") from None
     hints = _hints(function, name)
-    # What a partial has bound is settled, may be a secret, and is none of the model's business.
+    # The model must not see the arguments that a partial has bound: they may be secrets.
     bound = function.keywords if isinstance(function, functools.partial) else {}
     found: dict[str, Parameter] = {}
     extra = unbound = False
@@ -179,7 +179,7 @@ def signature_of(function: Function, name: str, described: Mapping[str, str]) ->
         elif item.kind is item.VAR_KEYWORD:
             extra = True
         elif item.kind in (item.VAR_POSITIONAL, item.POSITIONAL_ONLY):
-            raise SpecError(f"tool {name}: {item} has no name a model could use; give it a named parameter instead")
+            raise SpecError(f"tool {name}: {item} has no name that a model can use; give it a named parameter instead")
         elif item.name in bound:
             continue
         elif _takes_context(hints.get(item.name)):
@@ -192,12 +192,12 @@ def signature_of(function: Function, name: str, described: Mapping[str, str]) ->
 
 
 def _takes_context(hint: object) -> bool:
-    """``ToolContext | None`` as well: a function that is also called without a run."""
+    """Return whether the annotation is ToolContext or ``ToolContext | None``."""
     return hint is ToolContext or ToolContext in typing.get_args(hint)
 
 
 def _plain_function(function: Function) -> Function:
-    """The function that carries the annotations and the docstring."""
+    """Return the function that has the annotations and the docstring."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
@@ -215,14 +215,14 @@ def _hints(function: Function, name: str) -> Mapping[str, object]:
         return typing.get_type_hints(plain, localns=_captured(plain), include_extras=True)
     except (NameError, TypeError, SyntaxError) as error:
         raise SpecError(
-            f"tool {name}: its annotations cannot be read ({describe(error)}); a type named in one must be a global of "
-            "the function's module, or a local of the enclosing function that the tool's own code uses as well. A "
-            "local one that it does not use is lost under `from __future__ import annotations`: move it to the module"
+            f"tool {name}: its annotations cannot be read ({describe(error)}); a type in an annotation must be a "
+            "global of the function's module, or a local of the enclosing function that the tool's code also uses. "
+            "Other local types are lost with `from __future__ import annotations`: move the type to the module"
         ) from None
 
 
 def _captured(function: Function) -> dict[str, object]:
-    """The variables of enclosing functions that a closure holds: an annotation kept as text may name one."""
+    """Return the variables of enclosing functions in a closure: an annotation stored as text may name one."""
     plain = inspect.unwrap(function)
     plain = plain.__func__ if isinstance(plain, types.MethodType) else plain
     found: dict[str, object] = {}
@@ -234,7 +234,7 @@ def _captured(function: Function) -> dict[str, object]:
 
 
 def _parameter(tool: str, item: inspect.Parameter, hints: Mapping[str, object]) -> Parameter | None:
-    """None for a parameter that no model can give and that has a default: it is left to the function."""
+    """Return the parameter; None if its type has no JSON form but it has a default, which the function then uses."""
     if isinstance(item.default, FieldInfo):
         raise SpecError(f"tool {tool}: write {item.name}: Annotated[..., Field(...)], with a plain default or none")
     hint = hints.get(item.name, object if item.annotation is _MISSING else item.annotation)
@@ -277,7 +277,7 @@ def _json_schema(parameters: Mapping[str, Parameter], extra: bool, described: Ma
 
 
 def _json_form(default: object) -> typing.Any:
-    """A default as JSON, or _MISSING: the function knows its own, the model need not."""
+    """Return a default as JSON, or _MISSING if it has no JSON form."""
     if default is _MISSING:
         return _MISSING
     try:
@@ -300,7 +300,7 @@ def _shown(value: object) -> str:
 
 
 def _type_name(schema: JsonObject, name: str) -> str:
-    """A parameter's type in a few words, from its JSON schema."""
+    """Return the type of a parameter as a short text, from its JSON schema."""
     properties = typing.cast(Mapping[str, Mapping[str, typing.Any]], schema["properties"])
     return _fragment_name(properties[name])
 

@@ -1,7 +1,7 @@
-"""A batch function that asks a database: one query for many keys, which are bound, never part of its text.
+"""A batch function that queries a database: one query for many keys, which are bound parameters.
 
-Knows drivers by their shape alone: PEP 249, the same with coroutines (psycopg, aiosqlite, aiomysql), and asyncpg's
-``fetch``. What blocks runs in a thread of the pool, what is awaited on the event loop.
+It recognises drivers by their interface: PEP 249, PEP 249 with coroutines (psycopg, aiosqlite, aiomysql), and asyncpg's
+``fetch``. Blocking drivers run in a thread of the pool, async drivers on the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARKS = {
     "numeric": ":{n}",
     "named": ":key{n}",
     "pyformat": "%(key{n})s",
-    "numeric_dollar": "${n}",  # asyncpg's, which is no PEP 249 driver
+    "numeric_dollar": "${n}",  # of asyncpg, which is not a PEP 249 driver
 }
 
 Found = dict[object, object]
@@ -33,13 +33,13 @@ Parameters = Sequence[object] | dict[str, object]
 
 
 def sql_lookup(query: str, connection: Any, column: str) -> Function:
-    """``connection`` is one of any driver, or a function that gives one: that is called for each query, and what it
-    gave is closed after it. ``column`` is the one of the result that holds the key."""
+    """Return a batch function for the query. ``connection`` is a connection of any driver, or a function that opens one
+    for each query, which is closed after it. ``column`` is the column of the result that holds the key."""
     if PLACE not in query:
         raise SpecError(f"batch_query has no {PLACE}: write WHERE {column} IN ({PLACE}), without quotes around it")
     if not _is_connection(connection):
         if not callable(connection):
-            raise SpecError("connection is a database connection, or a function that gives one")
+            raise SpecError("connection must be a database connection, or a function that returns one")
         return _opening(query, connection, column)
     _check_threads(connection)
 
@@ -50,10 +50,10 @@ def sql_lookup(query: str, connection: Any, column: str) -> Function:
         try:
             return _ask(query, connection, column, keys)
         except Exception:
-            # A database may refuse everything until a failed transaction is over. SQLite does not, and there it may
-            # hold what its user has not committed yet.
+            # A database may refuse all queries until a failed transaction is rolled back. SQLite does not, and a
+            # rollback there may lose changes that the user has not committed.
             if not isinstance(connection, sqlite3.Connection):
-                with suppress(Exception):  # the query's own error says more
+                with suppress(Exception):  # the error of the query is more useful
                     connection.rollback()
             raise
 
@@ -116,7 +116,7 @@ async def _ask_on_loop(query: str, connection: Any, column: str, keys: Sequence[
 
 
 def bind(query: str, style: str, keys: Sequence[object]) -> tuple[str, Parameters]:
-    """The query with a mark for each key, and the keys as the driver wants them."""
+    """Return the query with a placeholder for each key, and the keys in the format of the driver."""
     mark = MARKS[style]
     text = query.replace(PLACE, ", ".join(mark.format(n=number) for number in range(1, len(keys) + 1)))
     if style in ("named", "pyformat"):
@@ -126,12 +126,12 @@ def bind(query: str, style: str, keys: Sequence[object]) -> tuple[str, Parameter
 
 
 def by_key(column: str, names: Sequence[str], rows: Iterable[Any]) -> Found:
-    """The rows as objects, by the key that stands in one of their columns; several of one key as a list."""
+    """Return the rows as objects, by the key in one of their columns; several rows of one key as a list."""
     key = next((name for name in names if name.casefold() == column.casefold()), None)
     if key is None:
         raise ToolError(
-            f"its batch_query returns no column {column}, to tell whose rows they are, but {', '.join(names)}: select "
-            f"one, or name one with AS {column}"
+            f"its batch_query returns the columns {', '.join(names)}, without the key column {column}: select it, or "
+            f"rename a column with AS {column}"
         )
     found: dict[object, list[Mapping[str, object]]] = {}
     for row in rows:
@@ -141,7 +141,7 @@ def by_key(column: str, names: Sequence[str], rows: Iterable[Any]) -> Found:
 
 
 def paramstyle_of(connection: object) -> str:
-    """As the driver's module says; it is one of those that the connection's class is in."""
+    """Return the ``paramstyle`` of the driver's module, which is found by the modules of the connection's classes."""
     for kind in type(connection).__mro__:
         name = kind.__module__
         while name:
@@ -149,7 +149,7 @@ def paramstyle_of(connection: object) -> str:
             if style in MARKS:
                 return str(style)
             name = name.rpartition(".")[0]
-    raise ToolError(f"the driver of {type(connection).__name__} does not say how it takes parameters: give batch=")
+    raise ToolError(f"the driver of {type(connection).__name__} does not declare its paramstyle: give batch=")
 
 
 def _names(description: Sequence[Sequence[str]] | None) -> list[str]:
@@ -175,8 +175,8 @@ async def _settled(value: object) -> Any:
 
 
 def _check_threads(connection: object) -> None:
-    """SQLite's module refuses a connection in other threads than its own, unless it is told not to: better found out
-    before a run than by its agents."""
+    """Raise SpecError if a SQLite connection cannot be used in other threads. SQLite checks this by default, and the
+    error should appear before a run starts."""
     if not isinstance(connection, sqlite3.Connection):
         return
     refused: list[Exception] = []

@@ -1,9 +1,9 @@
 """Threads for tools that are not async.
 
-All bookkeeping happens on the event loop's thread, so there are no locks. Threads are daemons and start on demand: a
-tool that never returns cannot keep the interpreter from exiting, as ``concurrent.futures`` would. How many calls use
-one at once is limited by a gate of the pool. A call that was given up keeps its thread until it returns, but no longer
-counts there, so stuck calls do not starve the others; too many of them are an error instead of ever more threads.
+All state is changed on the event loop's thread, so there are no locks. Threads are daemons and start on demand: unlike
+with ``concurrent.futures``, a tool that never returns cannot keep the interpreter from exiting. A gate of the pool
+limits concurrent calls. A cancelled call keeps its thread until it returns, but leaves the gate, so that stuck calls do
+not block others. Too many stuck calls are an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from batch_agent.errors import ToolError
 
-THREADS = 64  # calls that use one at once
+THREADS = 64  # concurrent calls
 STUCK = 256
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ Work = Callable[[], None]
 
 
 class _Worker:
-    """A thread and the queue of what it does next; None ends it."""
+    """A thread and its queue of work; None ends it."""
 
     __slots__ = ("inbox", "thread")
 
@@ -38,7 +38,7 @@ class _Worker:
     def _work(self) -> None:
         while (work := self.inbox.get()) is not None:
             work()
-            del work  # or its arguments would live until the next call
+            del work  # frees its arguments before the next call
 
 
 class Threads:
@@ -49,9 +49,10 @@ class Threads:
         self._idle: list[_Worker] = []
 
     async def run(self, function: Callable[[], T]) -> T:
-        """The function's result, from a thread, in a copy of the caller's context. Cancelling drops the result."""
+        """Run the function in a thread, in a copy of the caller's context, and return its result. Cancelling discards
+        the result."""
         if self._stuck >= self._stuck_limit:
-            raise ToolError(f"not started: {self._stuck} earlier calls that were given up are still running")
+            raise ToolError(f"not started: {self._stuck} earlier calls that were cancelled are still running")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Callable[[], T]] = loop.create_future()
         context = contextvars.copy_context()
@@ -59,7 +60,7 @@ class Threads:
 
         def work() -> None:
             answer = _call(context, function)
-            # The loop is closed when the run ended, and the process went on, before this call did.
+            # The loop is closed if the run ended before this call.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._finish, worker, future, answer)
 
@@ -72,7 +73,7 @@ class Threads:
         return answer()
 
     def close(self) -> None:
-        """Ends the idle threads now, and each busy one when its call returns."""
+        """End the idle threads now, and each busy thread when its call returns."""
         for worker in self._workers:
             worker.inbox.put(None)
         for worker in self._idle:
@@ -94,9 +95,9 @@ class Threads:
 
 
 def _call(context: contextvars.Context, function: Callable[[], T]) -> Callable[[], T]:
-    """What the function did, as something that does it again: gives its result, or raises its exception.
+    """Call the function. Returns a function that returns its result or raises its exception.
 
-    An exception cannot be set on a future as it is: a future refuses StopIteration.
+    The exception is not set on a future, because a future refuses StopIteration.
     """
     try:
         value = context.run(function)

@@ -1,1 +1,1 @@
-"""The page: a run, live and afterwards, in a browser. It reads the record and writes nothing into a run directory."""
+"""The page that shows a run in a browser, during and after the run. It only reads the run directory."""

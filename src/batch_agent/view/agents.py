@@ -1,7 +1,7 @@
-"""Which recorded agent belongs to a row: a journal is ordered by agent, and rows are known by a hash of their input.
+"""Finds the recorded agent of a row. A journal is ordered by agent; rows are identified by a hash of their input.
 
-The journal is read in short pieces over connections that are closed at once, so that a run that writes it is never kept
-from trimming its log. Blocks; belongs to one thread.
+The journal is read in small parts, with a new connection for each, so that a running writer can truncate its log.
+Methods block. Use an object in one thread only.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class RecordedAgents:
     def __init__(self, run_dir: Path) -> None:
         self._journal = run_dir / JOURNAL
         self._by_row: dict[bytes, list[int]] = {}
-        self._kinds: dict[int, int] = {}  # of each agent's last record
-        self._read = 0  # the last record that was read
+        self._kinds: dict[int, int] = {}  # kind of each agent's last record
+        self._read = 0  # id of the last record that was read
 
     def of(self, record: Record) -> Past | None:
-        """The agent that came to this result; None where it is not recorded, or cannot be told."""
+        """Return the agent of this result; None if it is not recorded or cannot be identified."""
         if not self._journal.exists():
             return None
         row = row_of(record.get("input"), "")
         guess = self._past(int(str(record["index"])) + 1, row)
-        if guess is not None and _fits(guess, record):  # the usual case: agents begin in the order of rows
+        if guess is not None and _fits(guess, record):  # the usual case: agents start in the order of rows
             return guess
         self._catch_up()
         candidates = [past for agent in self._by_row.get(row, ()) if (past := self._past(agent, row)) is not None]
         return next((past for past in candidates if _fits(past, record)), candidates[-1] if candidates else guess)
 
     def unfinished(self) -> list[int]:
-        """Agents that have begun and have not ended."""
+        """Return the agents that have started and have not ended."""
         if not self._journal.exists():
             return []
         self._catch_up()
@@ -75,5 +75,5 @@ class RecordedAgents:
 
 
 def _fits(past: Past, record: Record) -> bool:
-    """Whether an agent can have come to this result: rows with the same input have an agent each."""
+    """Return whether the agent may have made this result: each row with the same input has its own agent."""
     return len(past.turns) == record.get("turns") and past.done == bool(record.get("ok"))

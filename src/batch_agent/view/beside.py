@@ -1,4 +1,4 @@
-"""The page of a run that this process works on, served by a process of its own: it takes no time from the run."""
+"""The page of a run of this process, served by another process, so that it does not slow the run down."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ logger = logging.getLogger("batch_agent")
 
 
 class PageBeside:
-    """``address`` is "" until it is open. It is served until ``close``, or until this process ends."""
+    """The page. ``address`` is "" until it is open. It is served until ``close``, or until this process ends."""
 
     _process: subprocess.Popen[str] | None = None
 
     def __init__(self, run_dir: str | Path | None) -> None:
         if run_dir is None:
-            raise SpecError("a run is viewed through its record: give run_dir, or leave view out")
+            raise SpecError("the page reads the record of the run: give run_dir, or omit view")
         if is_store_url(run_dir):
-            raise SpecError("the page of a run in Redis is not served beside it: see it with batch-agent view URL")
+            raise SpecError("view does not work for a run in Redis: use batch-agent view URL")
         self._run_dir = Path(run_dir)
         self.address = ""
 
     async def open(self) -> str:
-        """The address of the page, "" where it cannot be served."""
+        """Start the page and return its address; "" if it cannot be served."""
         self.address = await in_thread(self._start)
         if not self.address:
-            logger.warning("the page of %s cannot be served; the run goes on without it", self._run_dir)
+            logger.warning("the page of %s cannot be served; the run continues without it", self._run_dir)
         return self.address
 
     def _start(self) -> str:
         command = [sys.executable, "-m", "batch_agent", "view", str(self._run_dir), "--beside"]
-        # The same code as this process runs, from wherever that is.
+        # The page uses the same code as this process.
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # A session of its own: Ctrl-C is for the run. The page ends when its standard input does.
+        # A new session: Ctrl-C is for the run. The page ends when its standard input is closed.
         self._process = process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

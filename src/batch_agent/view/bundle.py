@@ -1,4 +1,4 @@
-"""The page's modules as one script: one request for the page, and the script of a report."""
+"""The JavaScript modules of the page as one script, so that the page needs one request and a report one script."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bundle() -> str:
 
 
 def _plain(script: str, name: str) -> str:
-    """A module as a part of one script: what it imports is before it, and its own names are in a scope of their own."""
+    """Return a module as part of one script. Its imports come before it, and its own names are in their own scope."""
     exported = ", ".join(EXPORTED.findall(script))
     body = EXPORT.sub("", IMPORT.sub("", script))
     if not exported:

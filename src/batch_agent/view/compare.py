@@ -1,4 +1,4 @@
-"""Two runs over the same rows, by the ids of their jobs: how far they agree, and the rows where they do not."""
+"""Compares two runs over the same rows, matched by job id: their agreement, and the rows that differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 30.0  # seconds that a comparison waits for the indexes
 
 
 async def compare(one: ShownRun, other: ShownRun, offset: int, limit: int) -> JsonObject:
-    """The numbers of both runs, their agreement, and a page of the rows that differ."""
+    """Return the numbers of both runs, their agreement, and a page of the rows that differ."""
     for run in (one, other):
         await run.indexed(PATIENCE)
     counts, rows = await _differing(one, other, offset, limit)
@@ -46,7 +46,7 @@ async def _differing(one: ShownRun, other: ShownRun, offset: int, limit: int) ->
 
 
 async def differing_rows(one: ShownRun, other: ShownRun) -> list[Record]:
-    """All rows that differ, flat, for a table."""
+    """Return all rows that differ, as flat records for a table."""
     _, rows = await _differing(one, other, 0, MOST_EXPORTED)
     flat: list[Record] = []
     for number, row in enumerate(rows):

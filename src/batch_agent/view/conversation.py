@@ -1,7 +1,6 @@
-"""A row's conversation as people read it: the prompts, each turn with its times, its tool calls and their results.
+"""The conversation of a row for the page: the prompts, and each turn with its times, tool calls and results.
 
-What was asked is made again from the task that the run noted and from the row's input. Repair prompts are told by what
-was wrong with the answer.
+Prompts are made again from the recorded task and the row's input. A repair prompt is shown as the error of the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from batch_agent.store.timeline import Line
 
 
 def prompts(asked: JsonObject, value: object) -> tuple[str, str | None]:
-    """The system prompt and the message of a row; None for a message that cannot be made again."""
+    """Return the system prompt and the message of a row; None for a message that cannot be made again."""
     system, task = str(asked.get("system") or ""), str(asked.get("task") or "")
     if asked.get("template") != "braces" or not task:
         return system, None
@@ -38,7 +37,7 @@ def prompts(asked: JsonObject, value: object) -> tuple[str, str | None]:
 def conversation(
     record: Record, past: Past | None, asked: JsonObject | None, spans: Sequence[Line]
 ) -> list[JsonObject]:
-    """The messages of a row, in order."""
+    """Return the messages of a row, in order."""
     said: list[JsonObject] = []
     value = record.get("input")
     system, user = prompts(asked, value) if asked is not None else ("", None)
@@ -111,7 +110,7 @@ def _call(turn: PastTurn, place: int, spans: Sequence[Line]) -> JsonObject:
 
 
 def failed_attempts(spans: Sequence[Line]) -> list[JsonObject]:
-    """The requests of a row that failed."""
+    """Return the failed requests of a row."""
     failed = (span for span in spans if span[0] == "turn" and span[8])
     return [
         {
@@ -127,7 +126,7 @@ def failed_attempts(spans: Sequence[Line]) -> list[JsonObject]:
 
 
 def live_conversation(row: Mapping[str, JsonValue]) -> list[JsonObject]:
-    """The same of a row under way, from what its run says of it."""
+    """Return the messages of a running row, from the answer of its run."""
     said: list[JsonObject] = []
     messages = row.get("messages")
     calls: dict[str, JsonObject] = {}
@@ -166,7 +165,7 @@ def _live_call(call: Mapping[str, JsonValue]) -> JsonObject:
 
 
 def _parts_text(content: JsonValue) -> str:
-    """The texts of a message with pictures, which are named by their address."""
+    """Return the text of a message with images; each image is shown as its address."""
     texts = []
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict):

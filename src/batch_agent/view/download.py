@@ -1,4 +1,4 @@
-"""Rows as a file to download."""
+"""Writes rows as a file to download."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batch_agent.files.tables import CSV, columns_of, write_records
 
 
 def write_rows(records: Callable[[], Iterable[Record]], kind: str, stream: IO[bytes]) -> None:
-    """Write rows as ``csv`` or ``jsonl``; a table takes two passes."""
+    """Write rows as ``csv`` or ``jsonl``. A table needs two passes."""
     if kind == "jsonl":
         stream.writelines(to_json(record) + b"\n" for record in records())
     elif kind == "csv":

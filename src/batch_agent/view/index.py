@@ -1,8 +1,8 @@
-"""An index of a run's rows, in a temporary directory: what the table is sorted, filtered and paged by.
+"""An index of a run's rows in a temporary directory, to sort, filter and page the table.
 
-It is built from the files of results, block by block, and grows with them; when a session puts new files in place it is
-built again. A row's input and output stay in the files and are read where they are shown. All of it blocks and belongs
-to one thread.
+It is built from the result files, block by block, and grows with them. It is built again when a session replaces the
+files. Inputs and outputs stay in the files and are read when they are shown. Methods block. Use an object in one thread
+only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SORTS = {
     "tokens": "prompt + completion",
 }
 MATCHES = 8  # searches that are remembered
-WAITS, MOST_WAIT = 20.0, 10.0  # times as long as the numbers took to count, and seconds, until they are counted again
+WAITS, MOST_WAIT = 20.0, 10.0  # pause between two counts, in multiples of a count's duration; at most these seconds
 UNUSUAL = 3.0  # standard deviations from the mean
 
 
@@ -60,10 +60,10 @@ class RowIndex:
         self._db.execute("PRAGMA synchronous = OFF")
         self._db.executescript(SCHEMA)
         self._lines = ResultLines(run_dir)
-        self._matches: dict[str, tuple[int, int]] = {}  # the number of each search's table, and the bytes it covers
+        self._matches: dict[str, tuple[int, int]] = {}  # per search: the number of its table, and the bytes it covers
         self._searches = 0
-        self.version = 0  # changes when rows do
-        self._numbers: tuple[int, float, JsonObject] | None = None  # their version, when others are due, and themselves
+        self.version = 0  # changes when rows change
+        self._numbers: tuple[int, float, JsonObject] | None = None  # version, time of the next count, numbers
 
     def close(self) -> None:
         self._lines.close()
@@ -73,7 +73,7 @@ class RowIndex:
     # Growing
 
     def step(self) -> bool:
-        """Take in the next block of lines. True while there is more to read now."""
+        """Read the next block of lines. Returns False when there is no more to read now."""
         if self._lines.replaced():
             self._lines.close()
             self._lines = ResultLines(self._run_dir)
@@ -86,14 +86,14 @@ class RowIndex:
         self._db.execute("BEGIN")
         try:
             self._db.executemany(INSERT, rows)
-        except (sqlite3.Error, OverflowError):  # a number that no run of ours writes
+        except (sqlite3.Error, OverflowError):  # a number that our runs do not write
             self._db.executemany(INSERT, map(_storable, rows))
         self._db.execute("COMMIT")
         self.version += 1
         return True
 
     def progress(self) -> JsonObject:
-        """How far the index is."""
+        """Return the progress of the index."""
         done, size = self._lines.progress()
         rows = self._one("SELECT count(*) FROM row")
         return {"rows": int(rows or 0), "complete": done >= size, "share": round(done / size, 4) if size else 1.0}
@@ -101,7 +101,7 @@ class RowIndex:
     # Asking
 
     def numbers(self) -> JsonObject:
-        """Counts, failures and unusual rows of the whole; while many rows come, not always the latest."""
+        """Return counts, failures and unusual rows of the run. They may be a few seconds old."""
         now = time.monotonic()
         if self._numbers is None or (self._numbers[0] != self.version and now >= self._numbers[1]):
             found: JsonObject = {"counts": self.counts(), "failures": [*self.failures()], "unusual": [*self.unusual()]}
@@ -110,7 +110,7 @@ class RowIndex:
         return self._numbers[2]
 
     def counts(self) -> JsonObject:
-        """Rows by state, and sums over all of them."""
+        """Return the number of rows by state, and sums over all rows."""
         query = (
             "SELECT count(*), total(ok), total(repaired), total(prompt), total(cached), total(completion), sum(cost), "
             "total(turns), total(attempts - 1), avg(seconds) FROM row"
@@ -131,7 +131,7 @@ class RowIndex:
         }
 
     def failures(self) -> list[JsonObject]:
-        """Types of failure with their counts and the first row of each, most frequent first."""
+        """Return the types of failure with their counts and first rows, the most frequent first."""
         query = "SELECT error, count(*), min(idx) FROM row WHERE ok = 0 GROUP BY error ORDER BY 2 DESC LIMIT 50"
         found: list[JsonObject] = []
         for error, count, first in self._db.execute(query).fetchall():
@@ -142,7 +142,7 @@ class RowIndex:
         return found
 
     def unusual(self) -> list[JsonObject]:
-        """Rows that are far from the usual in turns, time or cost, the farthest of each."""
+        """Return the rows with unusually many turns, or an unusually high time or cost."""
         found: list[JsonObject] = []
         names = ("turns", "seconds", "cost")
         asked = ", ".join(f"avg({name}), avg({name} * {name}), count({name})" for name in names)
@@ -158,7 +158,7 @@ class RowIndex:
         return found
 
     def page(self, query: Query, sort: str, descending: bool, offset: int, limit: int) -> JsonObject:
-        """Rows in short, with the number of all that fit the query."""
+        """Return a page of rows, shortened, with the number of all rows that match the query."""
         where, values = self._where(query)
         order = f"{SORTS.get(sort, 'idx')} {'DESC' if descending else 'ASC'}, idx"
         total = self._db.execute(f"SELECT count(*) FROM row {where}", values).fetchone()[0]
@@ -172,7 +172,7 @@ class RowIndex:
         }
 
     def records(self, query: Query, sort: str = "index", descending: bool = False) -> Iterator[Record]:
-        """All records that fit the query."""
+        """Yield all records that match the query."""
         where, values = self._where(query)
         order = f"{SORTS.get(sort, 'idx')} {'DESC' if descending else 'ASC'}, idx"
         places = self._db.execute(f"SELECT file, start, length FROM row {where} ORDER BY {order}", values)
@@ -181,7 +181,7 @@ class RowIndex:
                 yield record
 
     def record(self, row: str | int) -> Record | None:
-        """A row's record, by its id or else its index."""
+        """Return the record of a row, by its id, else by its index; None if there is none."""
         query = "SELECT file, start, length FROM row WHERE {} = ? LIMIT 1"
         found = self._db.execute(query.format("job_id"), (str(row),)).fetchone() if isinstance(row, str) else None
         if found is None and (isinstance(row, int) or row.isdecimal()):
@@ -189,7 +189,7 @@ class RowIndex:
         return None if found is None else self._lines.read(LinePlace(*found))
 
     def neighbours(self, row: int) -> tuple[int | None, int | None]:
-        """The indexes before and after a row."""
+        """Return the indexes of the rows before and after a row."""
         before = self._one("SELECT max(idx) FROM row WHERE idx < ?", row)
         after = self._one("SELECT min(idx) FROM row WHERE idx > ?", row)
         return before, after
@@ -201,8 +201,8 @@ class RowIndex:
     # Comparing
 
     def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[LinePlace, str]]]:
-        """How far the runs agree on the rows that both have, by id; and the places and ids of those where they do
-        not."""
+        """Return the agreement of the runs on the rows that both have, matched by id; and the positions and ids of the
+        rows that differ."""
         self._db.execute("ATTACH ? AS other", (str(other),))
         try:
             joined = "FROM row AS a JOIN other.row AS b USING (job_id)"
@@ -234,7 +234,7 @@ class RowIndex:
         return (f"WHERE {' AND '.join(terms)}" if terms else ""), values
 
     def _matched(self, query: Query) -> int:
-        """The number of a table of the rows whose text fits, made by reading every line."""
+        """Return the number of a table of the rows whose text matches. It is made by reading all lines."""
         size, _ = self._lines.progress()
         known = self._matches.get(query.text)
         if known is not None and known[1] == size:
@@ -256,7 +256,7 @@ class RowIndex:
         return self._searches
 
     def _in_short(self, row: dict[str, Value]) -> JsonObject:
-        """A row of the table: its numbers, and the beginnings of its input and output."""
+        """Return a row of the table: its numbers, and the start of its input and output."""
         file, start, length = row["file"], row["start"], row["length"]
         assert isinstance(file, int) and isinstance(start, int) and isinstance(length, int)
         record = self._lines.read(LinePlace(file, start, length)) or {}
@@ -276,7 +276,7 @@ TEXT_SHOWN, FIELDS_SHOWN = 240, 40
 
 
 def beginning(value: object) -> JsonObject | str | int | float | bool | None:
-    """A value as a table shows it: texts cut, a field each for an object."""
+    """Return a value for a table cell: long texts are cut, objects become a dict of fields."""
     if isinstance(value, dict):
         fields = list(value.items())[:FIELDS_SHOWN]
         return {str(name)[:TEXT_SHOWN]: _cut(field) for name, field in fields}
@@ -317,7 +317,7 @@ def _values(place: LinePlace, record: Record) -> tuple[Value, ...]:
 
 
 def _storable(values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """The same without what SQLite does not store: integers beyond 64 bits, and what is no number."""
+    """Return the values with 0 for values that SQLite cannot store: integers beyond 64 bits, and other types."""
     fine = (value if value is None or isinstance(value, float | str | bytes) else _integer(value) for value in values)
     return tuple(fine)
 

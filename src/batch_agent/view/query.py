@@ -1,8 +1,8 @@
-"""What rows are filtered by: a state, a type of error, and the words of the search box.
+"""Filters of rows: a state, a type of error, and the text of the search box.
 
-Words are looked for in a row's id, input, output and error; all of them must be there, in any case of letters.
-``"two words"`` is looked for as it stands. ``name:value`` is a field of the input or the output; ``turns:>3``,
-``seconds:<10``, ``cost:>0.01`` and ``attempts:>1`` compare.
+Words are searched in a row's id, input, output and error. All of them must match; case is ignored. ``"two words"`` is
+searched as a phrase. ``name:value`` matches a field of the input or the output. ``turns:>3``, ``seconds:<10``,
+``cost:>0.01`` and ``attempts:>1`` compare numbers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Query:
 
     @property
     def searches(self) -> bool:
-        """Whether lines have to be read to know which rows fit."""
+        """Whether lines must be read to find the matching rows."""
         words, fields, _ = self._parts
         return bool(words or fields)
 
     def sql(self) -> tuple[list[str], list[int | float | str | bytes | None]]:
-        """What the index itself can tell."""
+        """Return the SQL conditions that the index can answer, and their values."""
         terms = [STATES[self.state]] if self.state in STATES else []
         values: list[int | float | str | bytes | None] = []
         if self.error:
@@ -45,10 +45,10 @@ class Query:
         return terms, values
 
     def matches(self, line: bytes) -> int | None:
-        """The index of the row of a result line, where the line fits."""
+        """Return the index of the row of a result line if the line matches, else None."""
         words, fields, _ = self._parts
         lower = line.decode(errors="replace").lower()
-        # A word is first looked for as JSON writes it, which most lines do not have.
+        # Search the raw JSON text first: most lines do not match, and parsing is slower.
         if "\\u" not in lower and not all(written in lower for written in self._written):
             return None
         record = parsed(line)
@@ -78,7 +78,7 @@ class Query:
 
     @cached_property
     def _parts(self) -> tuple[list[str], dict[str, str], list[tuple[str, str, float]]]:
-        """Words, fields, and comparisons of the text."""
+        """The words, fields and comparisons in the text."""
         words: list[str] = []
         fields: dict[str, str] = {}
         compared: list[tuple[str, str, float]] = []
@@ -95,7 +95,7 @@ class Query:
 
 
 def _lower(value: object) -> str:
-    """All texts of a value, one after the other."""
+    """Return all texts of a value in lower case, joined by newlines."""
     if isinstance(value, str):
         return value.lower()
     if isinstance(value, dict):

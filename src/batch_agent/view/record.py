@@ -1,7 +1,7 @@
-"""One run as the page sees it: its record on disk, and its process where that is alive.
+"""The record of one run for the page.
 
-The one module of the page that knows how a run directory is laid out. What it returns is ready to be sent as JSON. It
-blocks, and each run's is used in one thread.
+Only this module of the page knows the layout of a run directory. It returns values that can be sent as JSON. Methods
+block. Use the object of a run in one thread only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLES_SHOWN = 600
 
 
 class RunRecord:
-    """``key`` is its name in the page's addresses."""
+    """The record of a run. ``key`` is its name in the URLs of the page."""
 
     def __init__(self, key: str, path: Path) -> None:
         self.key, self.path = key, path
@@ -51,7 +51,7 @@ class RunRecord:
     # Pages
 
     def overview(self) -> JsonObject:
-        """The run in numbers: those that the run itself wrote, those of its rows, and what is worth a look."""
+        """Return the numbers of the run: from the run itself, from its rows, and rows that need attention."""
         view = RunView.of(self.path)
         glance = view.glance.latest
         return {
@@ -74,7 +74,7 @@ class RunRecord:
         }
 
     def in_short(self) -> JsonObject:
-        """One line of the list of runs."""
+        """Return one line of the list of runs."""
         view = RunView.of(self.path)
         latest = view.progress
         progress: JsonObject = {"ok": latest.ok, "failed": latest.failed, "tokens": latest.tokens, "cost": latest.cost}
@@ -85,7 +85,8 @@ class RunRecord:
         return {**page, "index": self.index.progress()}
 
     def row(self, row: str) -> JsonObject:
-        """A row that has its result, with its conversation; no ``record`` where it has none, or is not indexed yet."""
+        """Return a finished row with its conversation. ``record`` is None if there is no result, or not in the index
+        yet."""
         record = self.index.record(row)
         if record is None:
             return {"record": None, "index": self.index.progress()}
@@ -105,7 +106,7 @@ class RunRecord:
         }
 
     def timeline(self, since: float | None, until: float | None, most: int) -> JsonObject:
-        """Samples, changes, and the spans of a time, at most so many."""
+        """Return samples, changes, and at most ``most`` spans of a period."""
         found = read_timeline(self.path)
         lines = (*found.samples, *found.changes, *found.spans)
         first = min((cast(float, line[1]) for line in lines), default=None)
@@ -126,20 +127,20 @@ class RunRecord:
     # What a run directory holds
 
     def asked(self) -> JsonObject | None:
-        """What all rows were asked, where the run noted it."""
+        """Return the recorded task and system prompt; None if the run did not record them."""
         if self._asked is None:
             headers = read_timeline(self.path, spans=False).headers
             self._asked = headers[-1] if headers else None
         return self._asked
 
     def stages(self) -> list[str]:
-        """Names of the stages that have a record of their own, in the order in which they began."""
+        """Return the names of the stages that have a record, in the order in which they started."""
         found = [path.parent for path in self.path.glob(f"*/{RUN}")]
         return [path.name for path in sorted(found, key=_started)]
 
     @property
     def control_dir(self) -> Path:
-        """The directory that points to the control socket: a stage is steered through its pipeline."""
+        """The directory with the address of the control socket: a stage is controlled through its pipeline."""
         return self.path if (self.path / CONTROL).exists() else self.path.parent
 
     def _identity(self, view: RunView) -> JsonObject:
@@ -173,7 +174,7 @@ class RunRecord:
         return cast(JsonObject, summary) if isinstance(summary, dict) else None
 
     def _samples(self) -> list[JsonValue]:
-        """The samples, thinned out to what a chart can show."""
+        """Return the samples, reduced to the number that a chart can show."""
         samples = read_timeline(self.path, spans=False).samples
         step = max(1, len(samples) // SAMPLES_SHOWN)
         return [*samples[:-1:step], *samples[-1:]]

@@ -1,6 +1,6 @@
-"""A run as one HTML file: the page itself, its scripts and style, and the data it would ask its server for.
+"""A run as one HTML file: the page, its script and style, and its data.
 
-Nothing in it leads outside. Its policy allows the one script that is inside, by its hash, and no request at all.
+It has no external references. Its content security policy allows only the script inside, by its hash, and no requests.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 
 
 def report_html(run_dir: Path, which: Which) -> tuple[bytes, int]:
-    """The file, and the number of rows that are in it with their conversations. Of a pipeline: those of its stages."""
+    """Return the file, and the number of rows in it with their conversations; for a pipeline, of all its stages."""
     name = run_dir.resolve().name
     whole, rows = _indexed(name, run_dir, which)
     stages = [_indexed(f"{name}/{stage}", run_dir / stage, which) for stage in RunRecord(name, run_dir).stages()]
     if stages:
-        rows = sum(count for _, count in stages)  # the pipeline's own row is the pipeline itself
+        rows = sum(count for _, count in stages)  # the pipeline's own row stands for the whole pipeline
     data: list[JsonValue] = [whole, *(stage for stage, _ in stages)]
     style = (STATIC / "app.css").read_text()
     script = bundle()
@@ -61,7 +61,7 @@ def report_html(run_dir: Path, which: Which) -> tuple[bytes, int]:
         "script": script,
         "script_hash": _hash(script),
         "style_hash": _hash(style),
-        # No tag can begin inside.
+        # The data cannot contain a tag.
         "data": to_json(data).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028"),
     }
     page = re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], PAGE)
@@ -83,7 +83,7 @@ def _data(record: RunRecord, which: Which) -> tuple[JsonObject, int]:
     total = cast(int, cast(JsonObject, overview["counts"])["rows"])
     limit = which if isinstance(which, int) else total
     query = Query(state="failed") if which == "failed" else Query()
-    by_failure = isinstance(which, int)  # those that failed first
+    by_failure = isinstance(which, int)  # failed rows come first
     page = record.index.page(query, "state" if by_failure else "index", False, 0, max(1, limit))
     rows = sorted(cast("list[JsonObject]", page["rows"]), key=lambda row: cast(int, row["index"]))
     details: JsonObject = {str(row["index"]): record.row(str(row["index"])) for row in rows}

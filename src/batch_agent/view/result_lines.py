@@ -1,4 +1,4 @@
-"""The files of results of a run, read as they grow: new lines since the last look, and any line again by its place."""
+"""Reads the result files of a run while they grow: new lines since the last read, and any line by its position."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from batch_agent.files.columns import Record
 from batch_agent.files.tables import record_of
 from batch_agent.store.rundir import FAILURES, RESULTS
 
-BLOCK = 1 << 18  # bytes read at once: a page that is asked for meanwhile waits for no more than that
-# A later file has the later word on a row: drafts are of a session that goes on.
+BLOCK = 1 << 18  # bytes read at once, so that a request of the page waits at most for one block
+# A later file overrides an earlier one: drafts belong to a running session.
 NAMES = (RESULTS, FAILURES, f"{RESULTS}.new", f"{FAILURES}.new")
 
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Where a line is: the number of its file, and its bytes there."""
+    """The position of a line: the number of its file, its offset and its length in bytes."""
 
     file: int
     start: int
@@ -29,15 +29,15 @@ class LinePlace:
 
 
 class _Tail:
-    """One file. It is held open, so that places stay valid when another file takes its name."""
+    """One file. It stays open, so that positions stay valid when another file replaces it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self.done = 0  # bytes that were read as whole lines
+        self.done = 0  # bytes that were read as complete lines
 
     def replaced(self) -> bool:
-        """Whether the name now means another file, or a shorter one."""
+        """Return whether the file was replaced or truncated."""
         if self._file is None:
             return False
         try:
@@ -48,7 +48,7 @@ class _Tail:
         return (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino) or named.st_size < self.done
 
     def size(self) -> int:
-        """Bytes of the file now."""
+        """Return the current size of the file in bytes."""
         if self._file is None:
             try:
                 self._file = self._path.open("rb")
@@ -57,7 +57,7 @@ class _Tail:
         return os.fstat(self._file.fileno()).st_size
 
     def block(self) -> list[tuple[int, bytes]]:
-        """The next whole lines, each with its place in the file."""
+        """Return the next complete lines, each with its offset in the file."""
         if self.size() <= self.done or self._file is None:
             return []
         wanted = BLOCK
@@ -83,21 +83,21 @@ class _Tail:
 
 
 class ResultLines:
-    """Opened, used and closed in one thread at a time."""
+    """The result files of a run. Open, use and close it in one thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tails = [_Tail(run_dir / name) for name in NAMES]
 
     def replaced(self) -> bool:
-        """Whether a file was replaced, so that what was read of it no longer counts."""
+        """Return whether a file was replaced, so that its lines must be read again."""
         return any(tail.replaced() for tail in self._tails)
 
     def progress(self) -> tuple[int, int]:
-        """Bytes read, and bytes there are."""
+        """Return the bytes read and the total size in bytes."""
         return sum(tail.done for tail in self._tails), sum(tail.size() for tail in self._tails)
 
     def block(self) -> list[tuple[LinePlace, Record]]:
-        """The next records; none when all were read."""
+        """Return the next records; an empty list when all are read."""
         for number, tail in enumerate(self._tails):
             if lines := tail.block():
                 found = ((LinePlace(number, start, len(line)), parsed(line)) for start, line in lines)
@@ -105,7 +105,7 @@ class ResultLines:
         return []
 
     def raw(self) -> Iterator[tuple[LinePlace, bytes]]:
-        """All lines that were read so far."""
+        """Yield all lines that were read so far."""
         for number, tail in enumerate(self._tails):
             start = 0
             while start < tail.done:
@@ -127,10 +127,10 @@ class ResultLines:
 
 
 def parsed(line: bytes) -> Record | None:
-    """A line of either file in the form of a result line; None for what is none."""
+    """Return a line of results or failures in the format of a result; None if it is neither."""
     try:
         record = orjson.loads(line)
-    except ValueError:  # torn, or with what orjson does not read
+    except ValueError:  # incomplete, or with values that orjson cannot read
         record = record_of(line)
     if not isinstance(record, dict) or not isinstance(record.get("index"), int):
         return None

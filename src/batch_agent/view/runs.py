@@ -1,4 +1,4 @@
-"""The runs that a page shows, each with a thread that reads its record."""
+"""The runs that the page shows, each with a thread that reads its record."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from batch_agent.view.record import RunRecord
 
 T = TypeVar("T")
 
-EVERY = 1.0  # seconds between two looks at a record: another process's files cannot be waited for
+EVERY = 1.0  # seconds between two reads of a record: changes of another process's files cannot be awaited
 
 
 class ShownRun:
-    """A run, read in a thread of its own."""
+    """A run, read in its own thread."""
 
     def __init__(self, key: str, path: Path) -> None:
         self.record = RunRecord(key, path)
@@ -32,12 +32,12 @@ class ShownRun:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def index(self) -> None:
-        """Begin to index what is not indexed; pages are shown meanwhile."""
+        """Start to index new rows. Pages are served meanwhile."""
         if self._indexing is None or self._indexing.done():
             self._indexing = asyncio.get_running_loop().create_task(self._index())
 
     async def indexed(self, most: float) -> None:
-        """Wait until all rows are indexed, at most so many seconds."""
+        """Wait until all rows are indexed, for at most ``most`` seconds."""
         self.index()
         assert self._indexing is not None
         await asyncio.wait([self._indexing], timeout=most)
@@ -56,7 +56,7 @@ class ShownRun:
     # Live
 
     async def news(self) -> AsyncGenerator[JsonObject, None]:
-        """What changes in the run, about once a second: from its process while it is alive, else from its record."""
+        """Yield changes of the run, about once per second: from its process while it is alive, else from its record."""
         before: JsonObject = {}
         while True:
             try:
@@ -71,7 +71,7 @@ class ShownRun:
             await asyncio.sleep(EVERY)
 
     async def conversations(self, row: str) -> AsyncGenerator[JsonObject, None]:
-        """A row under way, each time something was said, until it ends."""
+        """Yield a running row after each new message, until it ends."""
         name = self._named(row)
         try:
             async for answer in stream(self.record.control_dir, {"do": "follow", "row": name}):
@@ -82,7 +82,7 @@ class ShownRun:
             return
 
     async def steer(self, request: JsonObject) -> JsonObject:
-        """Ask the run to do something. Raises NotAlive or Refused."""
+        """Send a control request to the run. Raises NotAlive or Refused."""
         if "row" in request:
             request = {**request, "row": self._named(str(request["row"]))}
         return self._own(await ask(self.record.control_dir, request))
@@ -93,14 +93,14 @@ class ShownRun:
 
     @property
     def _stage(self) -> str | None:
-        """Its name as a stage, where its pipeline is what can be steered."""
+        """Its name as a stage if it is controlled through its pipeline, else None."""
         return None if self.record.control_dir == self.record.path else self.record.path.name
 
     def _named(self, row: str) -> str:
         return row if self._stage is None else f"{self._stage}/{row}"
 
     def _own(self, answer: JsonObject) -> JsonObject:
-        """What an answer of a pipeline says of this stage."""
+        """Return the part of a pipeline's answer that is about this stage."""
         stage, status, rows = self._stage, answer.get("status"), answer.get("rows")
         if stage is None or not isinstance(status, dict):
             return answer
@@ -119,7 +119,7 @@ def _state(path: Path) -> str:
 
 
 class ShownRuns:
-    """Those that were named, or all that are in a directory, and their stages."""
+    """The given runs, or all runs of a directory, and their stages."""
 
     def __init__(self, paths: Sequence[Path], directory: Path | None = None) -> None:
         self._directory = directory
@@ -130,11 +130,11 @@ class ShownRuns:
 
     @property
     def first(self) -> list[str]:
-        """The keys of the runs that were named."""
+        """The keys of the given runs."""
         return [] if self._directory is not None else list(self._paths)
 
     def of(self, key: str) -> ShownRun:
-        """Raises SpecError for a run that is not shown here."""
+        """Return the run of a key. Raises SpecError if there is none."""
         if key not in self._open:
             if key not in self._paths:
                 self.look()
@@ -145,14 +145,14 @@ class ShownRuns:
         return self._open[key]
 
     def look(self) -> None:
-        """Find runs that have come since."""
+        """Find new runs."""
         if self._directory is not None:
             for path in sorted(self._directory.glob(f"*/{RUN}")):
                 if path.parent not in self._paths.values():
                     self._add(path.parent)
 
     def in_short(self) -> list[JsonObject]:
-        """The runs, the latest first. Blocks."""
+        """Return the list of runs, the latest first. Blocks."""
         self.look()
         found: list[JsonObject] = []
         for key, path in self._paths.items():

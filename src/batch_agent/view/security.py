@@ -1,7 +1,7 @@
-"""Who may see the page: those who have its token, from a page of its own.
+"""Access to the page: only with its token, and only from the page itself.
 
-The token comes in the address once and then in a cookie. ``Host`` is checked, so that no other name can be made to mean
-this server; ``Origin`` is checked, so that no other page can ask it something.
+The token is first in the URL, then in a cookie. ``Host`` is checked against DNS rebinding. ``Origin`` is checked, so
+that other pages cannot send requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Guard:
-    """``host`` is the address that the server listens on; ``port`` is known once it does."""
+    """Checks each request. ``host`` is the address that the server listens on; ``port`` is set when it listens."""
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -39,16 +39,16 @@ class Guard:
 
     @property
     def cookie(self) -> str:
-        """Its name: cookies are of a host, and several pages may be open."""
+        """The name of the cookie. It has the port, because cookies are per host and several pages may be open."""
         return f"batch-agent-{self.port}"
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self._is_known(request.host):
-            return _refused("this page is not served under that name")
+            return _refused("the page is not served under this host name")
         origin = request.headers.get("Origin")
         if origin != f"http://{request.host}" and (origin is not None or request.method != "GET"):
-            return _refused("requests of other pages are not answered")
+            return _refused("requests from other pages are refused")
         given = request.query.get("token", "")
         if not self._is_token(given) and not self._is_token(request.cookies.get(self.cookie, "")):
             return _refused("open the address that batch-agent view printed, with its token")

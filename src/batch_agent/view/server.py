@@ -1,4 +1,4 @@
-"""The page's server: files of the page, JSON of the record, server-sent events of what goes on, and control."""
+"""The server of the page: static files, the record as JSON, live updates as server-sent events, and control."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from batch_agent.view.runs import ShownRun, ShownRuns
 from batch_agent.view.security import Guard, add_headers
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
-MOST_ROWS = 500  # of a page
+MOST_ROWS = 500  # per page
 MOST_SPANS = 30_000
 SOON = 0.03  # seconds that a page waits for the index
 
@@ -36,7 +36,7 @@ class ViewServer:
         self._streams: set[asyncio.Task[object]] = set()
 
     async def serve(self, ready: Callable[[str], Awaitable[None]]) -> None:
-        """Serve until ``ready``, which is called with the address of the page, returns."""
+        """Call ``ready`` with the address of the page, and serve until it returns."""
         runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         try:
@@ -121,7 +121,7 @@ class ViewServer:
         return _json(await compare(one, other, offset, limit))
 
     async def _export(self, request: web.Request) -> web.StreamResponse:
-        """The rows that are shown, all pages of them, as a file."""
+        """Send the rows of the current filter, all pages, as a file."""
         asked, kind = request.query, request.query.get("format", "csv")
         with tempfile.TemporaryFile() as file:
             if "b" in asked:
@@ -145,7 +145,7 @@ class ViewServer:
                 await response.write(block)
         return response
 
-    # What goes on
+    # Live updates
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, self._run(request).news())
@@ -154,7 +154,7 @@ class ViewServer:
         return await self._stream(request, self._run(request).conversations(request.query.get("row", "")))
 
     async def _stream(self, request: web.Request, news: AsyncGenerator[JsonObject, None]) -> web.StreamResponse:
-        """Each piece of news as a server-sent event; ``end`` when there is no more."""
+        """Send each update as a server-sent event, and ``end`` after the last one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         task = asyncio.current_task()
         assert task is not None
@@ -165,7 +165,7 @@ class ViewServer:
                 await response.write(b"data: " + to_json(piece) + b"\n\n")
             await response.write(b"event: end\ndata: {}\n\n")
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the browser has left, or the server stops
+            pass  # the browser has disconnected, or the server stops
         finally:
             self._streams.discard(task)
             with suppress(RuntimeError):
@@ -211,7 +211,7 @@ def _json(value: JsonObject, status: int = 200) -> web.Response:
 
 @web.middleware
 async def _explaining(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors of ours as JSON that says why."""
+    """Answer our own errors as JSON with the reason."""
     try:
         return await handler(request)
     except (BatchAgentError, ValueError) as error:

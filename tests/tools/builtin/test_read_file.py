@@ -172,7 +172,7 @@ async def test_a_file_is_cut_once_to_what_a_conversation_can_hold(root: Path, op
     for tool, shown in ((read_file(roots=[root]), 64_000), (read_file(roots=[root], max_bytes=90_000), 90_000)):
         async with open_pool(tool) as pool:
             text = (await pool.start(ToolCall("1", "read_file", '{"path": "a.txt"}')).wait()).text
-        assert text == "x" * shown + f"\n[cut: these are bytes 0 to {shown} of 100000; go on with offset={shown}]"
+        assert text == "x" * shown + f"\n[cut: these are bytes 0 to {shown} of 100000; continue with offset={shown}]"
 
 
 def test_a_file_of_exactly_the_limit_is_not_cut(root: Path) -> None:
@@ -199,8 +199,8 @@ def test_a_pdf_is_read_by_pages_and_goes_on_where_it_was_cut(root: Path) -> None
     pytest.importorskip("pypdfium2")
     write_pdf(root / "a.pdf", ["one", "two two two", "three"])
     tool = read_file(roots=[root], max_bytes=8)
-    assert tool("a.pdf") == "[page 1]\none\n\n[cut: these are pages 1 to 1 of 3; go on with page=2]"
-    assert tool("a.pdf", page=2) == "[page 2]\ntwo two \n\n[cut in page 2 of 3; go on with page=2, offset=8]"
+    assert tool("a.pdf") == "[page 1]\none\n\n[cut: these are pages 1 to 1 of 3; continue with page=2]"
+    assert tool("a.pdf", page=2) == "[page 2]\ntwo two \n\n[cut in page 2 of 3; continue with page=2, offset=8]"
     assert tool("a.pdf", page=2, offset=8) == "[page 2]\ntwo\n\n[page 3]\nthree"
     for wrong, why in (
         ({"page": 4}, "there is no page 4"),

@@ -26,10 +26,10 @@ def bad(lie: str, **options: object) -> list[Tool]:
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        ("silent", "has not answered for 0.5 s"),
+        ("silent", "did not answer within 0.5 s"),
         ("bad schema", "'look' that cannot be offered: its schema cannot be used.*only="),
         ("remote schema", "may only refer to itself"),
-        ("long name", "has 1 to 64 characters"),
+        ("long name", "must have 1 to 64 characters"),
         ("no list", "does not list its tools"),
         ("endless list", "more than 100 pages"),
     ],
@@ -50,7 +50,7 @@ def test_two_names_that_become_one_are_refused() -> None:
         ("no result", "Error: look failed: the server's answer is not valid"),
         ("other output", "Error: look failed: the server's answer is not valid"),
         ("endless line", "Error: look failed: the server's answer is longer than 8,388,608 bytes"),
-        ("silent call", "Error: look was given up: it ran longer than 0.5 s"),
+        ("silent call", "Error: look timed out: it ran longer than 0.5 s"),
         ("nothing", r"\(no output\)"),
         ("dies at the second start", "Error: the MCP server .*no second time"),
     ],

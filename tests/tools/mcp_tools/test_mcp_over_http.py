@@ -37,7 +37,7 @@ async def test_a_server_that_comes_back_gets_a_new_session_and_no_write_twice(no
         died = await pool.start(call("die_writing", text="x")).wait()
         assert "outcome is unknown" in died.text
     down = await pool.start(call("add_line", text="b")).wait()
-    assert "cannot be reached" in down.text and "unknown" not in down.text
+    assert "is unreachable" in down.text and "unknown" not in down.text
     with http_server(port=urlsplit(url).port or 0, NOTES=str(notes)):
         back = await pool.start(call("add_line", text="c")).wait()
         assert back.ok, back.text

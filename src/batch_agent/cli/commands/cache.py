@@ -1,4 +1,4 @@
-"""``batch-agent cache``: what the response cache holds, and how to make it smaller."""
+"""``batch-agent cache``: lists the answers in the response cache, and deletes them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ DAY = 86_400.0
 
 def add_cache_arguments(cache: argparse.ArgumentParser) -> None:
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listed = actions.add_parser("list", help="how many answers of which model, and when they were last used")
-    listed.add_argument("--json", action="store_true", help="as one JSON object")
-    from_zero = number(float, lambda value: 0 <= value < math.inf, "a number from 0 up")
-    prune = actions.add_parser("prune", help="drop what was not used for 30 days, or as said")
-    prune.add_argument("--unused-days", type=from_zero, metavar="N", help="answers not used for N days")
-    prune.add_argument("--max-megabytes", type=from_zero, metavar="N", help="the least recently used above N MB")
-    clear = actions.add_parser("clear", help="drop everything")
+    listed = actions.add_parser("list", help="show the number of answers per model, and their last use")
+    listed.add_argument("--json", action="store_true", help="print one JSON object")
+    from_zero = number(float, lambda value: 0 <= value < math.inf, "a number, 0 or more")
+    prune = actions.add_parser("prune", help="delete old answers; by default, those not used for 30 days")
+    prune.add_argument("--unused-days", type=from_zero, metavar="N", help="delete answers not used for N days")
+    prune.add_argument("--max-megabytes", type=from_zero, metavar="N", help="keep only the last used N MB of answers")
+    clear = actions.add_parser("clear", help="delete all answers")
     for action in (listed, prune, clear):
-        action.add_argument("--cache", metavar="DIR", help="the directory (default: BATCH_AGENT_CACHE, or your cache)")
+        action.add_argument("--cache", metavar="DIR", help="its directory (default: BATCH_AGENT_CACHE, or the user's)")
 
 
 def cache_command(options: argparse.Namespace) -> int:
     path = cache_file(True if options.cache is None else options.cache)
-    # To look must not make one.
+    # Listing must not create a cache.
     with ResponseStore(path) if path.exists() else nullcontext() as store:
         if options.action == "list":
             models = store.models() if store else []
             put(json.dumps(_record(path, models)) if options.json else _text(path, models), sys.stdout)
         else:
             dropped = _drop(store, options) if store else 0
-            put(f"{path}: dropped {dropped:,} answers", sys.stdout)
+            put(f"{path}: deleted {dropped:,} answers", sys.stdout)
     return ALL_OK
 
 

@@ -1,7 +1,7 @@
-"""``batch-agent completion``: what bash, zsh and fish need to complete commands and flags.
+"""``batch-agent completion``: scripts that complete commands and flags in bash, zsh and fish.
 
-Made from the parsers themselves, so it knows every flag there is and no other. A script holds words only: completing
-never starts Python.
+They are made from the parsers, so they have exactly the existing flags. A script has a fixed list of words: completing
+does not start Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ShellFlag:
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="which shell")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell")
 
 
 def completion_command(options: argparse.Namespace) -> int:
@@ -42,14 +42,14 @@ def completion_command(options: argparse.Namespace) -> int:
 
 
 def _nested(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAction[argparse.ArgumentParser]]:
-    """The commands within a command."""
+    """Yield the subcommands of a command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             yield action
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[ShellFlag]:
-    """Those of the commands within it too: a shell that offers one too many does no harm."""
+    """Yield the flags of a command and of its subcommands: offering too many does no harm."""
     for nested in _nested(parser):
         for inner in nested.choices.values():
             yield from _flags(inner)
@@ -61,7 +61,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[ShellFlag]:
 
 
 def _bash(flags: Mapping[str, list[ShellFlag]], actions: Mapping[str, list[str]]) -> str:
-    """Flags where a word begins with ``-``, the values of those that have a few, file names elsewhere."""
+    """Return the script for bash. It completes flags after ``-``, values of flags with choices, and file names."""
     cases = "\n".join(
         f"        {name}) flags={shlex.quote(' '.join(word for flag in known for word in flag.names))} ;;"
         for name, known in flags.items()

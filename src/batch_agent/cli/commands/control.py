@@ -1,4 +1,4 @@
-"""``batch-agent control``: steer a run that another process works on."""
+"""``batch-agent control``: controls a run that another process works on."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from batch_agent.store.recorded import place_of, steer_shared
 from batch_agent.store.rundir import RUN
 
 SAID = {
-    "pause": "paused: requests in flight finish, no other is sent until resume",
-    "resume": "goes on",
-    "drain": "draining: agents under way finish, no other starts",
+    "pause": "paused: requests in flight finish, no other request is sent until resume",
+    "resume": "resumed",
+    "drain": "draining: running agents finish, no other agent starts",
     "cancel": "cancelled",
     "resize": "resized",
     "cancel-row": "the row was cancelled",
-    "retry-row": "the row begins again",
+    "retry-row": "the row starts again",
 }
 EPILOG = """\
 exit status:
   0  done
-  1  refused, or there is no such run: the message says why
-  4  the run is not alive on this machine
+  1  refused, or there is no such run: the message gives the reason
+  4  no process on this machine works on the run
 """
 
 
@@ -42,23 +42,23 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     helps = {
-        "status": "what the run does now",
-        "pause": "send nothing until resume; requests in flight finish",
-        "resume": "go on after pause",
-        "drain": "start no new row; those under way finish",
-        "cancel": "stop now; what is recorded can be resumed",
+        "status": "show the state of the run",
+        "pause": "send no request until resume; requests in flight finish",
+        "resume": "continue after pause",
+        "drain": "start no new row; running rows finish",
+        "cancel": "stop now; the run can be resumed",
     }
     for name, text in helps.items():
         _add(actions, name, text)
-    _add(actions, "resize", "change the number of requests in flight").add_argument(
-        "inflight", type=positive, metavar="N", help="requests in flight, at the most"
+    _add(actions, "resize", "change the maximum number of requests in flight").add_argument(
+        "inflight", type=positive, metavar="N", help="maximum number of requests in flight"
     )
     for name, text in (
-        ("cancel-row", "end a row that is under way; it fails with the type Cancelled"),
-        ("retry-row", "begin a row that is under way again from its start"),
+        ("cancel-row", "cancel a running row; it fails with the type Cancelled"),
+        ("retry-row", "restart a running row from its beginning"),
     ):
         _add(actions, name, text).add_argument(
-            "row", metavar="ROW", help="its id, or its place in the inputs, from 0; in a pipeline STAGE/ROW"
+            "row", metavar="ROW", help="its id, or its position in the inputs, from 0; in a pipeline STAGE/ROW"
         )
 
 

@@ -1,4 +1,4 @@
-"""``batch-agent copy``: a recorded run from Redis into a directory, or back."""
+"""``batch-agent copy``: copies a recorded run from Redis to a directory, or back."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from batch_agent.store.rundir import RunView
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="FROM", help=RUN_HELP)
-    parser.add_argument("target", metavar="TO", help="a new directory, or the URL of a run that is not there yet")
+    parser.add_argument("target", metavar="TO", help="a new directory, or the URL of a run that does not exist yet")
     parser.add_argument(
         "--import-from",
         metavar="DIR",
-        help="into Redis: where the run's tools, schemas and workers are (default: here)",
+        help="to Redis: directory of the run's tools, schemas and workers (default: here)",
     )
 
 
@@ -36,7 +36,7 @@ def copy_command(options: argparse.Namespace) -> int:
     source, target = place_of(options.source), place_of(options.target)
     view = look(source)
     if view.state == "running":
-        raise SpecError(f"{view.name} is at work: wait for its end, or stop it, and copy it then")
+        raise SpecError(f"{view.name} is running: wait for its end or stop it, then copy it")
     count = _copy(source, target, view, None if options.import_from is None else Path(options.import_from))
     say(f"batch-agent: {rows(count)} of {source} are in {target}")
     return ALL_OK
@@ -45,22 +45,22 @@ def copy_command(options: argparse.Namespace) -> int:
 def _copy(source: RunPlace, target: RunPlace, view: RunView, import_from: Path | None) -> int:
     if isinstance(source, StoreAddress) and isinstance(target, Path):
         if not directory_is_new(target):
-            raise SpecError(f"{target} is not empty: name a new directory")
+            raise SpecError(f"{target} is not empty: give a new directory")
         return copy_out(source, target)
     if isinstance(source, Path) and isinstance(target, StoreAddress):
         if view.stages:
-            raise SpecError(f"{source} is a pipeline, which can be brought out of Redis, and not back")
+            raise SpecError(f"{source} is a pipeline: it can be copied from Redis, but not to Redis")
         with closing(RedisRunStore.open(target)) as store:
             if store.facts() is not None:
                 raise SpecError(
-                    f"{target} holds a run already: give another name, or remove it with batch-agent delete"
+                    f"{target} already holds a run: give another name, or delete it with batch-agent delete"
                 )
             return copy_in(store, view, _prepared(source, view, import_from), RunRecords(source))
-    raise SpecError("copy takes a run from Redis into a directory, or back: one of the two is a URL, the other is not")
+    raise SpecError("copy needs one URL of a run in Redis and one directory")
 
 
 def _prepared(directory: Path, view: RunView, import_from: Path | None) -> Prepared:
-    """What the run asked, from its own record if it was in Redis before, else from its command."""
+    """Return the prepared run, from its record if it was in Redis before, else from its command."""
     if "spec" in view.facts:
         return prepare_worker(view.facts, import_from)
     prepared = prepared_again(directory, view.facts).get("")

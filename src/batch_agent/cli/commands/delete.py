@@ -1,4 +1,4 @@
-"""``batch-agent delete``: remove a run from Redis."""
+"""``batch-agent delete``: deletes a run from Redis."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from batch_agent.store.redis.reading import delete_run
 
 def add_delete_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the run: redis://host:6379/0/NAME")
-    parser.add_argument("--force", action="store_true", help="also a run that is at work, whose processes then fail")
+    parser.add_argument("--force", action="store_true", help="also delete a running run; its processes then fail")
 
 
 def delete_command(options: argparse.Namespace) -> int:
     if not is_store_url(options.url):
-        raise SpecError("delete takes the URL of a run in Redis; a run directory is removed like any other directory")
+        raise SpecError("delete needs the URL of a run in Redis; delete a run directory like any other directory")
     address = StoreAddress.parse(options.url)
     if address.stage:
-        raise SpecError(f"{address} is a stage: name its run, {address.at(address.name)}")
+        raise SpecError(f"{address} is a stage: give its run, {address.at(address.name)}")
     state, workers = look(address).state, members_of(address)
     if (state == "running" or workers) and not options.force:
         raise SpecError(
-            f"{address} is at work ({workers} workers): stop it first, with batch-agent control URL drain, or give "
+            f"{address} is running ({workers} workers): stop it first with batch-agent control URL drain, or give "
             "--force"
         )
-    say(f"batch-agent: {address} is removed, {delete_run(address):,} keys")
+    say(f"batch-agent: {address} is deleted, {delete_run(address):,} keys")
     return ALL_OK

@@ -1,7 +1,7 @@
-"""``batch-agent doctor``: what is installed here, which backends would work, and which one is taken by default.
+"""``batch-agent doctor``: shows what is installed, which backends work, and which one is the default.
 
-Looks and asks; changes, fetches and starts nothing. A backend that is named is asked in place of the default, and what
-an engine lacks for agents is said. The exit status is 1 when the backend cannot work.
+It sends requests, but changes, downloads and starts nothing. A given backend is checked instead of the default. For an
+inference engine it prints advice on settings for agents. The exit status is 1 if the backend does not work.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from batch_agent.observe.text import amount, harmless
 from batch_agent.version import __version__
 
 PACKAGE = "batch-agent"
-NAMED = "the command line names it"
-SHARING_PATIENCE = 20.0  # ... and to answer two requests
+NAMED = "given on the command line"
+SHARING_PATIENCE = 20.0  # seconds for a server to answer two requests
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", metavar="URL", help="the backend to ask, as --backend")
+    parser.add_argument("url", nargs="?", metavar="URL", help="the backend to check, like --backend")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--backend", metavar="URL", help="ask this one, a fleet:// too; says what it lacks for agents")
-    parser.add_argument("--agents", type=positive, metavar="N", help="with --context: that are to run at once")
-    parser.add_argument("--context", type=positive, metavar="TOKENS", help="of one agent before its last turn")
+    parser.add_argument("--backend", metavar="URL", help="check this backend, also fleet://, and give advice on it")
+    parser.add_argument("--agents", type=positive, metavar="N", help="with --context: number of concurrent agents")
+    parser.add_argument("--context", type=positive, metavar="TOKENS", help="context of an agent before its last turn")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    packages: Mapping[str, str | None]  # name → version, None where it is not installed
+    packages: Mapping[str, str | None]  # name → version, None if not installed
     extras: Mapping[str, Mapping[str, str | None]]
     backends: Sequence[BackendFinding]
     default: BackendFinding
@@ -62,9 +62,9 @@ class Diagnosis:
 
     @classmethod
     def of_this_machine(cls, url: str | None = None, batch: Mapping[str, int | None] | None = None) -> Diagnosis:
-        """``url`` is asked in place of the default backend. ``batch`` is what ``advice`` takes."""
+        """Return the diagnosis of this machine. ``url`` replaces the default backend; ``batch`` is for ``advice``."""
         cache, is_set = weights.cache_dir(), bool(os.environ.get(BACKEND_VARIABLE))
-        default = f"{BACKEND_VARIABLE} says so" if is_set else f"{BACKEND_VARIABLE} is not set"
+        default = f"set by {BACKEND_VARIABLE}" if is_set else f"{BACKEND_VARIABLE} is not set"
         return cls(
             packages=_installed(None),
             extras={extra: _installed(extra) for extra in sorted({e for _, e in _requirements() if e is not None})},
@@ -99,17 +99,17 @@ class Diagnosis:
 
     def lines(self) -> Iterator[str]:
         yield f"{PACKAGE} {__version__}, Python {platform.python_version()}, {_system()}"
-        yield f"  {'needs':<9} {_versions(self.packages) or 'not known: the package is not installed'}"
+        yield f"  {'needs':<9} {_versions(self.packages) or 'unknown: the package is not installed'}"
         for extra, packages in self.extras.items():
             yield f"  {extra:<9} {_versions(packages)}"
         yield "backends"
         width = max(9, *(len(finding.backend) for finding in self.backends))
         for finding in self.backends:
             yield f"  {finding.backend:<{width}} {_verdict(finding)}"
-        yield f"  {'servers':<{width}} yours or anybody's: --backend {OWN_FORMS}"
+        yield f"  {'servers':<{width}} your own, or another: --backend {OWN_FORMS}"
         verdict = "as above" if self.default in self.backends else _verdict(self.default)
         label = "backend" if self.because == NAMED else "default"
-        yield f"{label:<11} {self.default.backend}, for {self.because}; {verdict}"
+        yield f"{label:<11} {self.default.backend} ({self.because}); {verdict}"
         for each in self.default.advice:
             yield f"  advice    {each}"
         memory = f", {amount(self.memory_bytes)}B of memory" if self.memory_bytes else ""
@@ -137,14 +137,14 @@ def _verdict(finding: BackendFinding) -> str:
 
 
 def _default(url: str | None, batch: Mapping[str, int | None]) -> BackendFinding:
-    """The backend that was named, or that of a run that names none, asked whether it is there."""
+    """Check the given backend, or the default backend."""
     if url is None and not os.environ.get(BACKEND_VARIABLE):
         return _local()
     try:
         backend, _ = open_backend(url, model=None, api_key=None)
     except SpecError as error:
         named = BACKEND_VARIABLE if url is None else "--backend"
-        return BackendFinding(f"what {named} names", False, str(error))  # it may hold a password
+        return BackendFinding(f"the URL of {named}", False, str(error))  # the URL may hold a password
     return _local() if backend.name.startswith("local://") else asyncio.run(_asked(backend, batch))
 
 
@@ -166,8 +166,8 @@ async def _asked(backend: Backend, batch: Mapping[str, int | None]) -> BackendFi
 async def _sharing(
     backend: Backend, names: Sequence[str], batch: Mapping[str, int | None]
 ) -> tuple[str, Sequence[Advice]]:
-    """Whether an engine computes once what all requests begin with, measured; nothing where it does not tell. With what
-    the engine lacks for agents."""
+    """Measure whether an engine computes the shared prefix of requests once. Returns "" if the engine does not report
+    it, and advice on the engine's settings."""
     from batch_agent.backends.engines.engine import EngineBackend
 
     if not isinstance(backend, EngineBackend) or len(names) != 1:
@@ -178,13 +178,13 @@ async def _sharing(
             state = await backend.state(sharing)
     except (BackendError, TimeoutError) as error:
         why = str(error) or f"no answer in {SHARING_PATIENCE:g} s"
-        return f"; whether it shares prefixes could not be measured: {why}", ()
+        return f"; prefix caching could not be measured: {why}", ()
     lacks = () if state is None else tuple(advice(state, **batch))
     if sharing.share is None:
         return "", lacks
     if sharing.share < SHARED:
-        return "; requests that begin alike share nothing: is its prefix cache on?", lacks
-    return f"; requests that begin alike share {sharing.share:.0%} of their prompt", lacks
+        return "; requests with the same prefix have no cache hits: is its prefix cache on?", lacks
+    return f"; requests with the same prefix share {sharing.share:.0%} of their prompt", lacks
 
 
 def _local() -> BackendFinding:
@@ -196,12 +196,12 @@ def _local() -> BackendFinding:
     if model.state == "ready":
         return BackendFinding("local://", True, f"{model.name} is in the cache")
     if model.state == "damaged":
-        return BackendFinding("local://", False, f"{model.path} is damaged: batch-agent models fetch")
-    return BackendFinding("local://", True, f"{model.name} is fetched at first use, {amount(model.size_bytes)}B")
+        return BackendFinding("local://", False, f"{model.path} is damaged: run batch-agent models fetch")
+    return BackendFinding("local://", True, f"{model.name} is downloaded at first use, {amount(model.size_bytes)}B")
 
 
 def _requirements() -> Iterator[tuple[str, str | None]]:
-    """Each package that is needed, and the extra that needs it; nothing in a source tree that was not installed."""
+    """Yield each required package with the extra that requires it; nothing in a source tree that is not installed."""
     try:
         requirements = metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -230,7 +230,7 @@ def _usable_cores() -> int:
 
 
 def _memory_bytes() -> int | None:
-    """What the machine has, or what this container may use of it."""
+    """Return the memory of the machine, or the limit of this container if it is lower; None if unknown."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -246,7 +246,7 @@ def _size_bytes(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # gone meanwhile
+        except OSError:  # deleted meanwhile
             continue
     return total
 

@@ -1,6 +1,6 @@
-"""What ``doctor`` finds out of hosted services and of fleets: those with a key or an address are asked, for free.
+"""Checks of ``doctor`` for hosted providers and fleets: each with a key or an address gets a free request.
 
-The request is the one for the list of models. Whether an answer would be any good is not tried.
+The request asks for the list of models. No answer of a model is requested.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.observe.text import counted
 
-PATIENCE = 3.0  # seconds for a server to say what it serves
-NAMED = 4  # models and servers that are named; the others are counted
+PATIENCE = 3.0  # seconds for a server to list its models
+NAMED = 4  # models and servers that are listed; the others are counted
 
 
 @dataclass(frozen=True, slots=True)
 class BackendFinding:
-    """Whether one backend would work. ``note`` says why, or what is missing."""
+    """Whether one backend works. ``note`` gives the reason, or what is missing."""
 
     backend: str
     works: bool
     note: str
-    advice: Sequence[Advice] = ()  # what an engine lacks for agents
+    advice: Sequence[Advice] = ()  # on the engine's settings for agents
 
 
 def asked_services(environ: Mapping[str, str] = os.environ) -> Iterator[BackendFinding]:
-    """The services that have a key or an address here, each asked for its models; others by what they lack."""
+    """Check each provider that has a key or an address for its models. For the others, say what is missing."""
     for scheme in SCHEMES.values():
         given = _given(scheme, environ)
         if given or (scheme.is_service and scheme.listed):
@@ -42,7 +42,7 @@ def asked_services(environ: Mapping[str, str] = os.environ) -> Iterator[BackendF
 
 
 def _given(scheme: Scheme, environ: Mapping[str, str]) -> bool:
-    """Whether the environment has its key, or its address where it needs no key."""
+    """Return whether the environment has the provider's key, or its address if it needs no key."""
     if scheme.name in PROVIDERS and environ.get(base_variable(scheme.name), "").strip():
         return True
     return scheme.is_service and "batch" not in scheme.name and bool(environ.get(scheme.key, "").strip())
@@ -66,11 +66,11 @@ async def _asked(backend: Backend) -> BackendFinding:
         return BackendFinding(backend.name, False, f"no answer in {PATIENCE:g} s")
     except (BackendError, SpecError) as error:
         return BackendFinding(backend.name, False, str(error))
-    return BackendFinding(backend.name, True, f"takes the key and serves {listed(names) or 'no model'}")
+    return BackendFinding(backend.name, True, f"accepts the key and serves {listed(names) or 'no model'}")
 
 
 async def fleet_note(fleet: Fleet) -> tuple[bool, str]:
-    """Whether a server of an entered fleet answers; and what each serves, or why it does not."""
+    """Return whether any server of an open fleet answers, and a note with the models and the unreachable servers."""
     answers: dict[str, list[str] | BackendError] = {}
     try:
         async with asyncio.timeout(PATIENCE):
@@ -91,6 +91,6 @@ def _silent(fleet: Fleet, answers: Mapping[str, object]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names; the others are counted."""
+    """Return the first names, and the number of the others."""
     more = f" and {len(names) - NAMED:,} more models" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""``batch-agent export``: the results in a run directory, as another file."""
+"""``batch-agent export``: writes the results of a run to a file."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--format",
         choices=[JSONL, *TABLES, MESSAGES],
-        help="every row as a line or in a table, or the conversations of those that are ok "
-        "(default: as the output's name says, or jsonl)",
+        help="all rows as JSON lines or as a table, or messages: the conversations of the rows that are ok "
+        "(default: from the extension of the output, or jsonl)",
     )
     export.add_argument("--stage", metavar="NAME", help="rows of this stage of a pipeline (default: the last stage)")
-    export.add_argument("--output", metavar="FILE", help="where it goes; - is standard output (default)")
+    export.add_argument("--output", metavar="FILE", help="file to write; - is standard output (default)")
 
 
 def export_command(options: argparse.Namespace) -> int:
@@ -73,36 +73,34 @@ def _export(options: argparse.Namespace, directory: Path) -> int:
     else:
         _export_table(records, TABLES[kind], output)
     if records.torn:
-        say(f"batch-agent: left out {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
+        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
     if kind == MESSAGES and records.failed:
-        say(f"batch-agent: left out {counted(records.failed, 'row')} that failed; --format jsonl has them")
+        say(f"batch-agent: skipped {counted(records.failed, 'row')} that failed; --format jsonl includes them")
     return ALL_OK
 
 
 def _stage(directory: Path, facts: JsonObject, wanted: str | None) -> str:
-    """The stage to export; "" for a plain run. SpecError when it is not there, or has not begun."""
+    """Return the stage to export; "" for a plain run. Raises SpecError if it does not exist or has not started."""
     names = stage_names(facts)
     if not names and wanted is not None:
-        raise SpecError(f"{directory} is not a pipeline: it has no stages; leave out --stage")
+        raise SpecError(f"{directory} is not a pipeline: it has no stages; omit --stage")
     if not names:
         return ""
     name = names[-1] if wanted is None else wanted
     if name not in names:
         raise SpecError(f"{directory} has no stage {name!r}; its stages: {', '.join(names)}")
     if not (directory / name / RUN).exists():
-        raise SpecError(f"the stage {name!r} of {directory} has not begun; --stage names another: {', '.join(names)}")
+        raise SpecError(f"the stage {name!r} of {directory} has not started; its stages: {', '.join(names)}")
     return name
 
 
 def _kind_of(output: Path | None) -> str:
-    """The format that a file's name says; SpecError where it says none."""
+    """Return the format of a file's extension. Raises SpecError if there is none."""
     if output is None:
         return JSONL
     extension = format_of(output)[0].removeprefix(".")
     if extension not in (JSONL, *TABLES):
-        raise SpecError(
-            f"cannot tell the format from {output}: name it .jsonl, .csv, .tsv or .parquet, or give --format"
-        )
+        raise SpecError(f"the format of {output} is unknown: use .jsonl, .csv, .tsv or .parquet, or give --format")
     return extension
 
 
@@ -111,10 +109,10 @@ def _are(number: int) -> str:
 
 
 class RunRecords:
-    """All rows that a run has finished, those that failed among them, in input order."""
+    """All finished rows of a run, including failed rows, in input order."""
 
     def __init__(self, directory: Path) -> None:
-        # The results last: a row that was tried again and is ok has failed no more.
+        # Results come last: they replace the failure of a row that was retried and is ok.
         self._lines = InOrderOfInput(directory / FAILURES, directory / RESULTS)
         self.failed = 0  # rows of the latest pass
 
@@ -130,7 +128,7 @@ class RunRecords:
 
 
 def _as_result(failure: Record) -> Record:
-    """A line of the failures in the form of a result line."""
+    """Return a line of the failures in the format of a result line."""
     error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
     first = {name: failure.pop(name, None) for name in ("index", "job_id")}
     return {**first, "ok": False, "output": None, "error": error, **failure}
@@ -142,14 +140,14 @@ def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
         with _in_words(output):
             write_table(records, output, kind)
     elif kind == PARQUET:
-        raise SpecError("a Parquet file is nothing for standard output; give --output FILE")
+        raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
     else:
         with writing(sys.stdout):
             write_records(records, columns_of(records), sys.stdout.buffer, kind)
 
 
 def _export_messages(directory: Path, facts: JsonObject, stage: str, records: RunRecords, output: Path | None) -> None:
-    with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
+    with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         prepared = prepared_again(directory, facts).get(stage)
     if prepared is None:
         raise prompts_changed(directory / stage)

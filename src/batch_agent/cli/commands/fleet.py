@@ -1,7 +1,7 @@
-"""``batch-agent fleet``: its words and flags, and ``wait`` and ``proxy``. The tables are ``fleet_status``'s and
-``fleet_bench``'s.
+"""``batch-agent fleet``: its actions and flags, and the actions ``wait`` and ``proxy``. ``fleet_status`` and
+``fleet_bench`` have the others.
 
-Nothing of the fleet is imported before it is needed: help is there at once.
+Modules of the fleet are imported when they are needed, so that help texts appear quickly.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from batch_agent.fleet.waiting import Waited
 
 HOSTFILE_VARIABLE = "AURORA_SWARM_HOSTFILE"
-SHOWN = 5  # endpoints that are not up are named
-NEWS_SECONDS, QUIET_SECONDS = 5.0, 60.0  # between two lines of progress where none is rewritten: news, and none
+SHOWN = 5  # endpoints that are not up are listed
+NEWS_SECONDS, QUIET_SECONDS = 5.0, 60.0  # between two lines of progress without a terminal: changed, and unchanged
 START, CLEAR = "\r", "\x1b[K"
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _add_wait(actions.add_parser("wait", help="until enough servers are up"))
-    _add_status(actions.add_parser("status", help="a table of how they are"))
-    _add_bench(actions.add_parser("bench", help="how much each of them can take"))
-    _add_proxy(actions.add_parser("proxy", help="one address for all of them"))
+    _add_wait(actions.add_parser("wait", help="wait until enough servers are up"))
+    _add_status(actions.add_parser("status", help="show the status of each server"))
+    _add_bench(actions.add_parser("bench", help="measure the throughput of each server"))
+    _add_proxy(actions.add_parser("proxy", help="serve all servers at one address"))
 
 
 def _add_hostfile(parser: argparse.ArgumentParser, does: str) -> None:
@@ -47,32 +47,32 @@ def _add_hostfile(parser: argparse.ArgumentParser, does: str) -> None:
         "hostfile",
         nargs="?",
         metavar="HOSTFILE",
-        help=f"one endpoint a line; node files of PBS and Slurm too (default: ${HOSTFILE_VARIABLE})",
+        help=f"file with one endpoint per line, or a node file of PBS or Slurm (default: ${HOSTFILE_VARIABLE})",
     )
     parser.set_defaults(does=does)
 
 
 def _add_wait(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet:wait")
-    parser.add_argument("--min-hosts", type=positive, metavar="N", help="so many are enough (default: all)")
+    parser.add_argument("--min-hosts", type=positive, metavar="N", help="number of servers to wait for (default: all)")
     parser.add_argument(
         "--min-fraction",
         type=fraction,
         metavar="F",
-        help="such a part is enough, 0 to 1",
+        help="fraction of the servers to wait for, 0 to 1",
     )
     parser.add_argument(
-        "--timeout", type=amount, default=600, metavar="SECONDS", help="how long to wait (default %(default)s)"
+        "--timeout", type=amount, default=600, metavar="SECONDS", help="maximum time to wait (default %(default)s)"
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="a hostfile of those that are up; - is standard output (default)"
+        "--output", metavar="FILE", help="write a hostfile of the servers that are up; - is standard output (default)"
     )
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet_status:status")
-    parser.add_argument("--watch", action="store_true", help="look again every two seconds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one a line")
+    parser.add_argument("--watch", action="store_true", help="repeat every two seconds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one per line")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -82,16 +82,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=_steps,
         default=(16, 32, 64, 128, 256),
         metavar="N,N,…",
-        help="requests in flight (default 16,32,64,128,256)",
+        help="numbers of requests in flight to measure (default 16,32,64,128,256)",
     )
     parser.add_argument(
-        "--seconds", type=amount, default=20, metavar="SECONDS", help="each step takes (default %(default)s)"
+        "--seconds", type=amount, default=20, metavar="SECONDS", help="duration of each step (default %(default)s)"
     )
-    parser.add_argument("--tokens-in", type=positive, default=750, metavar="N", help="of a prompt (default 750)")
-    parser.add_argument("--tokens-out", type=positive, default=150, metavar="N", help="of an answer (default 150)")
-    parser.add_argument("--model", help="the model's name (default: what each endpoint serves)")
+    parser.add_argument("--tokens-in", type=positive, default=750, metavar="N", help="tokens per prompt (default 750)")
+    parser.add_argument("--tokens-out", type=positive, default=150, metavar="N", help="tokens per answer (default 150)")
+    parser.add_argument("--model", help="name of the model (default: the model of each endpoint)")
     parser.add_argument(
-        "--parallel", type=positive, default=4, metavar="N", help="endpoints at a time (default %(default)s)"
+        "--parallel", type=positive, default=4, metavar="N", help="endpoints measured at a time (default %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -104,7 +104,7 @@ def _add_proxy(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=256,
         metavar="N",
-        help="requests in flight at each endpoint; others wait (default %(default)s)",
+        help="maximum number of requests in flight at each endpoint; others wait (default %(default)s)",
     )
 
 
@@ -133,7 +133,7 @@ def wait(options: argparse.Namespace) -> int:
     waited = Waited(hosts, needed(len(hosts), options.min_hosts, options.min_fraction))
     output = None if options.output in (None, "-") else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():
-        raise SpecError(f"cannot write {str(output)!r}: there is no such folder")
+        raise SpecError(f"cannot write {str(output)!r}: there is no such directory")
     progress = _Progress(waited)
 
     async def run() -> None:
@@ -146,7 +146,7 @@ def wait(options: argparse.Namespace) -> int:
         progress.end()
     found = f"{len(waited.up):,} of {counted(len(hosts), 'endpoint')} up"
     if not waited.enough:
-        say(f"batch-agent: {found} in {clock(options.timeout)}, and {waited.needed:,} are needed")
+        say(f"batch-agent: {found} after {clock(options.timeout)}; {waited.needed:,} are needed")
         for endpoint, reason in waited.missing[:SHOWN]:
             say(f"  {endpoint.place}  {harmless(reason)}")
         if len(waited.missing) > SHOWN:
@@ -162,7 +162,7 @@ def wait(options: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """On a terminal one line that is written again; elsewhere a line now and then."""
+    """Progress of ``wait``: one line that is rewritten on a terminal, otherwise a line now and then."""
 
     def __init__(self, waited: Waited) -> None:
         self._began, self._told_at, self._told = time.monotonic(), -math.inf, ""
@@ -186,7 +186,7 @@ class _Progress:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Under its name it is a whole file, or the one that was there before."""
+    """Write a file atomically: readers see the old file or the complete new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
@@ -207,7 +207,7 @@ def proxy(options: argparse.Namespace) -> int:
     hosts = read_hosts(options.hostfile)
 
     def announce(url: str) -> None:
-        say(f"{counted(len(hosts), 'endpoint')} at {url}/v1; {url}/status tells how they are; Ctrl-C stops it")
+        say(f"{counted(len(hosts), 'endpoint')} at {url}/v1; {url}/status shows their status; Ctrl-C stops the proxy")
 
     serving = serve_proxy(
         hosts,

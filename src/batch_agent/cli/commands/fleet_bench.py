@@ -1,4 +1,4 @@
-"""``batch-agent fleet bench``: what each server of a fleet brings at so many requests in flight, and where it bends."""
+"""``batch-agent fleet bench``: measures the throughput of each server by requests in flight, and its knee."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bench(options: argparse.Namespace) -> int:
     )
     say(
         f"{wanted.tokens_in} tokens in, {wanted.tokens_out} out, {len(wanted.steps)} steps of "
-        f"{wanted.seconds:g} s for each of {len(benches)}; Ctrl-C prints what was measured"
+        f"{wanted.seconds:g} s for each of {len(benches)} endpoints; Ctrl-C prints the results so far"
     )
     interrupted = False
     try:
@@ -54,12 +54,12 @@ def _say(bench: Bench) -> None:
     else:
         step = bench.steps[-1]
         failed = f", {step.failures:,} failed" if step.failures else ""
-        took = "" if step.latency is None else f", {duration(step.latency)} an answer"
+        took = "" if step.latency is None else f", {duration(step.latency)} per answer"
         say(f"{bench.endpoint.place}: {step.inflight} in flight: {_rate(step)} tokens/s{took}{failed}")
 
 
 def table(benches: Sequence[Bench], steps: Sequence[int], width: int | None) -> str:
-    """Tokens a second by requests in flight. The last words of a line say why there are no more."""
+    """Return a table of tokens per second by requests in flight. The line of a failed endpoint ends with the reason."""
     name_width = min(WIDEST_NAME, max(8, *(len(one.endpoint.place) for one in benches)))
     heads = [f"{'endpoint':<{name_width}}", *(f"{step:>{COLUMN}}" for step in steps), f"{'knee':>{COLUMN}}"]
     lines = ["".join(heads)]

@@ -1,4 +1,4 @@
-"""``batch-agent fleet status``: how each server of a fleet is, as a table or as JSON, once or again and again."""
+"""``batch-agent fleet status``: shows the status of each server, as a table or as JSON, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from batch_agent.fleet.probe import Look, Prober, with_rates
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, cut, harmless, terminal_width
 
-EVERY = 2.0  # seconds between two looks
-AGAIN = 1.0  # ... where there is only one, to see how the counters move
+EVERY = 2.0  # seconds between two probes
+AGAIN = 1.0  # seconds to the second probe without --watch, which shows how the counters move
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 WIDEST_NAME = 40
 HEADS = ("in flight", "queue", "tokens/s", "  KV", "prefix", "errors")
@@ -43,7 +43,7 @@ async def _once(options: argparse.Namespace) -> None:
 
 
 async def _watch(options: argparse.Namespace) -> None:
-    """The hostfile is read at every look; one that cannot be read changes nothing."""
+    """Show the status repeatedly. The hostfile is read again each time; if that fails, the endpoints stay the same."""
     hosts = read_hosts(options.hostfile)
     earlier: dict[AgentEndpoint, Look] = {}
     screen = terminal_width(sys.stdout) is not None and not options.json
@@ -61,11 +61,11 @@ async def _watch(options: argparse.Namespace) -> None:
             try:
                 hosts = await asyncio.to_thread(read_hosts, options.hostfile)
             except SpecError as error:
-                say(f"{error}; the endpoints stay as they were")
+                say(f"{error}; the endpoints stay the same")
 
 
 def _screen(looks: Sequence[Look]) -> str:
-    """From the top of the terminal, and no more than fits: then those that are down come first."""
+    """Return the table from the top of the terminal. If it does not fit, endpoints that are down come first."""
     size = shutil.get_terminal_size()
     lines = table(looks, size.columns).split("\n")
     if len(lines) >= size.lines:
@@ -77,7 +77,8 @@ def _screen(looks: Sequence[Look]) -> str:
 
 
 def table(looks: Sequence[Look], width: int | None) -> str:
-    """A line for each; what is not known is a dash. The last words of a line are the model, or why it is not up."""
+    """Return a table with a line for each endpoint; unknown values are a dash. A line ends with the models, or with the
+    reason why the endpoint is down."""
     numbers = len("  ".join(["", "down", *HEADS]))
     widest = WIDEST_NAME if width is None else min(WIDEST_NAME, max(len("endpoint"), width - numbers))
     name_width = min(widest, max(len("endpoint"), *(len(look.endpoint.place) for look in looks)))

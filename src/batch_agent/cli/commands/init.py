@@ -1,4 +1,4 @@
-"""``batch-agent init``: files to start from, small enough to be understood at once and complete enough to run."""
+"""``batch-agent init``: writes a small, complete example that runs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from batch_agent.cli.output.streams import put
 from batch_agent.errors import BatchAgentError, SpecError
 
 SPEC = """\
-# What to do with each row. {field} is filled in from the row's columns.
+# The message for each row. {field} becomes the value of that column.
 task: |
   A customer wrote: {text}
 
   Look up the product {sku}, then say what they feel and what should be done.
 
-# The same for every row: whatever all rows share belongs here.
+# The same for all rows. Put text that all rows share here.
 system_prompt: You sort messages to the support desk of a shop.
 
 inputs: rows.csv                # or .jsonl, .json, .tsv, .parquet, a directory
 output_schema: support:Answer   # the class Answer in support.py
-tools: [support:look_up]        # functions the model may call
+tools: [support:look_up]        # functions that the model may call
 
-# Where inference happens. Without these lines: what `batch-agent doctor` names.
+# The inference server. Default: the one that `batch-agent doctor` shows.
 # backend: vllm://localhost:8000
 # model: Qwen/Qwen2.5-7B-Instruct
 # max_cost: 1.00                # dollars; the run ends before it costs more
 """
 
 MODULE = '''\
-"""What the answers must be, and a tool that the model may call."""
+"""The schema of the answers, and a tool that the model may call."""
 
 from typing import Literal
 
@@ -49,9 +49,9 @@ class Answer(BaseModel):
     reason: str = Field(description="one sentence")
 
 
-@Tool.define(cacheable=True)  # it only reads: the same question is answered once
+@Tool.define(cacheable=True)  # it only reads, so equal calls are answered once
 def look_up(sku: str) -> str:
-    """What the catalogue says of a product.
+    """Return the catalogue entry of a product.
 
     Args:
         sku: the product's number, such as K-1
@@ -62,7 +62,7 @@ def look_up(sku: str) -> str:
 ROWS = """\
 id,sku,text
 m1,K-1,"The kettle is lovely, thank you!"
-m2,T-4,"The toaster smokes and nobody answers, I want my money back."
+m2,T-4,"The toaster smokes and no one answers, I want my money back."
 m3,K-1,"How do I remove the limescale?"
 """
 
@@ -70,14 +70,16 @@ FILES = {"spec.yaml": SPEC, "support.py": MODULE, "rows.csv": ROWS}
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", nargs="?", default=".", metavar="DIR", help="where they go (default: here)")
+    parser.add_argument(
+        "directory", nargs="?", default=".", metavar="DIR", help="directory of the files (default: here)"
+    )
 
 
 def init_command(options: argparse.Namespace) -> int:
     directory = Path(options.directory)
     there = [name for name in FILES if (directory / name).exists()]
     if there:
-        raise SpecError(f"{directory} has {', '.join(there)} already: name another directory, nothing is overwritten")
+        raise SpecError(f"{directory} already has {', '.join(there)}: give another directory; no file is overwritten")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
@@ -88,9 +90,9 @@ def init_command(options: argparse.Namespace) -> int:
     spec = shlex.quote(str(directory / "spec.yaml"))
     put(
         f"wrote {', '.join(str(directory / name) for name in FILES)}\n\n"
-        f"  batch-agent run {spec} --dry-run     what would be sent\n"
+        f"  batch-agent run {spec} --dry-run     show what would be sent\n"
         f"  batch-agent run {spec}               run it\n"
-        f"  batch-agent doctor{' ' * max(1, len(spec) + 2)}            which backend that takes",
+        f"  batch-agent doctor{' ' * max(1, len(spec) + 2)}            show the backend that is used",
         sys.stdout,
     )
     return ALL_OK

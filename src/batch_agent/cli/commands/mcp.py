@@ -1,4 +1,4 @@
-"""``batch-agent mcp``: this engine as an MCP server on standard input and output, for coding agents."""
+"""``batch-agent mcp``: an MCP server on standard input and output, with which coding agents run batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from batch_agent.tools.mcp.address import require_sdk
 
 
 def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--directory", default=RUNS, metavar="DIR", help="where batches are kept (default %(default)s)")
-    parser.add_argument("--backend", metavar="URL", help="where inference happens, for all batches")
-    parser.add_argument("--model", help="the model of batches that name none")
-    parser.add_argument("--max-cost", type=float, metavar="DOLLARS", help="what one batch may cost at the most")
+    parser.add_argument("--directory", default=RUNS, metavar="DIR", help="directory of batches (default %(default)s)")
+    parser.add_argument("--backend", metavar="URL", help="inference server of all batches")
+    parser.add_argument("--model", help="model of batches that give none")
+    parser.add_argument("--max-cost", type=float, metavar="DOLLARS", help="maximum cost of one batch")
 
 
 def mcp_command(options: argparse.Namespace) -> int:
@@ -26,6 +26,6 @@ def mcp_command(options: argparse.Namespace) -> int:
     batches = Batches(Path(options.directory).absolute(), spec, options.max_cost)
     from batch_agent.cli.commands.mcp_server import make_server
 
-    # While it serves, standard output carries the protocol alone: what anything else prints goes to standard error.
+    # While it serves, standard output is for the protocol only; other output goes to standard error.
     make_server(batches).run("stdio")
     return ALL_OK

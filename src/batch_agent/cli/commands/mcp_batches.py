@@ -1,7 +1,7 @@
-"""Batches that a coding agent starts: each is a run directory and a process of its own.
+"""Batches that a coding agent starts: each has its own run directory and process.
 
-The process is ``batch-agent run``, detached: it goes on when the MCP server ends, and another server finds it by its
-directory. Everything is read from the run directory; nothing but the child processes to be reaped is kept in memory.
+The process is a detached ``batch-agent run``. It continues when the MCP server ends, and another server finds it by its
+directory. All state is read from the run directory; only the child processes to reap are kept in memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from batch_agent.store.private import DIRECTORY
 from batch_agent.store.rundir import LOCK, RUN, RunView
 
 SPEC, ROWS, LOG = "spec.json", "rows.jsonl", "log.txt"
-LOG_CHARACTERS = 2000  # of the end of a process's log, in messages
-SHOWN_CHARACTERS = 20_000  # of one row's output
+LOG_CHARACTERS = 2000  # shown from the end of a process's log
+SHOWN_CHARACTERS = 20_000  # shown of one row's output
 _HOLDER = re.compile(r"process (\d+) on ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What a batch is to do."""
+    """The arguments of a batch."""
 
     instruction: str
     rows: Sequence[Mapping[str, JsonValue]] | None = None
@@ -66,15 +66,15 @@ class BatchRequest:
 
 @dataclass(slots=True)
 class Batches:
-    """The batches below ``directory``. ``options`` go into the spec of each: the backend, the model."""
+    """The batches below ``directory``. ``options`` are added to the spec of each: the backend, the model."""
 
     directory: Path
     options: JsonObject = field(default_factory=dict)
-    max_cost: float | None = None  # the most that one batch may cost
+    max_cost: float | None = None  # maximum cost of one batch
     _children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def prepare(self, request: BatchRequest) -> str:
-        """Writes the spec of a new batch and returns its name. Raises SpecError."""
+        """Write the spec of a new batch and return its name. Raises SpecError if the request is invalid."""
         request.check()
         name = f"mcp-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         place = self.directory / name
@@ -102,7 +102,7 @@ class Batches:
         return spec
 
     def _inputs(self, request: BatchRequest, place: Path) -> str:
-        """The file of rows: the one that was named, or one beside the spec."""
+        """Return the file of rows: the given one, or one that is written beside the spec."""
         if request.path is not None:
             return str(Path(request.path).absolute())
         with (place / ROWS).open("wb") as file:
@@ -110,7 +110,7 @@ class Batches:
         return ROWS
 
     def plan(self, name: str, max_rows: int | None) -> JsonObject:
-        """What a prepared batch would do. Raises SpecError where it could not start."""
+        """Return the plan of a prepared batch. Raises SpecError if it cannot start."""
         command = [*_command("run", str(self.directory / name / SPEC), "--dry-run", "--json"), *_limit(max_rows)]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
         if done.returncode:
@@ -120,7 +120,7 @@ class Batches:
         return plan
 
     def discard(self, name: str) -> None:
-        """Removes a batch that was only planned."""
+        """Delete a batch that was only planned."""
         shutil.rmtree(self.directory / name)
 
     def start(self, name: str, request: BatchRequest) -> None:
@@ -139,17 +139,17 @@ class Batches:
         self._spawn(name, ["resume", str(place), "--json", *more])
 
     def stop(self, name: str, *, now: bool) -> None:
-        """Lets the agents under way finish, or stops them too (``now``)."""
+        """Stop a batch. Running agents finish, unless ``now`` is True."""
         place = self._place(name)
         if not is_locked(place / LOCK):
             raise SpecError(f"{name} is not running")
         holder = _HOLDER.match((place / LOCK).read_text())
         if holder is None:
-            raise SpecError(f"which process works on {name} is not known")
+            raise SpecError(f"the process that works on {name} is unknown")
         os.kill(int(holder[1]), signal.SIGTERM if now else signal.SIGINT)
 
     def status(self, name: str) -> JsonObject:
-        """How far a batch is. ``state`` is ``starting`` before its record begins."""
+        """Return the status of a batch. ``state`` is ``starting`` until its record exists."""
         place, child = self._place(name), self._children.get(name)
         alive = child is not None and child.poll() is None
         if child is not None and not alive:
@@ -160,7 +160,7 @@ class Batches:
                 return {"batch": name, "state": "starting"}
             return {"batch": name, "state": "failed", "why": self._log(name)}
         status = status_json(RunView.of(place))
-        if alive:  # also while it is only about to be resumed, or writes its last lines
+        if alive:  # also before a resume starts, and while the last lines are written
             status["state"] = "running"
         status.pop("summary", None)
         if status["state"] == "failed":
@@ -168,7 +168,7 @@ class Batches:
         return {"batch": name, "run_dir": str(place), **status}
 
     def results(self, name: str, offset: int, limit: int, *, failed_only: bool) -> JsonObject:
-        """Finished rows in input order, ``limit`` of them from the ``offset``-th on."""
+        """Return ``limit`` finished rows in input order, from ``offset`` on."""
         place = self._place(name)
         records = (record for record in RunRecords(place) if not failed_only or not record.get("ok"))
         page = list(islice(records, offset, offset + limit + 1))
@@ -200,7 +200,7 @@ class Batches:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                start_new_session=True,  # it outlives this server, and does not get its Ctrl-C
+                start_new_session=True,  # it survives this server, and does not get its Ctrl-C
             )
 
     def _log(self, name: str) -> str:
@@ -215,7 +215,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _words(stderr: bytes) -> str:
-    """The end of what a command said."""
+    """Return the end of a command's messages."""
     return stderr.decode(errors="replace").strip().removeprefix("batch-agent: ")[-LOG_CHARACTERS:]
 
 
@@ -233,5 +233,5 @@ def _shown(record: JsonObject) -> JsonObject:
         shown["error"] = record.get("error")
     if len(to_json(shown["output"])) > SHOWN_CHARACTERS:
         cut = record["output"] if isinstance(record["output"], str) else to_json(record["output"]).decode()
-        shown["output"] = f"{cut[:SHOWN_CHARACTERS]}... (cut: show_row or the results file has all of it)"
+        shown["output"] = f"{cut[:SHOWN_CHARACTERS]}... (cut; show_row or the results file has the full text)"
     return shown

@@ -1,4 +1,4 @@
-"""The tools of ``batch-agent mcp``. Imported where the package ``mcp`` is installed."""
+"""The tools of ``batch-agent mcp``. This module needs the package ``mcp``."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from batch_agent.version import __version__
 T = TypeVar("T")
 Json = dict[str, JsonValue]
 
-EVERY = 1.0  # seconds between two looks at a batch that is waited for: another process cannot be awaited
+EVERY = 1.0  # seconds between two checks of a batch: another process cannot be awaited
 LONGEST_WAIT = 3600.0
 INSTRUCTIONS = """\
 Runs one instruction over many rows with a language model, as a batch: plan_batch, then start_batch, then batch_status
-until it ends, then batch_results. A batch goes on when this server ends; resume_batch goes on with one that was
-interrupted. Rows that are done are never asked again."""
+until it ends, then batch_results. A batch continues when this server ends; resume_batch continues an interrupted
+batch. Finished rows are never sent again."""
 
-Instruction = Annotated[str, Field(description="The message for each row; {column} is filled in from the row.")]
+Instruction = Annotated[str, Field(description="The message for each row; {column} becomes its value.")]
 Rows = Annotated[list[Json] | None, Field(description="The rows, as objects. Or give path.")]
 InputPath = Annotated[str | None, Field(description="A CSV, TSV, JSONL or Parquet file of rows. Or give rows.")]
 IdColumn = Annotated[str | None, Field(description="The column that identifies a row in results.")]
-OutputSchema = Annotated[Json | None, Field(description="A JSON schema that each answer must fit. Without: text.")]
+OutputSchema = Annotated[Json | None, Field(description="JSON schema of each answer. Default: free text.")]
 OutputPath = Annotated[str | None, Field(description="A .csv, .jsonl or .parquet file for the results.")]
-Concurrency = Annotated[int | None, Field(description="Most model calls in flight at once.", ge=1)]
-MaxCost = Annotated[float | None, Field(description="Dollars the batch may cost. This or max_rows is required.", gt=0)]
-MaxRows = Annotated[int | None, Field(description="Take only the first rows. This or max_cost is required.", ge=1)]
-Model = Annotated[str | None, Field(description="The model; the server's default unless given.")]
-System = Annotated[str | None, Field(description="What all rows share: role, rules, reference text.")]
+Concurrency = Annotated[int | None, Field(description="Maximum number of model calls in flight.", ge=1)]
+MaxCost = Annotated[float | None, Field(description="Maximum cost in dollars. This or max_rows is required.", gt=0)]
+MaxRows = Annotated[int | None, Field(description="Use only the first rows. This or max_cost is required.", ge=1)]
+Model = Annotated[str | None, Field(description="The model. Default: that of this server.")]
+System = Annotated[str | None, Field(description="Text that all rows share: role, rules, reference text.")]
 RuntimeName = Annotated[str | None, Field(description="A command-line agent that works on each row, such as opencode.")]
-BatchName = Annotated[str, Field(description="The batch, as start_batch returned it.")]
+BatchName = Annotated[str, Field(description="Name of the batch, from start_batch.")]
 Wait = Annotated[
     float,
     Field(description="Seconds to wait for the batch to end; progress is reported meanwhile.", ge=0, le=LONGEST_WAIT),
@@ -46,7 +46,7 @@ Wait = Annotated[
 
 
 def make_server(batches: Batches) -> MCPServer[Any]:
-    """The server, with its tools."""
+    """Return the server with its tools."""
     server: MCPServer[Any] = MCPServer("batch-agent", version=__version__, instructions=INSTRUCTIONS)
     tools = BatchTools(batches)
     reads = ToolAnnotations(read_only_hint=True)
@@ -66,7 +66,7 @@ def make_server(batches: Batches) -> MCPServer[Any]:
 
 
 class BatchTools:
-    """What a coding agent can do. Signatures and docstrings are what it reads."""
+    """The tools for a coding agent. It reads their signatures and docstrings."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -84,7 +84,7 @@ class BatchTools:
         system_prompt: System = None,
         runtime: RuntimeName = None,
     ) -> Json:
-        """Check a batch and say what it would do: rows, tokens, cost, the first prompt. Sends nothing."""
+        """Check a batch and return its plan: rows, tokens, cost, the first prompt. Sends nothing."""
         request = BatchRequest(
             instruction=instruction,
             rows=rows,
@@ -126,7 +126,7 @@ class BatchTools:
     ) -> Json:
         """Run an instruction over rows, one answer each. Returns the batch's name and state at once, or after waiting.
 
-        The batch runs in a process of its own and is recorded in a directory, so it survives this server.
+        The batch runs in its own process and is recorded in a directory, so it survives this server.
         """
         request = BatchRequest(
             instruction=instruction,
@@ -146,7 +146,7 @@ class BatchTools:
         def start() -> str:
             name = self._batches.prepare(request)
             try:
-                self._batches.plan(name, max_rows)  # what cannot start is told now, not by a log
+                self._batches.plan(name, max_rows)  # errors are reported now, not only in a log
             except BaseException:
                 self._batches.discard(name)
                 raise
@@ -156,8 +156,8 @@ class BatchTools:
         return await self._waited(await _beside(start), wait_seconds, ctx)
 
     async def batch_status(self, ctx: Context[Any, Any], batch: BatchName, wait_seconds: Wait = 0) -> Json:
-        """How far a batch is: state (starting, running, complete, interrupted, failed, out of budget, unreachable),
-        rows done and failed, rate, tokens, cost."""
+        """Return the progress of a batch: state (starting, running, complete, interrupted, failed, out of budget,
+        unreachable), rows done and failed, rate, tokens, cost."""
         return await self._waited(batch, wait_seconds, ctx)
 
     async def batch_results(
@@ -167,38 +167,38 @@ class BatchTools:
         limit: Annotated[int, Field(description="Rows to return.", ge=1, le=200)] = 20,
         failed_only: Annotated[bool, Field(description="Only rows that failed, with their errors.")] = False,
     ) -> Json:
-        """Results of a batch in the order of its rows, also while it runs. next_offset is null at the end."""
+        """Return results of a batch in the order of its rows, also while it runs. next_offset is null at the end."""
         return await _beside(lambda: self._batches.results(batch, offset, limit, failed_only=failed_only))
 
     async def show_row(
         self,
         batch: BatchName,
-        row: Annotated[str, Field(description="The row's id, or its place in the inputs, from 0.")],
-        full: Annotated[bool, Field(description="Long texts in full.")] = False,
+        row: Annotated[str, Field(description="The row's id, or its position in the inputs, from 0.")],
+        full: Annotated[bool, Field(description="Do not cut long texts.")] = False,
     ) -> str:
-        """One row's conversation: prompts, answers, tool calls, errors, times and tokens."""
+        """Return the conversation of one row: prompts, answers, tool calls, errors, times and tokens."""
         return await _beside(lambda: self._batches.show(batch, row, full=full))
 
     async def stop_batch(
         self,
         ctx: Context[Any, Any],
         batch: BatchName,
-        now: Annotated[bool, Field(description="Also stop the rows that are under way.")] = False,
+        now: Annotated[bool, Field(description="Also stop running rows.")] = False,
         wait_seconds: Wait = 30,
     ) -> Json:
-        """Stop a batch: no new row starts, rows under way finish. resume_batch goes on with it."""
+        """Stop a batch: no new row starts, running rows finish. resume_batch continues it."""
         await _beside(lambda: self._batches.stop(batch, now=now))
         return await self._waited(batch, wait_seconds, ctx)
 
     async def resume_batch(
         self, ctx: Context[Any, Any], batch: BatchName, max_cost: MaxCost = None, wait_seconds: Wait = 0
     ) -> Json:
-        """Go on with a batch that was stopped, interrupted or out of budget. Rows that failed are tried again."""
+        """Continue a batch that was stopped, interrupted or out of budget. Failed rows are retried."""
         await _beside(lambda: self._batches.resume(batch, max_cost))
         return await self._waited(batch, wait_seconds, ctx)
 
     async def _waited(self, batch: str, seconds: float, ctx: Context[Any, Any]) -> Json:
-        """The batch's status when it has ended, or when the time is over."""
+        """Return the status of the batch when it has ended, or after ``seconds``."""
         until = asyncio.get_running_loop().time() + seconds
         while True:
             status = await _beside(lambda: self._batches.status(batch))
@@ -214,7 +214,7 @@ class BatchTools:
 
 
 async def _beside(function: Callable[[], T]) -> T:
-    """What a function that blocks returns. Errors of ours become what the agent reads."""
+    """Run a blocking function in a thread and return its result. Our errors become errors that the agent reads."""
     try:
         return await asyncio.to_thread(function)
     except BatchAgentError as error:

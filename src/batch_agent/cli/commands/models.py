@@ -1,6 +1,6 @@
-"""``batch-agent models``: the models of ``local://`` that are on this machine or can be had by name, and fetching them.
+"""``batch-agent models``: lists the models of ``local://``, on this machine or to download, and downloads them.
 
-A command that needs weights which are not there fetches them first, here too, so that nobody looks at a frozen screen.
+Other commands download missing weights with ``fetch_missing``, which shows the progress.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from batch_agent.observe.text import amount, harmless
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    fetch = actions.add_parser("fetch", help="fetch a model's weights now instead of at first use")
+    fetch = actions.add_parser("fetch", help="download a model's weights now instead of at first use")
     named = f"one of: {', '.join(known.name for known in weights.KNOWN)}; or {weights.HUB_FORM}"
     fetch.add_argument("name", nargs="?", metavar="NAME", default=weights.SMOLLM2.name, help=named)
 
@@ -49,7 +49,7 @@ def models_command(options: argparse.Namespace) -> int:
 
 
 def fetch_missing(backend_name: str, stream: TextIO) -> None:
-    """Fetches the weights that the backend of this name needs, unless they are there or it needs none."""
+    """Download the weights that the backend of this name needs, unless they exist or it needs none."""
     scheme, _, model = backend_name.partition("://")
     known = weights.find(model) if scheme == "local" else None
     if known is not None and not weights.is_present(known):
@@ -59,7 +59,7 @@ def fetch_missing(backend_name: str, stream: TextIO) -> None:
 
 @contextmanager
 def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere one line, which says what the wait is for."""
+    """Show the download: a progress bar on a terminal, otherwise one line."""
     title = f"weights of {known.name}"
     if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         if not weights.is_present(known):
@@ -105,6 +105,6 @@ def _text(models: list[Model]) -> str:
         if model.state == "ready":
             block += [str(model.path), f"use it: --backend {model.backend}"]
         elif weights.find(model.name) is not None:
-            block.append(f"fetch it: batch-agent models fetch {model.name} (a run that needs it does so too)")
+            block.append(f"fetch it: batch-agent models fetch {model.name} (a run that needs it also fetches it)")
         blocks.append("\n  ".join(map(harmless, block)))
     return "\n".join(blocks)

@@ -1,4 +1,4 @@
-"""``batch-agent run`` on a spec file that says a pipeline: what comes out of the last stage is the output, the other
+"""``batch-agent run`` for the spec file of a pipeline. The results of the last stage are the output; those of the other
 stages are in the run directory."""
 
 from __future__ import annotations

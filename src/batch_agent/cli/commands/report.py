@@ -1,4 +1,4 @@
-"""``batch-agent report``: a run as one HTML file."""
+"""``batch-agent report``: writes a run as one HTML file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         default="200",
         type=_which,
         metavar="failed|all|N",
-        help="rows that are in the file with their conversations: those that failed, all, or N, failed ones first; "
-        "of a pipeline, of each stage (default %(default)s)",
+        help="rows in the file with their conversations: failed rows, all rows, or N rows, failed rows first; in a "
+        "pipeline, of each stage (default %(default)s)",
     )
 
 

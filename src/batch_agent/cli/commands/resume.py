@@ -1,7 +1,7 @@
-"""``batch-agent resume`` and ``retry-failed``: a recorded run, started again as it was started.
+"""``batch-agent resume`` and ``retry-failed``: start a recorded run again with the recorded command.
 
-``run.json`` keeps the command; what this command line says takes its place. A run that is complete, and whose spec and
-rows are what they were, is left alone: a million rows are compared, not delivered again.
+``run.json`` has the command; this command line overrides it. A complete run whose spec and rows did not change is not
+started: its rows are compared by their hash, and results are not delivered again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def resume_command(options: argparse.Namespace) -> int:
     view = look(place)
     command = recorded_command(
         view.facts,
-        f"{view.name} was not started by the command line, so its spec is not known here; start it again from "
+        f"{view.name} was not started by the command line, so its spec is unknown here; start it again from "
         "Python with resume=True",
     )
     asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
     merged = _merged(options, command)
-    recorded = view.glance.sessions > 0  # or the journal is gone
+    recorded = view.glance.sessions > 0  # False if the journal is deleted
     if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         _say_complete(view, as_json=options.json)
         return ALL_OK
@@ -51,7 +51,7 @@ def resume_command(options: argparse.Namespace) -> int:
 
 
 def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
-    """What is tried again, by stage in a pipeline; "" when no such row failed."""
+    """Return how many rows are retried, by stage in a pipeline; "" if no such row failed."""
     counts = {name: _failures(_part(place, name), error_type) for name in view.parts}
     total = sum(counts.values())
     which = "" if error_type is None else f" with {error_type}"
@@ -79,7 +79,7 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
     for name in KEPT:
         if getattr(options, name) is not None:
             setattr(merged, name, getattr(options, name))
-    merged.set = [*settings_beside(options, kept.set or ()), *(options.set or ())] or None  # the last word counts
+    merged.set = [*settings_beside(options, kept.set or ()), *(options.set or ())] or None  # the last one wins
     if merged.inputs == STDIN and options.inputs != STDIN:
         raise SpecError(
             f"{place_of(options.run_dir)} read its rows from standard input: pipe them in again, with --inputs -"

@@ -48,16 +48,16 @@ from batch_agent.topology.plan import PipelinePlan
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-# How a run ends that stopped before it was done, other than at a person's word.
+# Exit statuses of runs that ended early and were not stopped by the user.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
 
-RECENT_RESULTS = 40  # that a large terminal can show
+RECENT_RESULTS = 40  # enough for a large terminal
 SHOWN_CHARACTERS = 300
 
 
 def run_command(options: argparse.Namespace) -> int:
     stdout = sys.stdout
-    # Standard output belongs to results: what a user's module or tool prints goes to standard error.
+    # Standard output is for results only: output of the user's modules and tools goes to standard error.
     with redirect_stdout(sys.stderr), ExitStack() as files:
         take_settings(options)
         resolve_paths(options)
@@ -96,7 +96,7 @@ def _open(prepared: Prepared, command: Mapping[str, JsonValue]) -> Run[object]:
 def show_plan(
     plan: DryRun | PipelinePlan, comparison: Comparison | None, options: argparse.Namespace, stdout: TextIO
 ) -> None:
-    """Print a plan, and what it would cost elsewhere."""
+    """Print a plan and its cost at other providers."""
     if options.json:
         record = plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()})
         put(to_json(record).decode(), stdout)
@@ -106,7 +106,7 @@ def show_plan(
 
 @contextmanager
 def page_beside(options: argparse.Namespace, spec: BatchSpec) -> Iterator[None]:
-    """With --view, the run's page, in a process of its own."""
+    """With --view, serve the page of the run in another process."""
     if not options.view:
         yield
         return
@@ -130,13 +130,13 @@ def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
 
 
 def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> View:
-    # Result lines scrolling through a live view would destroy both; so would those of `| jq` on the same terminal.
+    # Result lines would break a live view on the same terminal; so would the output of `| jq`.
     shared = options.output is None and stdout.isatty()
     piped = options.output is None and _is_pipe(stdout)
     able = stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     if options.dashboard and able:
         if shared:
-            raise SpecError("--dashboard needs the terminal for itself; give --output FILE or redirect the results")
+            raise SpecError("--dashboard needs a terminal without results; give --output FILE or redirect the results")
         return LiveView(stderr)
     if options.json and not options.dashboard:
         return NoView()
@@ -146,7 +146,7 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
 def _is_pipe(stream: TextIO) -> bool:
     try:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # it has no file
+    except (OSError, ValueError):  # it has no descriptor
         return False
 
 
@@ -168,7 +168,7 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Vi
                             faithful = await writer.write(shown)
                             unwritten += result.ok and not (shown.ok and faithful)
                             recent.append(replace(shown, messages=()))
-            except BrokenPipeError:  # `| head` has seen enough
+            except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
                 report.broke_off(statistics())
                 return SIGNALLED + signal.SIGPIPE
             except BatchAgentError:
@@ -181,7 +181,7 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Vi
 
 
 def _in_short(result: AgentResult[object]) -> RecentResult:
-    """For the view of those who watch."""
+    """Return a short form of the result for the live view."""
     if result.error is not None:
         text = str(result.error)
     else:
@@ -191,7 +191,7 @@ def _in_short(result: AgentResult[object]) -> RecentResult:
 
 
 def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
-    """``unwritten`` rows were ok for the run, and failed for those who read the results."""
+    """Return the statistics of the run. ``unwritten`` rows count as failed: their outputs could not be written."""
     expected = rows.expected_rows() if isinstance(rows, LazyRows) else None
     statistics = with_expected(run.statistics(), expected)
     if not unwritten:

@@ -1,4 +1,4 @@
-"""``batch-agent runs``: the runs that are recorded in a directory, the latest first."""
+"""``batch-agent runs``: lists the runs that are recorded in a directory, the latest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batch_agent.store.recorded import RunPlace, look, place_of
 from batch_agent.store.rundir import RUN, RunView
 
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
-NEEDED = 3  # columns that stay, however narrow the terminal is
+NEEDED = 3  # columns that are always shown
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _views(place: RunPlace) -> tuple[list[RunView], list[str]]:
     for each in _places(place):
         try:
             views.append(look(each))
-        except BatchAgentError as error:  # one that is damaged does not hide the others
+        except BatchAgentError as error:  # a damaged run must not hide the others
             unreadable.append(str(error))
     return sorted(views, key=lambda view: str(view.facts.get("session_started")), reverse=True), unreadable
 
@@ -104,7 +104,7 @@ def _local(time: str) -> str:
 
 
 def _table(lines: Sequence[tuple[str, ...]], width: int | None) -> str:
-    """Columns that hold nothing are left out; on a narrow terminal so are the last ones."""
+    """Return the table without empty columns, and without the last columns if the terminal is too narrow."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     while width is not None and len(columns) > NEEDED and sum(widths) + 2 * len(widths) - 2 > width:

@@ -1,9 +1,9 @@
-"""``batch-agent show``: the rows of a recorded run as a person reads them: who said what, which tools were called with
-what, how long it took and what it cost. Rows that failed, and rows that are under way, too.
+"""``batch-agent show``: prints rows of a recorded run as text: messages, tool calls with their arguments, times and
+costs. Failed and running rows are included.
 
-The record has what models and tools said. Rows are found by their input, which is beside their result; where the spec
-is still the one of the run, the prompts are shown as they were sent, otherwise the input stands for them. The rows of a
-pipeline are those of its stages.
+The journal has the answers of models and tools. A row is found there by its input, which is stored with its result. If
+the spec did not change, the prompts are shown as they were sent, else the input. The rows of a pipeline are those of
+its stages.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from batch_agent.store.rundir import JOURNAL, RunView
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.steps import Past
 
-NO_KEY = b""  # rows are found by what they hold, whatever they were asked
-FIRST = 1  # rows that are shown where nobody says which
+NO_KEY = b""  # rows are found by their content, not by their prompt
+FIRST = 1  # rows that are shown by default
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--row", metavar="ID", help="the row of this id, or of this place in the inputs, from 0; in a pipeline STAGE/ID"
+        "--row", metavar="ID", help="the row with this id, or at this position, from 0; in a pipeline STAGE/ID"
     )
-    which.add_argument("--failed", action="store_true", help="the rows that failed")
-    which.add_argument("--unfinished", action="store_true", help="the rows that have begun and are not done")
+    which.add_argument("--failed", action="store_true", help="failed rows")
+    which.add_argument("--unfinished", action="store_true", help="rows that have started and are not done")
     which.add_argument("--slow", type=int, metavar="N", help="the N rows that took longest")
-    parser.add_argument("--full", action="store_true", help="long texts in full")
+    parser.add_argument("--full", action="store_true", help="do not cut long texts")
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """A row to show. ``record`` is its result line; what is under way has none. ``stage`` is "" in a plain run."""
+    """A row to show. ``record`` is its result line; a running row has none. ``stage`` is "" in a plain run."""
 
     stage: str
     record: Record | None
@@ -63,19 +63,19 @@ class ShownRow:
 
 
 class ShownPart:
-    """A run that has rows: a stage of a pipeline, or the run itself, whose name is ""."""
+    """A stage of a pipeline, or a plain run, whose name is ""."""
 
     def __init__(self, name: str, path: Path, journal: SqliteJournal, prepared: Prepared | None) -> None:
         self.name, self.records = name, RunRecords(path)
         self._journal, self._prepared = journal, prepared
 
     def finished(self, record: Record) -> ShownRow:
-        """The row of a result line."""
+        """Return the row of a result line."""
         [past] = self._journal.claim([Identity(NO_KEY, row_of(record.get("input"), ""))])
         return ShownRow(self.name, record, past, _prompts(self._prepared, record.get("input")))
 
     def unfinished(self, wanted: str | None = None) -> Iterator[ShownRow]:
-        """Rows under way. Their inputs are not in the record: they are looked for among the run's own."""
+        """Yield running rows. Their inputs are not in the record: they are searched in the inputs of the run."""
         waiting = [row for row, _ in self._journal.under_way()]
         known = _inputs_of(self._prepared, set(waiting))
         for row in waiting:
@@ -88,7 +88,7 @@ class ShownPart:
             yield ShownRow(self.name, record or None, past, prompts, value)
 
     def named(self, wanted: str) -> list[ShownRow]:
-        """The rows with this id, else those at this place in the inputs."""
+        """Return the rows with this id, else the row at this position in the inputs."""
         found = [record for record in self.records if wanted in (record.get("job_id"), str(record.get("index")))]
         found = [record for record in found if record.get("job_id") == wanted] or found
         return [self.finished(record) for record in found] or list(self.unfinished(wanted))
@@ -101,7 +101,7 @@ def show_command(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, view: RunView) -> int:
-    with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
+    with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         prepared = _prepared(view)
     shown, page = 0, Page(options.full, terminal_width(sys.stdout))
     with ExitStack() as journals:
@@ -113,27 +113,27 @@ def _show(options: argparse.Namespace, view: RunView) -> int:
             )
             shown += 1
     if not shown and options.row is not None:
-        raise SpecError(f"there is no row {options.row!r} that has begun in {view.name}")
+        raise SpecError(f"there is no row {options.row!r} in {view.name}, or it has not started")
     if not shown:
         kind = "failed " if options.failed else "unfinished " if options.unfinished else ""
         say(f"batch-agent: there are no {kind}rows in {view.name}")
     elif not (options.row or options.failed or options.unfinished or options.slow):
         progress, each = view.progress, " of each stage," if view.stages else ""
         done = rows(progress.ok + progress.failed)
-        say(f"the first{each} of {done}; --row ID, --failed, --unfinished or --slow N show others")
+        say(f"the first{each} of {done}; show others with --row ID, --failed, --unfinished or --slow N")
     return ALL_OK
 
 
 def _opened(name: str, part: RunView, prepared: Prepared | None, journals: ExitStack) -> ShownPart:
     if not (part.path / JOURNAL).exists():
-        raise SpecError(f"the journal of {part.path} is gone: there is nothing to show")
+        raise SpecError(f"the journal of {part.path} is missing: there is nothing to show")
     journal = journals.enter_context(closing(open_journal(part.path / JOURNAL)))
     journal.sort_by("row")
     return ShownPart(name, part.path, journal, prepared)
 
 
 def _prepared(view: RunView) -> Mapping[str, Prepared]:
-    """The parts whose prompts are known."""
+    """Return the parts of the run whose prompts are known."""
     known: Mapping[str, Prepared] = {}
     try:
         known = prepared_again(view.path, view.facts)
@@ -141,7 +141,7 @@ def _prepared(view: RunView) -> Mapping[str, Prepared]:
             if name not in known:
                 raise prompts_changed(part.path)
     except SpecError as error:
-        say(f"batch-agent: prompts are not shown, inputs stand for them: {error}")
+        say(f"batch-agent: inputs are shown instead of prompts: {error}")
     return known
 
 
@@ -163,7 +163,7 @@ def _chosen(parts: Sequence[ShownPart], options: argparse.Namespace) -> Iterator
 
 
 def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
-    """The row ``ID`` or ``STAGE/ID``. SpecError when more than one stage has it."""
+    """Return the row ``ID`` or ``STAGE/ID``. Raises SpecError if more than one stage has it."""
     stage, _, own = wanted.partition("/")
     within = [part for part in parts if part.name and part.name == stage and own]
     if within:
@@ -172,7 +172,7 @@ def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
     having = [name for name, those in found.items() if those]
     if len(having) > 1:
         names = " or ".join(f"--row {name}/{wanted}" for name in having)
-        raise SpecError(f"more than one stage has a row {wanted!r}: say {names}")
+        raise SpecError(f"more than one stage has a row {wanted!r}: give {names}")
     return [row for those in found.values() for row in those]
 
 

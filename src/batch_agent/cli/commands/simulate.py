@@ -1,6 +1,6 @@
-"""``batch-agent simulate``: the simulated engine behind an OpenAI-compatible server.
+"""``batch-agent simulate``: serves the simulated engine over an OpenAI-compatible API.
 
-Its flags are the fields of EngineModel, so they cannot drift from it.
+Its flags are made from the fields of EngineModel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _reading(kind: object) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
+    """Return the arguments of ``add_argument`` for a value of this type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:

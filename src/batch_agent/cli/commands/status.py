@@ -1,4 +1,4 @@
-"""``batch-agent status``: how far a run is, seen from outside, while it goes on or afterwards."""
+"""``batch-agent status``: shows the progress of a run from another process, during or after the run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from batch_agent.observe.text import amount, clock, dollars, duration, harmless,
 from batch_agent.store.recorded import look, place_of
 from batch_agent.store.rundir import RunView, stage_names
 
-EVERY = 2.0  # seconds between two looks: another process cannot be waited for
+EVERY = 2.0  # seconds between two reads: another process cannot be awaited
 NOT_BEGUN = "not begun"
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one a line")
-    parser.add_argument("--watch", action="store_true", help="look again every two seconds until the run ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one per line")
+    parser.add_argument("--watch", action="store_true", help="repeat every two seconds until the run ends")
 
 
 def status_command(options: argparse.Namespace) -> int:
@@ -45,20 +45,20 @@ def status_command(options: argparse.Namespace) -> int:
 
 
 def _over(shown: str) -> str:
-    """What moves a terminal's cursor to the beginning of what was shown before."""
+    """Return the sequence that moves the cursor to the start of the previous output; "" without a terminal."""
     if not shown or terminal_width(sys.stdout) is None:
         return ""
     return UP.format(shown.count("\n") + 1) + CLEAR
 
 
 def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
-    """Rows per second of the latest session, and seconds to go; None where nothing can be said."""
+    """Return the rows per second of the latest session, and the remaining seconds; None if unknown."""
     latest, facts = view.progress, view.facts
     done = latest.ok + latest.failed
     try:
         began = datetime.fromisoformat(str(facts.get("session_started")))
         ended = now if view.state == "running" else datetime.fromisoformat(str(facts.get("ended")))
-    except ValueError:  # killed: nobody was left to say when
+    except ValueError:  # killed: the end was not recorded
         return 0.0, None
     seconds = (ended - began).total_seconds()
     speed = max(0, done - latest.resumed) / seconds if seconds > 0 else 0.0
@@ -68,7 +68,7 @@ def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
 
 
 def status_json(view: RunView) -> JsonObject:
-    """The run as one JSON object. ``rows`` of a pipeline are summed over its stages; ``stages`` has each of them."""
+    """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows", "stages")}
     speed, left = pace(view, datetime.now(UTC))
     status: JsonObject = {
@@ -121,7 +121,7 @@ def _text(view: RunView) -> str:
     lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
     if view.state in ("interrupted", "failed", "out of budget", "unreachable") or now.failed:
         command = f"batch-agent resume {shlex.quote(view.name)}"
-        lines.append(("go on", command if facts.get("command") is not None else "run it again with resume=True"))
+        lines.append(("continue", command if facts.get("command") is not None else "run it again with resume=True"))
     return "\n".join([view.name, *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
 
 
@@ -132,7 +132,7 @@ def _rows(view: RunView) -> str:
 
 
 def _stages(view: RunView) -> Iterator[tuple[str, str]]:
-    """One line for each stage of a pipeline; the first has the label."""
+    """Yield one line for each stage of a pipeline; the first has the label."""
     names = stage_names(view.facts)
     width = max(map(len, names), default=0)
     for place, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""``batch-agent ticks serve``: agents of a spec file that decide over HTTP, tick by tick."""
+"""``batch-agent ticks serve``: serves the agents of a spec file over HTTP; they decide at each tick."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batch_agent.ticks.server import TickServer
 
 RUNTIME_OPTIONS = tuple(inspect.signature(AgentRuntime).parameters)
 AGENT_OPTIONS = tuple(name for name in inspect.signature(Agent).parameters if name != "memory")  # a Python object
-SHARED_OPTIONS = ("tools", "goals", "fallback")  # of all agents that do not say otherwise
+SHARED_OPTIONS = ("tools", "goals", "fallback")  # defaults of all agents
 
 
 def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +32,11 @@ def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--agents", type=Path, required=True, metavar="FILE", help="the agents, in YAML, TOML or JSON")
     add_address(server, 5000)
-    server.add_argument("--backend", metavar="URL", help="in place of the file's")
-    server.add_argument("--model", help="in place of the file's")
-    server.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="what a tick may take, in place of the file's"
-    )
-    server.add_argument("--trace", type=Path, metavar="FILE", help="add each decision to this file, as a line of JSON")
-    server.add_argument("--replay", type=Path, metavar="FILE", help="such a file, which decides in place of a model")
+    server.add_argument("--backend", metavar="URL", help="overrides the backend of the file")
+    server.add_argument("--model", help="overrides the model of the file")
+    server.add_argument("--deadline", type=float, metavar="SECONDS", help="maximum time of a tick; overrides the file")
+    server.add_argument("--trace", type=Path, metavar="FILE", help="append each decision to this file, as JSON lines")
+    server.add_argument("--replay", type=Path, metavar="FILE", help="take decisions from a trace instead of a model")
 
 
 def ticks_command(options: argparse.Namespace) -> int:
@@ -61,7 +59,7 @@ async def _serve(runtime: AgentRuntime, host: str, port: int) -> None:
 
 
 def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:
-    """The runtime that a spec file describes, with its agents; a SpecError names the file."""
+    """Return the runtime that a spec file describes, with its agents. A SpecError names the file."""
     options = {**file.options}
     try:
         listed = options.pop("agents", None)
@@ -79,7 +77,7 @@ def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:
 
 
 def _agents(listed: object) -> list[dict[str, Any]]:
-    """A list of ids or of mappings, or a mapping by id."""
+    """Return the options of each agent, from a list of ids or mappings, or from a mapping by id."""
     if isinstance(listed, Mapping):
         listed = [{"agent_id": agent_id, **(agent or {})} for agent_id, agent in listed.items()]
     if not isinstance(listed, list) or not listed:
@@ -96,7 +94,7 @@ def _agents(listed: object) -> list[dict[str, Any]]:
         agents.append(known)
     ids = [agent["agent_id"] for agent in agents]
     if twice := next((agent_id for agent_id in ids if ids.count(agent_id) > 1), None):
-        raise SpecError(f"agents: {twice!r} is there twice")
+        raise SpecError(f"agents: {twice!r} is given twice")
     return agents
 
 
@@ -125,7 +123,7 @@ def _referred(file: SpecFile, tool: object) -> object:
 
 
 def _fallback(value: object) -> Any:
-    """A tool's name, or an action as answers write it."""
+    """Return the fallback action, from the name of a tool or from an action in the format of answers."""
     if isinstance(value, str):
         return Action(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""``batch-agent tools``: what agents could call, with descriptions and schemas."""
+"""``batch-agent tools``: lists the tools that agents can call, with descriptions and schemas."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from batch_agent.tools.base import Tool, resolve_tools
 
 def add_tools_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", nargs="?", metavar="SPEC", help="the spec file; its tools are listed")
-    parser.add_argument("--tool", action="append", metavar="NAME", help="a tool, as of run; repeatable")
+    parser.add_argument("--tool", action="append", metavar="NAME", help="a tool, like --tool of run; repeatable")
     add_mcp_argument(parser)
-    parser.add_argument("--env-file", metavar="FILE", help="lines of NAME=VALUE, for MCP servers that need variables")
+    parser.add_argument("--env-file", metavar="FILE", help="file with lines of NAME=VALUE, for MCP servers")
     parser.add_argument("--json", action="store_true", help="print one JSON list, with the schemas")
 
 
 def tools_command(options: argparse.Namespace) -> int:
     if options.spec is None and not options.tool:
-        raise SpecError("name a spec file, or give --tool or --mcp")
-    with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
+        raise SpecError("give a spec file, --tool or --mcp")
+    with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         if options.env_file is not None:
             load_env_file(Path(options.env_file))
         tools = list(_tools(options))
@@ -46,7 +46,7 @@ def tools_command(options: argparse.Namespace) -> int:
 
 
 def _tools(options: argparse.Namespace) -> Iterator[Tool]:
-    """Those of the spec, or of each of its stages, and those of the command line."""
+    """Yield the tools of the spec, of each of its stages, and of the command line."""
     if options.spec is not None:
         file = read_specfile(Path(options.spec))
         stages = file.options.get(STAGES)

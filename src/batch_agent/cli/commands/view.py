@@ -1,4 +1,4 @@
-"""``batch-agent view``: runs in a browser."""
+"""``batch-agent view``: shows runs in a browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_address(parser, 0)
     parser.add_argument(
-        "--beside", action="store_true", help="serve until standard input ends, for a process that starts the page"
+        "--beside", action="store_true", help="serve until standard input ends; for a process that starts the page"
     )
 
 
@@ -41,10 +41,10 @@ def view_command(options: argparse.Namespace) -> int:
 
 
 def _local(run: str, copies: ExitStack) -> Path:
-    """The directory of a run. One that is kept in Redis is shown as it is now."""
+    """Return the directory of a run. A run in Redis is copied to a directory, which does not change later."""
     place = place_of(run)
     if not isinstance(place, Path):
-        say(f"batch-agent: the page shows {place} as it is now; start it again to see more")
+        say(f"batch-agent: the page shows the current state of {place}; start it again to update it")
     return copies.enter_context(brought(place))
 
 
@@ -53,8 +53,8 @@ def _view(options: argparse.Namespace, paths: list[Path]) -> int:
     server = ViewServer(runs, options.host, options.port)
     if options.host not in LOOPBACK:
         say(
-            f"batch-agent: WARNING: {options.host} can be reached from other machines, and what is sent there is not "
-            "encrypted; who has the token sees every prompt and answer and can cancel runs"
+            f"batch-agent: WARNING: {options.host} is reachable from other machines, and the connection is not "
+            "encrypted; anyone with the token can read all prompts and answers, and cancel runs"
         )
 
     async def ready(address: str) -> None:
@@ -63,18 +63,18 @@ def _view(options: argparse.Namespace, paths: list[Path]) -> int:
         if options.beside:
             await in_thread(sys.stdin.read)
             return
-        say("Ctrl-C stops the page; runs go on without it")
+        say("Ctrl-C stops the page; runs continue without it")
         await asyncio.get_running_loop().create_future()
 
     return serve(server.serve(ready))
 
 
 def _runs(paths: list[Path], *, waits: bool) -> ShownRuns:
-    """``waits``: a run that is named may be yet to begin."""
+    """Return the runs to show. With ``waits``, a given run may not have started yet."""
     if not paths:
         paths = [Path(RUNS)]
         if not paths[0].is_dir():
-            raise SpecError(f"there is no directory {RUNS} here: name a run directory")
+            raise SpecError(f"there is no directory {RUNS} here: give a run directory")
     if len(paths) == 1 and paths[0].is_dir() and not (paths[0] / RUN).exists() and not waits:
         if not any(paths[0].glob(f"*/{RUN}")):
             raise SpecError(f"{paths[0]} holds no run: there is no {RUN} in it")

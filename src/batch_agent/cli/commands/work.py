@@ -1,4 +1,4 @@
-"""``batch-agent work``: join a run that another process feeds."""
+"""``batch-agent work``: joins a run that another process feeds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ REFUSED, NOTHING_CAME = 2, 3
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the run: redis://host:6379/0/NAME")
     parser.add_argument(
-        "--import-from", metavar="DIR", help="where the run's tools, schemas and workers are (default: here)"
+        "--import-from", metavar="DIR", help="directory of the run's tools, schemas and workers (default: here)"
     )
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
         type=float,
         default=WAIT,
-        help=f"how long to wait for a run, or for a feeder to come back (default: {WAIT:g})",
+        help=f"maximum time to wait for a run, or for a lost feeder (default: {WAIT:g})",
     )
 
 
@@ -42,7 +42,7 @@ def work_command(options: argparse.Namespace) -> int:
         except SpecError as error:
             say(f"batch-agent: {harmless(str(error))}")
             return REFUSED
-    say(f"batch-agent: {report.why}; {rows(report.rows)} done here")
+    say(f"batch-agent: {report.why}; {rows(report.rows)} done by this worker")
     return ALL_OK
 
 

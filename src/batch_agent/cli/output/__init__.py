@@ -1,1 +1,1 @@
-"""What the command line prints and writes."""
+"""Output of the command line."""

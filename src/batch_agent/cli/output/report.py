@@ -1,5 +1,5 @@
-"""How a run went, said at its end: lines for people on standard error; with --json one object, on standard output
-unless the results are there. Where the run is recorded, and the command that goes on, are part of it.
+"""The summary at the end of a run: text on standard error, or with --json one object on standard output (on standard
+error if the results are on standard output). It names the record and the command that continues the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reporter:
         say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
 
     def broke_off(self, statistics: Statistics) -> None:
-        """What a run that failed, or whose reader is gone, leaves behind."""
+        """Report the results and the record of a run that failed, or whose standard output was closed."""
         if self._json:
             return
         if statistics.done and self._writer.destination:
@@ -53,18 +53,18 @@ class Reporter:
         self._name_record(statistics)
 
     def _name_record(self, statistics: Statistics) -> None:
-        """Where the run is recorded, and how to do what was left undone, or to look at what was done."""
+        """Print the command that continues the run, or that shows it if all rows are ok."""
         record = self._record()
         if record is None:
             return
         directory = shlex.quote(harmless(record))
         if statistics.ended != "complete" or statistics.failed:
-            say(f"  go on    batch-agent resume {directory}", wrap=False)
+            say(f"  continue batch-agent resume {directory}", wrap=False)
         else:
-            say(f"  look     batch-agent show {directory}", wrap=False)
+            say(f"  show     batch-agent show {directory}", wrap=False)
 
     def _record(self) -> str | None:
-        """Where the run is recorded, or None."""
+        """Return the path or URL of the record, or None."""
         if self._url is not None:
             return self._url
         return str(self._run_dir) if self._run_dir is not None and (self._run_dir / RUN).exists() else None

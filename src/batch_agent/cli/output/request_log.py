@@ -34,7 +34,7 @@ Tell = Callable[[JsonObject], None]
 
 
 class RequestLog:
-    """The log of one command: on the terminal if ``verbose``, in ``log_file`` if there is one. ``files`` closes it."""
+    """The log of one command: on the terminal if ``verbose``, and in ``log_file`` if given. ``files`` closes it."""
 
     def __init__(self, *, verbose: bool, log_file: str | None, files: ExitStack) -> None:
         self._verbose = verbose
@@ -46,7 +46,7 @@ class RequestLog:
                 raise SpecError(f"cannot write the log file {Path(log_file)}: {error.strerror}") from None
 
     def wrap(self, backend: Backend, api_key: str | None) -> Backend:
-        """The backend with its exchanges logged; the same backend if no log is wanted."""
+        """Return a backend that logs its exchanges, or the same backend if no log is wanted."""
         secrets = sorted(_secrets(api_key, os.environ), key=len, reverse=True)
         tellers: list[Tell] = [partial(_say, secrets)] if self._verbose else []
         if self._file is not None:
@@ -65,7 +65,7 @@ class LoggedBackend(ForwardingBackend):
     def capabilities(self) -> Capabilities:
         return replace(self.inner.capabilities, batch=False)
 
-    infer_batch = Backend.infer_batch  # each exchange is logged by itself
+    infer_batch = Backend.infer_batch  # each exchange is logged separately
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         messages = request.conversation.messages
@@ -91,13 +91,13 @@ class LoggedBackend(ForwardingBackend):
 
 
 def _new(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages that the model has not been sent before."""
+    """Return the messages that were not sent to the model before."""
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     return messages[answers[-1] + 1 :] if answers else messages
 
 
 def _shape(shape: RequestShape, turn: int) -> JsonObject:
-    """The options of the request, logged once for each row."""
+    """Return the options of the request, which are logged once per row."""
     if turn > 1:
         return {}
     said: JsonObject = {"model": shape.model}
@@ -109,7 +109,7 @@ def _shape(shape: RequestShape, turn: int) -> JsonObject:
 
 def _write(secrets: Sequence[str], file: BinaryIO, exchange: JsonObject) -> None:
     line = to_json({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **exchange}).decode()
-    with suppress(OSError):  # a full disk: a log is no reason to lose the run
+    with suppress(OSError):  # a full disk: a failing log must not end the run
         file.write(_cut_out(secrets, line).encode() + b"\n")
 
 

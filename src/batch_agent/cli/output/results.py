@@ -1,10 +1,10 @@
-"""Where the results of a command go: lines of JSON as they finish, or in input order, or a table at the end.
+"""Writers for the results of a command: lines of JSON when rows finish or in input order, or a table at the end.
 
-A line of an uncompressed file leaves in one piece before the next result is taken, so what a killed run has paid for is
-on disk. That goes for a table as well: its results are collected as lines beside it until the run ends.
+A line of an uncompressed file is written in one call before the next result is taken, so a killed run leaves all paid
+results on disk. This holds for a table too: its results are collected as lines in a file beside it until the run ends.
 
-Nothing that was there before is touched until the first result comes: until then another process may be the one whose
-run this is, and what is beside the output may be all that a killed run left.
+Existing files are not changed until the first result arrives. Until then, another process may own the run, and the
+file beside the output may hold the only results of a killed run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STDOUT_DESCRIPTOR = 1
 
 
 class ResultWriter(ABC):
-    destination = ""  # for people: where the results are
+    destination = ""  # shown to the user
 
     def __enter__(self) -> Self:
         return self
@@ -40,8 +40,7 @@ class ResultWriter(ABC):
 
     @abstractmethod
     async def write(self, result: AgentResult[object]) -> bool:
-        """Whether its line says what the result does; False when the line is that of a failed row, because the output
-        cannot be written."""
+        """Write the result. Returns False if its output cannot be written, and the line says that the row failed."""
 
 
 class LineWriter(ResultWriter):
@@ -55,11 +54,11 @@ class LineWriter(ResultWriter):
 
     @abstractmethod
     def write_now(self, line: bytes) -> None:
-        """The same when no event loop is to be kept going."""
+        """Write a line and block until it is written."""
 
 
 def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
-    """A writer to the file, in the format of its extension; without one, to standard output."""
+    """Return a writer to the file, in the format of its extension; without a path, to standard output."""
     writer: LineWriter
     if path is not None and is_table(path):
         return TableWriter(path)
@@ -68,7 +67,7 @@ def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
 
 
 class FileWriter(LineWriter):
-    """Results in a file. What was in it goes when the first result comes, not when a run fails to start."""
+    """Results in a file. Its old content is deleted when the first result arrives, not when a run fails to start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.destination = path, str(path)
@@ -81,7 +80,7 @@ class FileWriter(LineWriter):
 
     def __exit__(self, *exception: object) -> None:
         with self._file:
-            if exception[0] is None:  # a run without a single row leaves an empty file, not an old one
+            if exception[0] is None:  # a run without rows leaves an empty file, not the old one
                 self._start()
             if self._stream is not None:
                 self._in_words(self._stream.close)
@@ -104,8 +103,8 @@ class FileWriter(LineWriter):
 
 
 class TableWriter(LineWriter):
-    """Results in a table in input order, which is made when the run is over. Until then they are lines in a file beside
-    it, and stay there if the table cannot be made."""
+    """Results in a table in input order, which is written when the run ends. Until then they are lines in a file beside
+    it. That file stays if the table cannot be written."""
 
     def __init__(self, path: Path) -> None:
         check_table(path)
@@ -117,7 +116,7 @@ class TableWriter(LineWriter):
         _check_place(self._partial)
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:  # a run without a single row leaves an empty table, not an old one
+        if exception[0] is None:  # a run without rows leaves an empty table, not the old one
             self._start()
         if self._lines is None:
             return
@@ -137,14 +136,14 @@ class TableWriter(LineWriter):
         if self._lines is None:
             try:
                 self._lines = FileWriter(self._partial)
-            except SpecError as error:  # too late for one: the run has begun
+            except SpecError as error:  # the run has already started
                 raise BatchAgentError(str(error)) from None
         return self._lines
 
 
 class StdoutWriter(LineWriter):
-    """Results on standard output. A reader that is slow makes results wait, not agents that are under way; a reader
-    that is gone raises BrokenPipeError."""
+    """Results on standard output. A slow reader delays results but not running agents. A closed pipe raises
+    BrokenPipeError."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -171,8 +170,8 @@ class StdoutWriter(LineWriter):
 
 
 class OrderedWriter(ResultWriter):
-    """Results in the order of their rows. Those that finish too early wait in a file beside the output, or, for
-    standard output, in a temporary one."""
+    """Results in the order of their rows. Results that arrive too early wait in a file beside the output, or in a
+    temporary file for standard output."""
 
     def __init__(self, writer: LineWriter, path: Path | None) -> None:
         self._writer, self.destination = writer, writer.destination
@@ -194,7 +193,7 @@ class OrderedWriter(ResultWriter):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise BatchAgentError(f"cannot keep a result until its turn: {error.strerror}") from None
+            raise BatchAgentError(f"cannot store a result until earlier rows finish: {error.strerror}") from None
         return faithful
 
     def __exit__(self, *exception: object) -> None:
@@ -223,7 +222,7 @@ def _line(result: AgentResult[object]) -> tuple[bytes, bool]:
 
 
 def _check_place(path: Path) -> None:
-    """SpecError when a file beside the output could not be written. Neither makes nor changes it."""
+    """Raise SpecError if a file beside the output cannot be written. The file is neither created nor changed."""
     try:
         if path.exists():
             path.open("ab").close()

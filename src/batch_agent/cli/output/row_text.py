@@ -1,4 +1,4 @@
-"""One row's record as text: its heading, its conversation, how it ended."""
+"""The record of one row as text: heading, conversation, outcome."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines
 from batch_agent.store.steps import Asked, CallEnded, Past, PastTurn, Spent
 
-CUT_CHARACTERS = 2000  # of a text, unless it is wanted in full
+CUT_CHARACTERS = 2000  # shown of a text without --full
 INDENT = "    "
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """How much of a text is shown, and how wide the lines may be; None: as they are."""
+    """Whether texts are shown in full, and the width of lines; None means that lines are not wrapped."""
 
     full: bool = False
     width: int | None = None
 
     def said(self, label: str, text: str) -> str:
         if not self.full and len(text) > CUT_CHARACTERS:
-            text = f"{text[:CUT_CHARACTERS]}… ({len(text) - CUT_CHARACTERS:,} characters more, --full shows them)"
+            text = f"{text[:CUT_CHARACTERS]}… ({len(text) - CUT_CHARACTERS:,} more characters, --full shows them)"
         lines = harmless_lines(text).split("\n")
         return "\n".join(["", label, *(f"{INDENT}{part}" for line in lines for part in self._parts(line))])
 
     def _parts(self, line: str) -> list[str]:
-        """A line broken between its words."""
+        """Return the line, wrapped between words."""
         if self.width is None or len(line) + len(INDENT) <= self.width:
             return [line]
         room = max(20, self.width - len(INDENT))
@@ -46,8 +46,8 @@ def row_text(
     page: Page,
     stage: str = "",
 ) -> str:
-    """``prompts`` are the system's and the user's, where they are known; ``value`` is the input of a row that has no
-    result yet; ``stage`` is its stage in a pipeline."""
+    """Return the row as text. ``prompts`` are the system and user prompts, if known. ``value`` is the input of a row
+    without a result. ``stage`` is its stage in a pipeline."""
     parts = [_heading(record, past, stage)]
     value = record.get("input") if record and "input" in record else value
     if prompts is not None:
@@ -67,7 +67,7 @@ def row_text(
 
 def _heading(record: Record | None, past: Past | None, stage: str) -> str:
     index, job_id = (record or {}).get("index"), (record or {}).get("job_id")
-    name = "a row whose input is not at hand" if index is None else f"row {index}"
+    name = "a row whose input is unknown" if index is None else f"row {index}"
     if job_id is not None and str(job_id) != str(index):
         name += f" ({harmless(str(job_id))})"
     if stage:
@@ -91,7 +91,8 @@ def _heading(record: Record | None, past: Past | None, stage: str) -> str:
 
 
 def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
-    """Of the prompts and of the answers: as the result says, which counts attempts that failed; else of the turns."""
+    """Return the tokens of prompts and of answers: from the result, which includes failed attempts, else the sum of
+    the turns."""
     usage = (record or {}).get("usage")
     if isinstance(usage, dict):
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -102,7 +103,7 @@ def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
 
 
 def _cut_off(past: Past) -> str:
-    """What the model had written of an answer that never became a turn."""
+    """Return the text of an incomplete answer, which is not one of the turns; else ""."""
     text = past.failed.text if past.failed is not None else ""
     answers = [turn.reply.text for turn in past.turns[-1:]] + [ask.reply.text for ask in past.asked]
     return "" if text in answers else text
@@ -139,18 +140,18 @@ def _calls(turn: PastTurn, label: str, page: Page) -> Iterator[str]:
         if outcome is not None:
             yield page.said(f"{harmless(call.name)} answers", outcome)
         else:
-            yield page.said(f"{harmless(call.name)}", "was begun" if place in turn.begun else "has no outcome yet")
+            yield page.said(f"{harmless(call.name)}", "started" if place in turn.begun else "not started")
 
 
 def _worked(past: Past, page: Page) -> Iterator[str]:
-    """What a worker of the user's asked and called, in the order in which it came to an end."""
+    """Yield the requests and tool calls of the user's worker, in the order in which they ended."""
     ended = {(step.digest, step.nth) for step in past.worked if isinstance(step, CallEnded)}
     number = 0
     for step in past.worked:
         if isinstance(step, Asked):
             number += 1
             if step.after >= 0:
-                yield page.said(f"ask {number}", f"goes on from ask {step.after + 1}")
+                yield page.said(f"ask {number}", f"continues ask {step.after + 1}")
             for message in step.said:
                 yield page.said(f"ask {number}, {message.role}", content_shown(message.content))
             usage = f"{step.reply.usage.prompt_tokens:,} in, {step.reply.usage.completion_tokens:,} out"
@@ -163,7 +164,7 @@ def _worked(past: Past, page: Page) -> Iterator[str]:
             yield page.said(f"{harmless(step.name)} {'answers' if step.ok else 'fails'}", step.text)
         elif (step.digest, step.nth) not in ended:
             yield page.said("the worker calls", _call(ToolCall("", step.name, step.arguments)))
-            yield page.said(harmless(step.name), "was begun; its outcome is unknown")
+            yield page.said(harmless(step.name), "started; its outcome is unknown")
 
 
 def _call(call: ToolCall) -> str:

@@ -1,7 +1,7 @@
-"""The command's streams as they may really be: closed, full, or with nobody reading.
+"""Standard output and standard error, which may be closed, full, or without a reader.
 
-Results and whatever else was asked for go to standard output, and not being able to write them is an error. Words for
-people go to standard error; a run is not worth less because nobody hears of it, so writing these never fails.
+Results and other requested output go to standard output; failing to write them is an error. Messages go to standard
+error; failing to write them is ignored, because a run must not end for a message.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from batch_agent.observe.text import terminal_width, wrapped
 
 
 def ensure_streams() -> None:
-    """Streams that the caller has closed become the null device. Left closed, the next file to be opened would get
-    their number, and the words for people would be written into it."""
+    """Replace closed streams by the null device. Otherwise the next opened file would get the descriptor of a closed
+    stream, and messages would be written into that file."""
     for descriptor, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
@@ -29,12 +29,12 @@ def ensure_streams() -> None:
     sys.stdout = sys.stdout or _null()
     sys.stderr = sys.stderr or _null()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may have what the locale's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the locale's encoding lacks
 
 
 def say(text: str, *, wrap: bool = True) -> None:
-    """A line, or several, for people: on a terminal broken between words, unless somebody may want to copy it."""
-    with suppress(OSError, ValueError):  # full, gone, or closed by a tool
+    """Print a message on standard error. On a terminal it is wrapped between words; ``wrap=False`` for text to copy."""
+    with suppress(OSError, ValueError):  # full, without a reader, or closed by a tool
         print(wrapped(text, terminal_width(sys.stderr)) if wrap else text, file=sys.stderr)
     flush_words()
 
@@ -47,14 +47,14 @@ def flush_words() -> None:
 
 
 def put(text: str, stream: TextIO) -> None:
-    """What the command was asked for, on standard output."""
+    """Print the requested output on standard output."""
     with writing(stream):
         print(text, file=stream)
 
 
 @contextmanager
 def writing(stream: TextIO) -> Iterator[None]:
-    """Around writing to standard output. A reader that is gone is the caller's to notice."""
+    """Turn errors of writing to standard output into BatchAgentError. The caller handles BrokenPipeError."""
     try:
         yield
         stream.flush()
@@ -66,8 +66,8 @@ def writing(stream: TextIO) -> Iterator[None]:
 
 
 def discard(stream: TextIO) -> None:
-    """What a stream still holds goes nowhere; or Python would try again at exit, complain, and change the status."""
-    with suppress(OSError, ValueError):  # it has no file
+    """Discard the buffer of a stream. Otherwise Python writes it again at exit, and changes the exit status."""
+    with suppress(OSError, ValueError):  # it has no descriptor
         _to_null(stream.fileno(), os.O_WRONLY)
 
 

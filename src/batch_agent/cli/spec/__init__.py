@@ -1,1 +1,1 @@
-"""What the command line is told: arguments, spec files, rows."""
+"""The inputs of the command line: arguments, spec files, rows."""

@@ -1,4 +1,4 @@
-"""The arguments of ``run``, ``resume`` and ``retry-failed``. The flags of options are made from BatchSpec."""
+"""The arguments of ``run``, ``resume`` and ``retry-failed``. BatchSpec defines the flags of its options."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from batch_agent.spec import MCP, BatchSpec
 
 RUNS = "runs"
 RUN_HELP = "the run directory, or the URL of a run in Redis"
-# Options that have a flag, and its name among the parsed arguments.
+# Options that have a flag, with the flag's name in the parsed arguments.
 FLAGS = {name: flag.name or name for name, flag in notes(BatchSpec, Flag).items()}
-CLUSTER = ("ray", "workers", "worker_cpus", "worker_memory")  # arguments that say where a run's processes are
+CLUSTER = ("ray", "workers", "worker_cpus", "worker_memory")  # arguments about the processes of a run
 FORMATS = ("jsonl", "csv", "tsv", "text")
 
 RUN_EPILOG = """\
@@ -36,26 +36,26 @@ TOML or JSON; batch-agent init writes one to start from:
   output_schema: schemas:Answer  # or a JSON schema
   system_prompt: {file: system.txt}
 
-Results are written as they finish, one JSON object a line, or to --output
-FILE.csv, .tsv or .parquet as a table when the run is over; docs/files.md has
-the formats. Everything else goes to standard error. On a terminal that is a
-live view, elsewhere, and before a pipe, a line now and then; --json leaves them
-out and ends with one JSON object, on standard output, or on standard error when
-the results are on standard output.
+Each result is written when its row finishes, as one line of JSON. With --output
+FILE.csv, .tsv or .parquet, the results are written as a table when the run ends;
+docs/files.md describes the formats. Progress goes to standard error: a live view
+on a terminal, otherwise a line now and then. With --json there is no progress,
+and the run ends with one JSON object on standard output; it goes to standard
+error if the results are on standard output.
 
-Ctrl-C lets the agents under way finish and starts no new one; a second Ctrl-C
-stops at once.
+After Ctrl-C, running agents finish and no new agent starts. A second Ctrl-C
+stops the run at once.
 
 exit status:
-  0      every row is ok
-  1      the run failed, or could not start: the message says why
-  2      some rows failed, or were left undone after Ctrl-C; or there was no row
+  0      all rows are ok
+  1      the run failed or could not start: the message gives the reason
+  2      some rows failed, or were not finished after Ctrl-C; or there were no rows
   3      out of budget: --max-cost, --max-total-tokens or --max-wall-time ended
-         the run; a higher one resumes it
+         the run; resume it with a higher limit
   4      unreachable: the server was down for longer than --max-outage, or never
-         answered; resume goes on when it is back
-  128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 141 the reader of
-         standard output is gone
+         answered; resume the run when the server is back
+  128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 141 standard output
+         was closed
 """
 
 
@@ -65,17 +65,17 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "spec_path",
         nargs="?",
         metavar="SPEC",
-        help="the spec file: .yaml, .toml or .json; with --task, --worker or --spec the rows, as --inputs",
+        help="the spec file: .yaml, .toml or .json; with --task, --worker or --spec, the file of rows, like --inputs",
     )
     run.add_argument("--spec", metavar="FILE", help="the spec file")
     _add_recording_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="print the plan and the first prompt; send nothing")
-    _add_comparison(run.add_argument_group("what it would cost elsewhere, with --dry-run"))
+    _add_comparison(run.add_argument_group("cost at other providers, with --dry-run"))
     _add_run_options(run)
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Those of ``run``, so that the word can be exchanged in a command that is there."""
+    """Add the arguments of ``run``, so that replacing ``run`` by ``plan`` in a command works."""
     add_run_arguments(plan)
     plan.epilog = None
     plan.set_defaults(dry_run=True)
@@ -83,25 +83,25 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 def _add_comparison(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--compare", action="store_true", help="the estimated cost at each provider and model whose price is known"
+        "--compare", action="store_true", help="estimate the cost at each provider and model whose price is known"
     )
-    group.add_argument("--compare-only", metavar="TEXT", help="the same for models whose name has TEXT in it")
-    group.add_argument("--gpu-price", type=amount, metavar="DOLLARS", help="of a GPU by the hour, beside them")
+    group.add_argument("--compare-only", metavar="TEXT", help="compare only models whose name contains TEXT")
+    group.add_argument("--gpu-price", type=amount, metavar="DOLLARS", help="also compare a GPU at this price per hour")
     group.add_argument(
         "--gpu-speed",
         metavar="TOKENS",
-        help="that the GPU does in a second, uncached prompts and answers; or the directory of a run that was measured",
+        help="tokens per second of the GPU, uncached prompts and answers; or the directory of a run to take it from",
     )
 
 
 def add_resume_arguments(resume: argparse.ArgumentParser) -> None:
-    resume.add_argument("--no-retry-failed", action="store_true", help="rows that failed stay failed")
+    resume.add_argument("--no-retry-failed", action="store_true", help="do not retry failed rows")
     resume.set_defaults(retry_type=None)
     _add_recorded_arguments(resume)
 
 
 def add_retry_arguments(retry: argparse.ArgumentParser) -> None:
-    retry.add_argument("--type", metavar="T", dest="retry_type", help="only those that failed with this type of error")
+    retry.add_argument("--type", metavar="T", dest="retry_type", help="only rows that failed with this type of error")
     retry.set_defaults(no_retry_failed=False)
     _add_recorded_arguments(retry)
 
@@ -111,7 +111,7 @@ def _add_recorded_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force-resume",
         action="store_true",
-        help="rows keep their answers although the task, model, schema or tools have changed",
+        help="keep the recorded answers although the task, model, schema or tools changed",
     )
     parser.set_defaults(no_run_dir=False, dry_run=False, compare=False, compare_only=None)
     parser.set_defaults(gpu_price=None, gpu_speed=None)
@@ -128,53 +128,53 @@ def _add_recording_arguments(run: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--run-dir",
         metavar="DIR",
-        help=f"the directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
+        help=f"directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
     )
     where.add_argument(
         "--checkpoint-dir", metavar="DIR", dest="run_dir", action=_GoOnIn, help="--run-dir and --resume in one"
     )
-    where.add_argument("--no-run-dir", action="store_true", help="record nothing; what is interrupted is lost")
+    where.add_argument("--no-run-dir", action="store_true", help="record nothing; an interrupted run cannot be resumed")
     run.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what --run-dir holds, also where its run.json is lost; where it holds nothing, begin",
+        help="continue the run in --run-dir, even if its run.json is lost; start a run if there is none",
     )
     run.set_defaults(force_resume=False, no_retry_failed=False, retry_type=None, directory=None)
 
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:
-    question = run.add_argument_group(FlagGroup.QUESTION.value, "each in place of what the spec says")
+    question = run.add_argument_group(FlagGroup.QUESTION.value, "each overrides the spec file")
     _add_options(question, FlagGroup.QUESTION)
     add_mcp_argument(question)
     question.add_argument(
         "--set",
         action="append",
         metavar="OPTION=VALUE",
-        help="any other option of a spec, its value as JSON or text: --set top_p=0.9; repeatable",
+        help="any other option of a spec, with its value as JSON or text, such as --set top_p=0.9; repeatable",
     )
     _add_rows(run.add_argument_group("rows and results"))
     where = run.add_argument_group(FlagGroup.WHERE.value)
     _add_options(where, FlagGroup.WHERE)
     where.add_argument(
-        "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
+        "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; variables that are set stay unchanged"
     )
     _add_cluster(where)
-    _add_words(run.add_argument_group("what is said"))
+    _add_words(run.add_argument_group("messages and logs"))
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ray", metavar="ADDRESS", help="let actors of a Ray cluster work on the rows: auto, or ray://host:10001"
+        "--ray", metavar="ADDRESS", help="work on the rows with actors of a Ray cluster: auto, or ray://host:10001"
     )
     group.add_argument(
         "--workers",
         type=lambda text: text if text == "auto" else positive(text),
         metavar="N",
-        help="with --ray: how many actors; auto is one on each node, also on those that join (default: auto)",
+        help="with --ray: number of actors; auto is one on each node, also on nodes that join later (default: auto)",
     )
-    group.add_argument("--worker-cpus", type=float, metavar="C", help="with --ray: CPUs that each has (default: 1)")
+    group.add_argument("--worker-cpus", type=float, metavar="C", help="with --ray: CPUs of each actor (default: 1)")
     group.add_argument(
-        "--worker-memory", type=byte_count, metavar="M", help="with --ray: memory that each reserves, such as 4G"
+        "--worker-memory", type=byte_count, metavar="M", help="with --ray: memory of each actor, such as 4G"
     )
 
 
@@ -185,7 +185,7 @@ def add_mcp_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -
         action="append",
         type=lambda server: f"{MCP}{server}",
         metavar="SERVER",
-        help="the tools of an MCP server: 'stdio:COMMAND', a URL, or a file with mcpServers; repeatable",
+        help="use the tools of an MCP server: 'stdio:COMMAND', a URL, or a file with mcpServers; repeatable",
     )
 
 
@@ -206,11 +206,11 @@ def flag_help(option: str) -> str:
 
 
 def _reading(name: str, flag: Flag) -> dict[str, Any]:
-    """How argparse reads an option's flag."""
+    """Return the arguments of ``add_argument`` that make argparse read the option's flag."""
     types = kinds(BatchSpec, name)
     if types == {bool}:
         return {"action": "store_true"}
-    if bool in types:  # or a place
+    if bool in types:  # True or a path
         return {"nargs": "?", "const": True, "metavar": flag.metavar}
     if Sequence in types:
         return {"action": "append", "metavar": flag.metavar}
@@ -218,7 +218,7 @@ def _reading(name: str, flag: Flag) -> dict[str, Any]:
 
 
 def _number(name: str) -> Callable[[str], object]:
-    """A number that BatchSpec takes for this option."""
+    """Return a function that reads a number and checks it with BatchSpec."""
 
     def read(text: str) -> object:
         value = json_or_text(text)
@@ -248,17 +248,17 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--format",
         choices=FORMATS,
-        help="what standard input or a pipe holds: jsonl, csv, tsv, or text with a row a line, {input} "
-        "(default: jsonl); for a file in place of what its name says",
+        help="format of standard input or of a pipe: jsonl, csv, tsv, or text with one row per line, {input} "
+        "(default: jsonl); for a file, overrides its extension",
     )
-    group.add_argument("--limit", type=positive, metavar="N", help="take only the first N rows")
+    group.add_argument("--limit", type=positive, metavar="N", help="use only the first N rows")
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="where the results go: JSONL, or .csv, .tsv, .parquet; - is standard output (default)",
+        help="file for the results: JSONL, or .csv, .tsv, .parquet; - is standard output (default)",
     )
     group.add_argument(
-        "--ordered", action="store_true", default=None, help="write JSONL in the order of the rows, as tables are"
+        "--ordered", action="store_true", default=None, help="write JSONL in the order of the rows, like tables"
     )
 
 
@@ -266,11 +266,11 @@ def _add_words(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dashboard",
         action="store_true",
-        help="the live view, which a terminal gets anyway, also with --json or a pipe; without a terminal, plain lines",
+        help="show progress also with --json or a pipe: the live view on a terminal, otherwise plain lines",
     )
-    group.add_argument("--view", action="store_true", help="serve the run's page beside it and say its address")
+    group.add_argument("--view", action="store_true", help="serve a page about the run and print its address")
     group.add_argument("--json", action="store_true", help="print the summary, or the plan, as one JSON object")
-    group.add_argument("-v", "--verbose", action="store_true", help="say what is sent and received, in short")
+    group.add_argument("-v", "--verbose", action="store_true", help="print requests and answers, shortened")
     group.add_argument(
-        "--log-file", metavar="FILE", help="append what is sent and received to a file, in full, secrets cut out"
+        "--log-file", metavar="FILE", help="append requests and answers to a file, in full, with secrets removed"
     )

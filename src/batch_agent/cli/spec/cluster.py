@@ -1,4 +1,4 @@
-"""The cluster that a command line names."""
+"""The cluster of ``--ray`` and its flags."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from batch_agent.errors import SpecError
 
 
 def cluster_of(options: argparse.Namespace) -> dict[str, object]:
-    """The option ``cluster``; nothing without ``--ray``."""
+    """Return the option ``cluster``, or no option without ``--ray``."""
     given = {name: value for name in CLUSTER if (value := getattr(options, name)) is not None}
     address = given.pop("ray", None)
     if address is None:
         for name in given:
-            raise SpecError(f"--{name.replace('_', '-')} is for a Ray cluster: give --ray too")
+            raise SpecError(f"--{name.replace('_', '-')} is for a Ray cluster: also give --ray")
         return {}
     from batch_agent.ray.workers import Ray
 

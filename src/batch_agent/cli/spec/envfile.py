@@ -1,6 +1,6 @@
-"""``--env-file``: lines of NAME=VALUE that become variables of the environment, where they are not set already.
+"""``--env-file``: lines of NAME=VALUE that become environment variables, unless they are already set.
 
-Nothing is read that was not asked for; no ``.env`` is looked for.
+No ``.env`` is read by default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)")
 
 
 def load_env_file(path: Path) -> None:
-    """SpecError, which names the line and not what is on it, for a file that is none."""
+    """Set the variables of the file. A SpecError names the wrong line but does not quote it: it may hold a secret."""
     for name, value in list(_variables(read_text(path, "the env file"), path)):
         os.environ.setdefault(name, value)
 
@@ -34,6 +34,6 @@ def _variables(text: str, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _unquoted(value: str) -> str:
-    """Quotes around a value go; without them, what follows `` #`` is a comment."""
+    """Return the value without its quotes. In an unquoted value, `` #`` starts a comment."""
     quoted = re.fullmatch(r"""(["'])(.*)\1(?:\s+#.*)?""", value)
     return quoted[2] if quoted else re.split(r"\s+#", value, maxsplit=1)[0].rstrip()

@@ -1,7 +1,7 @@
-"""What the command line itself says of a run, with a spec file or without one.
+"""The spec of a run from the command line, with or without a spec file.
 
-The rows, the question and every option can be given in words; what is given takes the place of what the file says.
-References (``module:name``, files) are looked up where the command was given.
+The rows, the task and every option can be given as arguments, which override the file. References (``module:name``,
+files) are resolved in the directory in which the command was started.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from batch_agent.spec import OLD_NAMES, BatchSpec
 
 
 def take_settings(options: argparse.Namespace) -> None:
-    """What ``--set`` says of an option that has a flag is taken for that flag, so that each is in one place.
+    """Move each ``--set`` of an option that has a flag to that flag, so that each value is in one place.
 
-    None stays a setting: no flag can say it.
+    None stays in ``--set``: no flag can express it.
     """
     left = []
     for item in options.set or ():
@@ -45,23 +45,21 @@ def take_settings(options: argparse.Namespace) -> None:
 
 
 def resolve_paths(options: argparse.Namespace) -> None:
-    """Decide what a path without a flag is, and that ``-`` as output is standard output."""
+    """Decide whether a path without a flag is the spec or the rows, and treat the output ``-`` as standard output."""
     asks = options.task is not None or options.worker is not None
     if options.spec_path is not None and (options.spec is not None or asks):
         if options.inputs is not None:
-            raise SpecError(f"the rows are named twice: {options.spec_path} and --inputs {options.inputs}")
+            raise SpecError(f"the rows are given twice: {options.spec_path} and --inputs {options.inputs}")
         options.inputs, options.spec_path = options.spec_path, None
     options.spec, options.spec_path = options.spec or options.spec_path, None
     if options.spec is None and not asks:
-        raise SpecError(
-            "name a spec file, or give --task and a file of rows; batch-agent init writes files to start from"
-        )
+        raise SpecError("give a spec file, or --task and a file of rows; batch-agent init writes an example")
     if options.output == STDIN:
         options.output = None
 
 
 def load_spec(options: argparse.Namespace) -> BatchSpec:
-    """The file's spec, with what the command line says in its place."""
+    """Return the spec of the file, overridden by the command line."""
     file = spec_file(options)
     overrides = {"inputs": inputs_of(file, options), **overrides_of(file, options)}
     if any(name in given for given in (overrides, file.options) for name in ("images", "document_column")):
@@ -70,7 +68,7 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
 
 
 def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
-    """Where images and documents with relative paths are, unless the file says where."""
+    """Return the directory for relative paths of images and documents: that of the rows unless the file gives one."""
     if "image_root" in file.options:
         return file.path.parent / str(file.options["image_root"])
     rows = options.inputs or file.inputs_path()
@@ -78,12 +76,12 @@ def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
 
 
 def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
-    """What the command line says in place of the file, the rows aside."""
+    """Return the options that the command line overrides, except the rows."""
     return given_options(options) | recording_of(options, file) | cluster_of(options)
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
-    """Whether the spec file says a pipeline."""
+    """Return whether the spec file describes a pipeline."""
     return options.spec is not None and STAGES in read_specfile(Path(options.spec)).options
 
 
@@ -94,12 +92,12 @@ def inputs_of(file: SpecFile, options: argparse.Namespace) -> object:
             refuse_overwriting(Path(options.output), Path(path), "inputs")
         return read_rows(path, options.limit, options.format)
     if file.options.get("inputs") is None:
-        raise file.error("there are no inputs; name a file of rows, or - for standard input")
+        raise file.error("there are no inputs; give a file of rows, or - for standard input")
     return rows_of(file, file.options["inputs"], options)
 
 
 def rows_of(file: SpecFile, named: object, options: argparse.Namespace) -> object:
-    """The rows that are listed in a file, or in one that it names."""
+    """Return the rows that the spec file lists, or the rows of the file that it names."""
     if isinstance(named, str):
         return read_rows(str(file.path.parent / named), options.limit)
     if not isinstance(named, list):
@@ -108,7 +106,8 @@ def rows_of(file: SpecFile, named: object, options: argparse.Namespace) -> objec
 
 
 def spec_file(options: argparse.Namespace) -> SpecFile:
-    """The file that is named, its ``--env-file`` loaded; or nothing but a place, where modules and files are found."""
+    """Return the given spec file, after loading ``--env-file``. Without one, an empty spec whose path resolves
+    references."""
     if options.env_file is not None:
         load_env_file(Path(options.env_file))
     if options.spec is not None:
@@ -117,13 +116,13 @@ def spec_file(options: argparse.Namespace) -> SpecFile:
 
 
 def name_of_run(options: argparse.Namespace) -> str:
-    """What a run without a spec file is called: after its rows."""
+    """Return the name of a run without a spec file: the name of its input file, or ``run``."""
     source = options.inputs
     return Path(source).name if source is not None and source != STDIN else "run"
 
 
 def given_options(options: argparse.Namespace) -> dict[str, object]:
-    """The options of BatchSpec that the command line gives, references followed."""
+    """Return the options of BatchSpec that the command line gives, with references resolved."""
     place = _directory(options)
     flags = {name: getattr(options, argument) for name, argument in FLAGS.items()}
     given = {name: value for name, value in flags.items() if value is not None}
@@ -137,7 +136,7 @@ def given_options(options: argparse.Namespace) -> dict[str, object]:
 
 
 def settings_beside(options: argparse.Namespace, settings: Iterable[str]) -> list[str]:
-    """Those of an earlier command line that no flag of this one replaces."""
+    """Return the settings of an earlier command line that no flag of this one replaces."""
     flags = {name for name, argument in FLAGS.items() if getattr(options, argument) is not None}
     return [item for item in settings if _setting(item)[0] not in flags]
 
@@ -154,5 +153,5 @@ def _setting(item: str) -> tuple[str, object]:
 
 
 def _directory(options: argparse.Namespace) -> Path:
-    """Where the command was given: here, or, for a run that is resumed, there."""
+    """Return the directory in which the command was started; for a resumed run, that of the first command."""
     return Path(options.directory or ".")

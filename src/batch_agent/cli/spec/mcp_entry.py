@@ -12,11 +12,11 @@ from batch_agent.tools.base import Tool, tools_at
 from batch_agent.tools.mcp.address import expanded
 
 SERVER = "mcp"
-EXPANDED = ("headers", "env")  # their values are often secrets, which belong in the environment
+EXPANDED = ("headers", "env")  # their values are often secrets, so ${NAME} is replaced from the environment
 
 
 def mcp_entry(entry: Mapping[str, object], beside: Path) -> list[Tool]:
-    """The tools of an entry. Files, and the commands of servers, are looked up in the directory ``beside``."""
+    """Return the tools of an entry. Files and server commands are resolved in the directory ``beside``."""
     server = entry[SERVER]
     options = {name: value for name, value in entry.items() if name != SERVER}
     in_file = isinstance(server, str) and server.endswith(".json")

@@ -1,4 +1,4 @@
-"""Arguments that are numbers, as argparse reads them. Nothing else is imported for them: help is there at once."""
+"""Numeric arguments for argparse. This module imports little, so that help texts appear quickly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ V = TypeVar("V")
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
-    """Where a command listens."""
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=port_number, default=port, help="0 takes a free one (default %(default)s)")
+    """Add the arguments for the address on which a command listens."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=port_number, default=port, help="0: a free port (default %(default)s)")
 
 
 def number(kind: Callable[[str], V], fits: Callable[[V], bool], words: str) -> Callable[[str], V]:
-    """What reads a number of this kind, and says what it must be."""
+    """Return a function that reads a number of this kind. ``words`` describes valid values in the error."""
 
     def read(text: str) -> V:
         try:
@@ -38,7 +38,7 @@ port_number = number(int, lambda value: 0 <= value < 65536, "0 to 65535")
 
 
 def byte_count(text: str) -> int:
-    """Bytes, as a number with or without K, M, G or T behind it."""
+    """Read a number of bytes, with an optional K, M, G or T after it."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     unit = units.get(text[-1:].upper(), 1)
     return int(amount(text[:-1] if unit > 1 else text) * unit)

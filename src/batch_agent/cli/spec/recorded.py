@@ -1,4 +1,4 @@
-"""Where the command line records a run, and what it keeps of itself so that the run can be started again."""
+"""Where the command line records a run, and the arguments that it stores to start the run again."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from batch_agent.spec import MCP, BatchSpec
 from batch_agent.store.address import is_store_url
 from batch_agent.store.recorded import place_of
 
-# What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
+# Arguments that are stored. A command line cannot contain a key, and no other secret may be stored.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)
 PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
-DIRECTORY = "directory"  # where the command was given
-LEFT_OUT = "left_out"  # the names of those that were given and are not kept
+DIRECTORY = "directory"  # in which the command was started
+LEFT_OUT = "left_out"  # names of arguments that were given but not stored
 
 
 def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, object]:
-    """The options of BatchSpec that concern the record."""
+    """Return the options of BatchSpec about recording and resuming."""
     name = "checkpoint_dir" if "checkpoint_dir" in file.options else "run_dir"
     if options.no_run_dir or options.dry_run:
         return {name: None, "resume": False, "force_resume": False}
@@ -50,7 +50,7 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
 def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path | str:
     for given in (options.run_dir, named):
         if isinstance(given, str) and not given.strip():
-            raise SpecError("run_dir is empty: name a directory, or leave it out")
+            raise SpecError("run_dir is empty: give a directory, or omit it")
     for given in (options.run_dir, named):
         if given is not None and is_store_url(given):
             return str(given)
@@ -59,14 +59,14 @@ def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Pat
     if named is not None:
         return spec_path.parent / str(named)
     if options.resume:
-        raise SpecError("--resume needs --run-dir, the directory to go on with")
+        raise SpecError("--resume needs --run-dir, the directory of the run to continue")
     stem = f"{spec_path.name.partition('.')[0] or 'run'}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     taken = (Path(RUNS) / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1_000_000))
     return next(path for path in taken if not path.exists())
 
 
 def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
-    """How to start this run again, from any directory."""
+    """Return the stored form of the command, which starts this run again from any directory."""
     kept: dict[str, JsonValue] = {
         "spec": None if options.spec is None else str(Path(options.spec).absolute()),
         DIRECTORY: options.directory or str(Path.cwd()),
@@ -83,33 +83,33 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
 
 
 def _may_be_secret(name: str, value: str | list[str]) -> bool:
-    """Whether an argument may carry a password: in the URL of a backend, or of an MCP server, which may have a key."""
+    """Return whether an argument may contain a password or key: the URL of a backend or of an MCP server may."""
     if name == FLAGS["tools"]:
         return any(tool.startswith(f"{MCP}http") and ("@" in tool or "?" in tool) for tool in value)
     return name == "backend" and "@" in value
 
 
 def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespace) -> None:
-    """SpecError when the run had an option that was not kept, and that ``options`` does not give again: without it the
-    run would go on elsewhere."""
+    """Raise SpecError if an argument of the run was not stored and ``options`` does not give it again. Without it, the
+    run would continue with another backend or without its tools."""
     left_out = command.get(LEFT_OUT)
     for name in left_out if isinstance(left_out, list) else ():
         if getattr(options, str(name)) is None:
             raise SpecError(
-                f"{place_of(options.run_dir)} was started with a --{name} that was not kept, since it may carry a "
-                f"password: give --{name} again"
+                f"{place_of(options.run_dir)} was started with a --{name} that was not stored, because it may "
+                f"contain a password: give --{name} again"
             )
 
 
 def files_read_by(facts: JsonObject) -> list[tuple[str, Path]]:
-    """What the command of a recorded run read, as far as that can still be told: its spec and its inputs."""
+    """Return the files that the command of a recorded run read, as far as known: its spec and its inputs."""
     command = facts.get("command")
     if not isinstance(command, dict):
         return []
     spec, inputs = command.get("spec"), command.get("inputs")
     read = [("spec", Path(spec))] if isinstance(spec, str) else []
     if inputs is None and isinstance(spec, str):
-        with suppress(SpecError):  # it is gone, or no spec any more
+        with suppress(SpecError):  # the file is deleted, or is no longer a spec
             inputs = read_specfile(Path(spec)).inputs_path()
     if isinstance(inputs, str) and inputs != STDIN:
         read.append(("inputs", Path(inputs)))
@@ -117,7 +117,7 @@ def files_read_by(facts: JsonObject) -> list[tuple[str, Path]]:
 
 
 def recorded_command(facts: JsonObject, otherwise: str) -> JsonObject:
-    """The command of a recorded run; a SpecError says ``otherwise`` where Python started it."""
+    """Return the command of a recorded run. Raises SpecError with the message ``otherwise`` if Python started it."""
     command = facts.get("command")
     if not isinstance(command, dict):
         raise SpecError(otherwise)
@@ -125,14 +125,14 @@ def recorded_command(facts: JsonObject, otherwise: str) -> JsonObject:
 
 
 def matched(prepared: Prepared, facts: JsonObject) -> tuple[Prepared, bool]:
-    """The run with the model that was recorded, where none is named; and whether it asks what the record did."""
+    """Return the run, with the recorded model if it names none, and whether it sends the same requests as recorded."""
     if prepared.model is None:
         prepared = with_model(prepared, str(facts.get("model")))
     return prepared, fingerprint_of(prepared).hex() == facts.get("fingerprint")
 
 
 def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:
-    """The arguments of a recorded command, as far as they were kept."""
+    """Return the stored arguments of a recorded command."""
     kept = argparse.Namespace(**{name: command.get(name) for name in KEPT})
     kept.spec, kept.spec_path, kept.directory = command.get("spec"), None, command.get(DIRECTORY)
     return kept

@@ -1,5 +1,5 @@
-"""What going on with a recorded run means, said before anything is spent: what was edited since, how many rows keep
-their answers, and what the others will cost.
+"""The forecast that ``resume`` prints before it sends anything: the options that changed, how many rows keep their
+answers, and the cost of the other rows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import JOURNAL, RunView
 from batch_agent.store.steps import Past
 
-ASKED = "asked"  # in the recorded command
-MOST_WORDS = 4000  # of a text that is compared word by word
+ASKED = "asked"  # key in the recorded command
+MOST_WORDS = 4000  # longest text that is compared word by word
 VALUE_CHARACTERS = 60
 AT_ONCE = 256  # rows looked up in the journal together
 
 
 def asked(prepared: Prepared) -> dict[str, JsonValue]:
-    """What answers depend on, in a form that can be compared later. What may hold a secret is there as a hash."""
+    """Return the options that answers depend on, to compare them later. Values that may hold a secret are hashed."""
     worker = prepared.spec.worker
     resolved = {
         "model": prepared.model,
@@ -57,7 +57,7 @@ def _hash(value: object) -> str:
 
 
 def differences(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> Iterator[str]:
-    """``system_prompt: 1 word``, ``model: a → b``, ``tools: + look_up``."""
+    """Yield a line for each change: ``system_prompt: 1 word``, ``model: a → b``, ``tools: + look_up``."""
     for name, value in now.items():
         old = before.get(name)
         if old == value or name not in before:
@@ -93,18 +93,18 @@ def _value(value: JsonValue) -> str:
 
 
 def forecast(prepared: Prepared, *, force: bool) -> str:
-    """What resuming does, where that is not simply going on. Empty where it is, or where nothing can be told."""
+    """Return what changed and what resuming will cost. "" if the run simply continues, or if nothing is known."""
     directory = Path(str(prepared.spec.run_dir))
     try:
         view = RunView.of(directory)
-    except BatchAgentError:  # there is none yet, or it is damaged, of which the run itself will tell
+    except BatchAgentError:  # there is no run yet, or it is damaged; the run itself reports that
         return ""
     prepared, same = matched(prepared, view.facts)
     if same and view.state != "complete":
         return ""
     lines = [f"  {line}" for line in _edits(view, prepared)] if not same else []
     if lines:
-        lines.insert(0, f"since {directory} was recorded, this has changed:")
+        lines.insert(0, f"changed since {directory} was recorded:")
     inputs = prepared.spec.inputs
     if isinstance(inputs, list) and inputs and (directory / JOURNAL).exists():
         by_row = force or (bool(view.facts.get("forced")) and same)
@@ -127,7 +127,7 @@ def _forecast(prepared: Prepared, inputs: Sequence[object], directory: Path, *, 
     if not left:
         return line
     dry = DryRun.of(prepared)
-    parts = [f"{line}; {left:,} to ask"]
+    parts = [f"{line}; {left:,} to send"]
     if dry.prompt_tokens is not None:
         parts.append(f"about {amount(dry.prompt_tokens * left // len(inputs))} prompt tokens")
     if dry.cost is not None:
@@ -148,7 +148,7 @@ def _kept(prepared: Prepared, inputs: Sequence[object], directory: Path, *, by_r
 
 
 def _stays(past: Past, fingerprint: str, by_row: bool) -> bool:
-    """Whether a recorded row is done, and stays so: a worker that has changed works on its rows again."""
+    """Return whether a recorded row is done and stays done. A changed worker works on its rows again."""
     ended = past.ended
     return past.done and (by_row or ended is None or ended.output is None or ended.fingerprint == fingerprint)
 
@@ -157,5 +157,5 @@ def _identities(prepared: Prepared, keys: Keys, inputs: Sequence[object]) -> Ite
     for value in inputs:
         try:
             yield keys.identify(value, *prepared.plan.asks(value))
-        except JobError:  # it fails before anything is asked
+        except JobError:  # the row fails before a request is sent
             continue

@@ -1,6 +1,6 @@
-"""The rows of a run from where the command line says: a file, a directory, a pipe, standard input.
+"""The rows of a run from a file, a directory, a pipe or standard input.
 
-Files are ``batch_agent.files``' affair. A pipe is read beside the event loop, so that the agents do not wait for it.
+``batch_agent.files`` reads files. A pipe is read in a thread, so that it does not block the agents.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CHUNK_BYTES = 64 * 2**10
 def read_rows(
     source: str, limit: int | None = None, kind: str | None = None
 ) -> list[Row] | LazyRows | AsyncIterator[Row]:
-    """The rows of a path, or of standard input for ``-``; the first ``limit`` of them. ``kind`` says how they are
-    written, where nothing else does."""
+    """Return the first ``limit`` rows of a path, or of standard input for ``-``. ``kind`` is the format; by default a
+    file's extension decides."""
     suffix = None if kind is None else f".{kind}"
     if source == STDIN:
         return read_pipe(STDIN_DESCRIPTOR, "standard input", limit, suffix)
@@ -50,12 +50,12 @@ def _nothing_in(path: Path) -> str:
     if path.is_file() and not path.stat().st_size:
         return f"{path} is empty: there are no rows"
     if format_of(path)[0] in (".csv", ".tsv"):
-        return f"{path} has only its line 1, which names the columns: there are no rows"
+        return f"{path} has only line 1, which names the columns: there are no rows"
     return f"there are no rows in {path}"
 
 
 async def read_pipe(descriptor: int, name: str, limit: int | None, suffix: str | None = None) -> AsyncIterator[Row]:
-    """Rows from something that has no end in sight."""
+    """Yield the rows of a pipe, whose length is unknown."""
     lines = _PipeLines(descriptor, name)
     rows = islice(PARSERS[suffix or ".jsonl"](lines, name), limit)
     seen = False
@@ -66,7 +66,7 @@ async def read_pipe(descriptor: int, name: str, limit: int | None, suffix: str |
                 yield row
         if not seen:
             say(f"batch-agent: there were no rows in {name}")
-    except SpecError as error:  # too late for one: the run has begun
+    except SpecError as error:  # the run has already started
         raise BatchAgentError(str(error)) from None
     finally:
         if descriptor != STDIN_DESCRIPTOR:
@@ -74,7 +74,7 @@ async def read_pipe(descriptor: int, name: str, limit: int | None, suffix: str |
 
 
 def _at_hand(rows: Iterator[Row], lines: _PipeLines) -> list[Row]:
-    """The next row, waited for, and those behind it whose lines have come. Empty at the end."""
+    """Wait for the next row, and return it with the rows whose lines have already arrived. Empty at the end."""
     batch = list(islice(rows, 1))
     while batch and lines.ready:
         more = list(islice(rows, 1))
@@ -85,14 +85,14 @@ def _at_hand(rows: Iterator[Row], lines: _PipeLines) -> list[Row]:
 
 
 class _PipeLines(Iterator[bytes]):
-    """The lines of a pipe, each with its newline; asking for one that has not come yet blocks."""
+    """The lines of a pipe, each with its newline. ``next`` blocks until a line has arrived."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor, self._name = descriptor, name
         self._waiting: list[bytes] = []  # complete lines, the first one last
-        self._parts: list[bytes] = []  # of the line that has not ended
+        self._parts: list[bytes] = []  # parts of the incomplete line
         self._first = True
-        self.ready = 0  # lines that wait and are not blank: a blank one may be no row
+        self.ready = 0  # waiting lines that are not blank: a blank line may not be a row
 
     def __next__(self) -> bytes:
         while not self._waiting:

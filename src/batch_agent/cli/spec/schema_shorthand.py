@@ -1,9 +1,9 @@
-"""``--schema`` in few words: the fields of an answer and what each may be, as a JSON schema.
+"""The short form of ``--schema``: the fields of an answer with their types, which become a JSON schema.
 
     {"label": "a|b|c", "score": "number", "why": "text", "tags": ["text"], "place": {"city": "text"}}
 
-A JSON schema is taken as it is, from the command line or from a .json file; ``module:Class`` is left to whoever follows
-references.
+A JSON schema, from the command line or from a .json file, is used unchanged. ``module:Class`` is returned unchanged;
+``specfile`` resolves it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHOICE = "|"
 
 
 def schema_of(text: str, directory: Path) -> JsonObject | str:
-    """A JSON schema; or the reference that ``text`` is."""
+    """Return a JSON schema, or ``text`` itself if it is a reference."""
     if text.lstrip().startswith("{"):
         value = _parse(text, "")
     elif text.endswith(".json"):
@@ -60,7 +60,7 @@ def _is_schema(value: JsonObject) -> bool:
 
 def _object(fields: JsonObject) -> JsonObject:
     if not fields:
-        raise SpecError('names no field; give them as {"label": "a|b|c"}')
+        raise SpecError('names no field; give fields as {"label": "a|b|c"}')
     properties: JsonObject = {name: _field(name, value) for name, value in fields.items()}
     return {
         "type": "object",

@@ -1,8 +1,8 @@
 """Spec files: the options of BatchSpec in YAML, TOML or JSON.
 
-The names are those of the API; what cannot be written in a file is referred to: a prompt by ``{file: prompt.txt}``,
-inputs by path, a function, tool or class by ``module:name``. Paths and modules are looked up beside the spec file. What
-an option may be is BatchSpec's affair; here its errors get the file and, where it can be told, the line.
+The names are those of the API. References stand for values that a file cannot hold: ``{file: prompt.txt}`` for a
+prompt, a path for inputs, ``module:name`` for a function, tool or class. Paths and modules are resolved in the
+directory of the spec file. BatchSpec checks the values; this module adds the file, and the line if known, to errors.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, kinds, notes
 from batch_agent.spec import MCP, BatchSpec
 
-STAGES = "stages"  # of a file that says a pipeline
+STAGES = "stages"  # key of a pipeline's stages
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 
 
 @dataclass(frozen=True, slots=True)
 class SpecFile:
-    """What a spec file says, its references not yet followed. Without a ``text`` there is no file: what the command
-    line says, whose references are looked up beside ``path``."""
+    """The options of a spec file, with references not yet resolved. Without a ``text`` there is no file: the options
+    come from the command line, and references are resolved in the directory of ``path``."""
 
     path: Path
     text: str
     options: Mapping[str, object]
 
     def error(self, message: str) -> SpecError:
-        """A SpecError that names this file and the line of the option that the message is about."""
+        """Return a SpecError that names this file and the line of the option in the message."""
         if not self.text:  # there is no file
             return SpecError(message)
         line = self._line(message)
@@ -58,17 +58,17 @@ class SpecFile:
         return lines[0] if len(lines) == 1 else None
 
     def resolve(self, overrides: Mapping[str, object]) -> BatchSpec:
-        """The spec, with the references of the file followed and ``overrides`` in place of what the file says."""
+        """Return the spec, with the references of the file resolved. ``overrides`` replace options of the file."""
         options = {**self.followed(leaving_out=overrides), **overrides}
         try:
             return BatchSpec(**options)
         except SpecError as error:
             if re.match(r"\w*", str(error))[0] in overrides:  # type: ignore[index]
-                raise  # it is not the file's
+                raise  # the error is about an override, not about the file
             raise self.error(str(error)) from None
 
     def followed(self, *, leaving_out: Container[str] = ()) -> dict[str, Any]:
-        """The options, with what they refer to in place of references."""
+        """Return the options with their references resolved."""
         own = {name: value for name, value in self.options.items() if name not in leaving_out}
         try:
             return self.follow(own)
@@ -76,7 +76,7 @@ class SpecFile:
             raise self.error(str(error)) from None
 
     def follow(self, options: Mapping[str, object]) -> dict[str, Any]:
-        """These options in the same way. A SpecError does not name the file."""
+        """Return the given options with their references resolved. A SpecError does not name the file."""
         resolvers: dict[str, Callable[[object], object]] = {
             **{name: self._text for name in BatchSpec.model_fields if kinds(BatchSpec, name) == {str}},
             **{name: self._directory for name in BatchSpec.model_fields if Path in kinds(BatchSpec, name)},
@@ -95,7 +95,7 @@ class SpecFile:
         return followed
 
     def inputs_path(self) -> str | None:
-        """Where the inputs are, when the file names a place; None when it lists them or says nothing."""
+        """Return the path of the inputs; None if the file lists them or has none."""
         inputs = self.options.get("inputs")
         if not isinstance(inputs, str):
             return None
@@ -204,7 +204,8 @@ def _parse_yaml(text: str) -> object:
 
 
 def _refuse_twice(root: yaml.Node) -> None:
-    """YAML forbids equal keys, and its reader takes the last of them. What ``<<`` merges may be overridden."""
+    """Raise an error for duplicate keys: YAML forbids them, but the parser uses the last one. A key may override one
+    that ``<<`` merges."""
     waiting, seen = [root], {id(root)}
     while waiting:
         node = waiting.pop()
@@ -215,7 +216,7 @@ def _refuse_twice(root: yaml.Node) -> None:
                 parts += key, value
                 name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
                 if name in keys:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
                 if name is not None:
                     keys.add(name)
         elif isinstance(node, yaml.SequenceNode):
@@ -260,23 +261,23 @@ def _kind(value: object) -> str:
 def _import_module(name: str, beside: Path) -> object:
     directory = str(beside.resolve())
     if directory not in sys.path:
-        sys.path.insert(0, directory)  # and it stays there: a tool may import its neighbours when it is called
+        sys.path.insert(0, directory)  # it stays there: a tool may import modules of its directory when it is called
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise SpecError(f"there is no module {name} in {directory} or among the installed ones") from None
+            raise SpecError(f"there is no module {name} in {directory} or among the installed packages") from None
         raise SpecError(_import_failure(name, error)) from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a script that ends in sys.exit() too
+    except BaseException as error:  # includes SystemExit of a script
         raise SpecError(_import_failure(name, error)) from None
 
 
 def _import_failure(name: str, error: BaseException) -> str:
-    """The user's module raised: say what and where, without our frames."""
+    """Return the message about an exception in the user's module, with its line and without our own frames."""
     message = f"importing {name} failed: {describe(error)}"
-    if isinstance(error, SyntaxError):  # its message has the place; its last frame is the import machinery
+    if isinstance(error, SyntaxError):  # its message has the line; its last frame is in importlib
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{message} ({Path(frame.filename).name} line {frame.lineno})"

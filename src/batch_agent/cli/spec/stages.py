@@ -1,4 +1,4 @@
-"""Spec files that say a pipeline: the stages under ``stages``, the options for all of them beside it.
+"""Spec files of pipelines: ``stages`` lists the stages; the other options apply to all stages.
 
     inputs: papers.jsonl
     stages:
@@ -6,7 +6,7 @@
       - filter: "papers:is_relevant"
       - reduce: {prompt: "Write a survey of {n} papers", output_schema: "papers:Survey"}
 
-Functions are given as ``module:name``; ``join`` takes ``stages`` and ``inputs`` of its own, ``key`` and ``other_key``.
+Functions are given as ``module:name``. ``join`` takes its own ``stages`` and ``inputs``, ``key`` and ``other_key``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = ("map", "flat_map", "filter", "join", "reduce")
 
 
 def load_flow(options: argparse.Namespace, **more: Any) -> Flow:
-    """The pipeline of the spec file, with what the command line says in its place. ``more`` is for the Flow."""
+    """Return the pipeline of the spec file, overridden by the command line. ``more`` are arguments of Flow."""
     file, pipeline, whole = _loaded(options)
     try:
         return Flow(pipeline.inputs, pipeline.stages, whole, **more)
@@ -35,7 +35,7 @@ def load_flow(options: argparse.Namespace, **more: Any) -> Flow:
 
 
 def load_plan(options: argparse.Namespace) -> PipelinePlan:
-    """What that pipeline would do; nothing is sent."""
+    """Return the plan of the pipeline. Nothing is sent."""
     file, pipeline, whole = _loaded(options)
     try:
         return pipeline.plan(**whole)
@@ -44,7 +44,7 @@ def load_plan(options: argparse.Namespace) -> PipelinePlan:
 
 
 def _loaded(options: argparse.Namespace) -> tuple[SpecFile, Pipeline[Any], dict[str, Any]]:
-    """The file, its stages, and the options for the whole."""
+    """Return the file, its stages, and the options of the whole pipeline."""
     file = spec_file(options)
     pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
     whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
@@ -52,7 +52,7 @@ def _loaded(options: argparse.Namespace) -> tuple[SpecFile, Pipeline[Any], dict[
 
 
 def read_stages(file: SpecFile, inputs: Any, read_rows: Callable[[object], Any]) -> Pipeline[Any]:
-    """``read_rows`` gives the rows that the ``inputs`` of a join name."""
+    """Return the pipeline that the file describes. ``read_rows`` reads the ``inputs`` of a join."""
     return _extended(file, Pipeline(inputs), file.options[STAGES], read_rows)
 
 
@@ -92,7 +92,7 @@ def _with(
 
 def _need(options: Mapping[str, object], name: str) -> None:
     if not isinstance(options.get(name), str):
-        raise SpecError(f"{name} is missing, or no text")
+        raise SpecError(f"{name} is missing, or is not text")
 
 
 def _function(file: SpecFile, reference: object) -> Callable[[Any], Any]:

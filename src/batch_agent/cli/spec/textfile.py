@@ -1,4 +1,4 @@
-"""Text of files that the command line is told to read."""
+"""Text files that are named on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from batch_agent.errors import SpecError
 
 
 def read_text(path: Path, what: str = "") -> str:
-    """The text of a file, without a byte order mark. SpecError when it cannot be read; ``what`` it is, in its words."""
+    """Return the text of a file, without a byte order mark. Raises SpecError if it cannot be read; the message calls
+    the file ``what``."""
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The conversations of a recorded run, one line of JSON each, in the form that fine-tuning takes.
+"""The conversations of a recorded run, one line of JSON each, in the format for fine-tuning.
 
-A run directory has what models and tools said. What they were asked follows from the spec, which must still be the one
-that the run was started with.
+A run directory holds the answers of models and tools. The prompts are made again from the spec, which must not have
+changed since the run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ AT_ONCE = 256  # rows looked up in the journal together
 
 
 def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]:
-    """The parts of a run, prepared as when it was recorded: stages of a pipeline by name, else the run itself as "".
+    """Return the parts of a run, prepared as when it was recorded: the stages of a pipeline by name; a plain run as "".
 
-    A part whose task, model, schema or tools have changed is left out. SpecError when the spec cannot be read any more.
+    A part whose task, model, schema or tools changed is omitted. Raises SpecError if the spec cannot be read.
     """
-    if "spec" in facts:  # it was kept in Redis
+    if "spec" in facts:  # the run was in Redis
         return {"": prepare_worker(facts, None)}
     options = command_again(
         recorded_command(
             facts,
-            f"{directory} was not started by the command line, so its prompts are not known here; in Python, "
+            f"{directory} was not started by the command line, so its prompts are unknown here; in Python, "
             "result.messages has the conversation of each result, also after resume=True",
         )
     )
@@ -57,7 +57,7 @@ def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]
     same = {}
     for name, (path, prepared) in parts.items():
         if isinstance(prepared.spec.inputs, LazyRows):
-            prepared.spec.inputs.close()  # only a list has a part in the shared prompt
+            prepared.spec.inputs.close()  # only rows in a list affect the shared prompt
         recorded = read_run(path) if (path / RUN).exists() else {}
         prepared, unchanged = matched(prepared, recorded)
         if unchanged:
@@ -67,15 +67,15 @@ def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]
 
 def prompts_changed(directory: Path) -> SpecError:
     return SpecError(
-        f"the task, model, schema or tools in its spec have changed since {directory} was recorded, so its prompts are "
-        "not known any more"
+        f"the task, model, schema or tools in the spec have changed since {directory} was recorded, so its prompts are "
+        "unknown"
     )
 
 
 def transcript_lines(
     directory: Path, facts: JsonObject, prepared: Prepared, records: Iterable[Record]
 ) -> Iterator[bytes]:
-    """One line for each record that is ok; of a worker's rows, one for each conversation."""
+    """Yield one line for each record that is ok; for a row of a worker, one line for each conversation."""
     plan, keys = prepared.plan, Keys(rows_under(prepared))
     tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]
     good = (record for record in records if record.get("ok"))
@@ -84,10 +84,10 @@ def transcript_lines(
         while jobs := [_job(prepared, record) for record in islice(good, AT_ONCE)]:
             found = journal.claim([keys.identity(job, plan.question(job)) for job in jobs])
             for job, past in zip(jobs, found, strict=True):
-                if job.parts:  # its answer is that of many conversations
+                if job.parts:  # its answer merges those of several conversations
                     continue
                 if past is None:
-                    raise StoreError(f"the journal in {directory} does not have row {job.index}, whose result is there")
+                    raise StoreError(f"the journal in {directory} does not have row {job.index}, which has a result")
                 if prepared.spec.worker is not None:
                     every = list(conversations(plan.shared, past))
                 else:
@@ -104,5 +104,5 @@ def _job(prepared: Prepared, record: Record) -> Job:
 
 
 def open_journal(path: Path) -> SqliteJournal:
-    glance(path)  # is it one that this version reads?
+    glance(path)  # raises if this version cannot read it
     return SqliteJournal(connect_to_read(path), path)

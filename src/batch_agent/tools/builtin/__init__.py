@@ -1,1 +1,1 @@
-"""The tools that come with the package; each module makes one, from a function that takes its settings."""
+"""The built-in tools. Each module has a function that takes settings and returns the tool."""

@@ -1,4 +1,4 @@
-"""Which network addresses a tool may reach when a model chooses the URL: the public internet, and what was allowed."""
+"""Network addresses that a tool may connect to when a model chooses the URL: public and explicitly allowed ones."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class AddressPolicy:
         return any(address in network for network in self.allowed) or _is_public(address)
 
     def check_host(self, host: str) -> None:
-        """For a host that is an address already, which aiohttp connects to without asking a resolver."""
+        """Check a host that is an IP address: aiohttp connects to it without the resolver. Raises ToolError."""
         if ":" not in host and not host.replace(".", "").isdigit():
             return
         try:
             address = ipaddress.ip_address(host)
-        except ValueError:  # 127.1 or 2130706433: the socket layer would understand it
+        except ValueError:  # 127.1 or 2130706433: the socket layer accepts these forms
             raise ToolError(f"{host} is not an address in its usual form") from None
         if not self.permits(address):
             raise refusal(host)
 
 
 class CheckedResolver(AbstractResolver):
-    """Gives the connector only addresses that the policy permits: what was checked is what is connected to."""
+    """Resolver that returns only addresses that the policy permits, so that the checked address is the one used."""
 
     def __init__(self, policy: AddressPolicy) -> None:
         self._policy = policy
@@ -69,11 +69,11 @@ class CheckedResolver(AbstractResolver):
 
 
 def refusal(host: str) -> ToolError:
-    return ToolError(f"{host} is refused: only public addresses may be fetched, no local, private or reserved ones")
+    return ToolError(f"{host} is refused: only public addresses may be fetched, not local, private or reserved ones")
 
 
 def _target(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for, mapped or behind a gateway; else the address itself."""
+    """Return the IPv4 address inside a mapped or NAT64 IPv6 address; else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in _NAT64:
@@ -83,7 +83,7 @@ def _target(address: Address) -> Address:
 
 def _is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and (
-        # Tunnels of old that carry an IPv4 address, and a private range that is_global forgets.
+        # Old tunnels that contain an IPv4 address, and a private range that is_global does not exclude.
         address.sixtofour is not None or address.teredo is not None or address.is_site_local
     ):
         return False

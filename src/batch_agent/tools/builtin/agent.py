@@ -1,6 +1,7 @@
-"""A command-line agent as a tool: each call is a process of its own, with a home and a tree of files of its own.
+"""A command-line agent as a tool: each call has its own process, home directory and working tree.
 
-The agent asks the backend of its runtime by itself. The run knows the result of a call, not the agent's model calls.
+The agent sends requests to the backend of its runtime itself. The run sees the result of a call, not the agent's model
+calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DESCRIPTION = {
 
 
 class _Call:
-    """What a runtime needs to know of one call."""
+    """The context of one call for a runtime."""
 
     base_url = api_key = ""
     env: Mapping[str, str] = {}
@@ -49,9 +50,10 @@ def agent_tool(
     description: str | None = None,
     max_concurrent: int | None = None,
 ) -> Tool[..., Coroutine[Any, Any, str]]:
-    """The tool. By default as many calls run at once as fit into memory. SpecError for a runtime without a backend."""
+    """Return the tool. By default as many calls run at once as fit into memory. Raises SpecError for a runtime without
+    a backend."""
     if runtime.backend is None:
-        raise SpecError(f"Tool.agent: give {runtime.name} a backend of its own, such as backend='vllm://host:8000'")
+        raise SpecError(f"Tool.agent: give {runtime.name} its own backend, such as backend='vllm://host:8000'")
     if runtime.model is None and not isinstance(runtime, ClaudeCodeRuntime):
         raise SpecError(f"Tool.agent: give {runtime.name} a model")
 
@@ -77,5 +79,5 @@ def agent_tool(
 
 
 def claude_code() -> Tool[..., Coroutine[Any, Any, str]]:
-    """Claude Code that reads the files of the current directory, with the key of ANTHROPIC_API_KEY."""
+    """Return a tool for Claude Code that reads the files of the working directory, with ANTHROPIC_API_KEY."""
     return agent_tool(ClaudeCodeRuntime("anthropic://", working_dir=".", isolation="none"))

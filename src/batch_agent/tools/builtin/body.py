@@ -1,6 +1,6 @@
-"""The body of an HTTP answer, read to its end or to a limit, compressed or not.
+"""Reading the body of an HTTP answer, compressed or not, up to a limit.
 
-The session must leave bodies packed (``auto_decompress=False``): unpacking happens here, where it is bounded.
+The session must not decompress bodies (``auto_decompress=False``): this module does, with a limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CHUNK_BYTES = 64 * 1024
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """At most ``limit`` bytes of the unpacked body."""
+    """Return at most ``limit`` bytes of the decompressed body."""
     unpack = _unpacker(response.headers.get("Content-Encoding", ""))
     body = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
@@ -31,4 +31,4 @@ def _unpacker(encoding: str) -> zlib._Decompress | None:
             return None
         case "gzip" | "x-gzip" | "deflate":
             return zlib.decompressobj(zlib.MAX_WBITS | 32)  # zlib or gzip, by its header
-    raise ToolError(f"the server sent {encoding!r}, a compression that was not asked for")
+    raise ToolError(f"the server sent {encoding!r}, a compression that was not requested")

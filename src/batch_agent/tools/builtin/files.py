@@ -1,4 +1,4 @@
-"""read_file: text, PDF, Word and HTML files below given directories, and nothing else of the machine."""
+"""read_file: reads text, PDF, Word and HTML files, only below the given directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batch_agent.tools.render import MAX_TOKENS
 
 MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 
-# The longer mark first: UTF-32's begins with UTF-16's.
+# UTF-32 comes before UTF-16: its byte order mark starts with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -34,7 +34,7 @@ DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH"
 
 
 class Located(NamedTuple):
-    """A file below a root: no part of ``inside`` was a symlink when it was found."""
+    """A file below a root. No part of ``inside`` was a symlink when the file was located."""
 
     root: Path
     inside: tuple[str, ...]
@@ -45,7 +45,7 @@ class Located(NamedTuple):
 
     @property
     def is_hidden(self) -> bool:
-        """The root itself was named by the user, whatever it is called."""
+        """Whether a part of the path below the root starts with a dot. The name of the root itself is not checked."""
         return any(part.startswith(".") for part in self.inside)
 
 
@@ -55,10 +55,10 @@ def read_file(
     max_bytes: int = MAX_BYTES,
     hidden: bool = False,
 ) -> Tool[..., str]:
-    """The tool for given directories; without ``roots``, the working directory at the time of the call.
+    """Return the tool for the given directories; without ``roots``, for the working directory at the time of the call.
 
-    Of a file longer than ``max_bytes`` a part is returned, with a note that says how to go on. Files and directories
-    below a root whose names begin with a dot (``.env``, ``.git``) are read only with ``hidden``.
+    Of a file longer than ``max_bytes``, a part is returned, with a note that says how to continue. Below a root, files
+    and directories whose names start with a dot (``.env``, ``.git``) are read only with ``hidden``.
     """
     given = None if roots is None else tuple(Path(root) for root in roots)
 
@@ -73,15 +73,15 @@ def read_file(
             raise _unreadable(path, error) from None
         return str(located.path), status.st_mtime_ns, status.st_size, page, offset
 
-    # Not cut a second time: what was not read is counted here, in the words of a file.
+    # max_tokens is None, because the result is already cut here, with a note in bytes of the file.
     @Tool.define(name="read_file", cacheable=True, cache_key=version, max_tokens=None)
     def read(path: str, page: int = 1, offset: int = 0) -> str:
         """Read a text, PDF, Word or HTML file.
 
         Args:
             path: The file's path, absolute or relative to the directory that may be read.
-            page: The page of a PDF or Word file to begin at.
-            offset: Bytes of the text to skip. A file that was cut says where to go on.
+            page: The page of a PDF or Word file to start at.
+            offset: Bytes of the text to skip. A cut file says where to continue.
         """
         return read_located(path, found(path), max_bytes, page=page, offset=offset)
 
@@ -89,14 +89,14 @@ def read_file(
 
 
 def locate(path: str, roots: Sequence[Path], *, hidden: bool = False) -> Located:
-    """The file of that path below one of the roots, all symlinks resolved. Raises ToolError if there is none."""
+    """Return the file below one of the roots, with all symlinks resolved. Raises ToolError if there is none."""
     try:
         allowed = [root.resolve() for root in roots]
         candidates = [below for root in allowed for below in _below((root / path).resolve(), allowed)]
         shown = [located for located in candidates if hidden or not located.is_hidden]
         if shown:
             return next((located for located in shown if located.path.exists()), shown[0])
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, a loop of symlinks
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a too long name, a symlink loop
         raise ToolError(f"{path!r} is not a path that can be read: {error}") from None
     if candidates:
         raise ToolError(f"{path!r} is hidden, and hidden files may not be read")
@@ -108,8 +108,7 @@ def _below(real: Path, roots: Sequence[Path]) -> list[Located]:
 
 
 def read_located(path: str, located: Located, max_bytes: int, *, page: int = 1, offset: int = 0) -> str:
-    """Returns the text of a file that was located, from a page and an offset in bytes; ``path`` is what it is called in
-    errors."""
+    """Return the text of a located file, from a page and an offset in bytes. ``path`` is its name in errors."""
     if page < 1 or offset < 0:
         raise ToolError("the first page is 1, and the first offset is 0")
     kind = format_of_document(located.path)
@@ -137,12 +136,13 @@ def _text(path: str, file: io.FileIO, max_bytes: int, offset: int) -> str:
     text, read = _decode(data[:max_bytes], encoding, complete=not is_cut)
     if is_cut:
         end = max(offset, len(mark)) + read
-        text += f"\n[cut: these are bytes {offset} to {end} of {size}; go on with offset={end}]"
+        text += f"\n[cut: these are bytes {offset} to {end} of {size}; continue with offset={end}]"
     return text
 
 
 def _open(located: Located, flags: int) -> int:
-    """Opens step by step from the root and follows no symlink: a directory that became one since leads nowhere."""
+    """Open each directory from the root without following symlinks. A directory that was replaced by a symlink since it
+    was located is an error."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its writer
     if not located.inside:
         return os.open(located.root, flags)
@@ -163,7 +163,7 @@ def _unreadable(path: str, error: OSError) -> ToolError:
 
 
 def _decode(data: bytes, encoding: str, *, complete: bool) -> tuple[str, int]:
-    """Returns the text and how many bytes it was made of: a file that was cut may end inside a character."""
+    """Return the text and the number of bytes it was decoded from: a cut file may end inside a character."""
     decoder = codecs.getincrementaldecoder(encoding)()
     try:
         text = decoder.decode(data, final=complete)

@@ -1,8 +1,8 @@
-"""http_get: a page of the public web as text.
+"""http_get: fetches a page of the public web as text.
 
-A model chooses the URL, so addresses are checked where the connection is made and again on every redirect, proxies and
-cookies are off, and a body is never held beyond the size limit, compressed or not. Each call has its own session: no
-connection outlives it.
+A model chooses the URL. So addresses are checked when the connection is made and on each redirect, proxies and cookies
+are off, and a body never exceeds the size limit, compressed or not. Each call has its own session and closes its
+connections.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 REDIRECTS = 5
 _CACHED_SECONDS = 300.0
 _ERROR_CHARACTERS = 500
-# No total: the tool's timeout is the pool's business. A peer that says nothing is not waited for.
+# No total: the pool enforces the tool's timeout. A silent server times out.
 _PATIENCE = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-# Compressed bodies are unpacked all the same; asking for none keeps the common case simple.
+# Compressed bodies are also accepted; requesting none keeps the common case simple.
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "batch-agent", "Accept": "text/*, application/json, */*;q=0.5"}
 
 
 def http_get(*, allow: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> Tool[..., Coroutine[Any, Any, str]]:
-    """The tool, reaching public addresses and the networks in ``allow`` ("10.1.2.3", "192.168.0.0/16", "::/0"…).
+    """Return the tool. It connects to public addresses and to the networks in ``allow`` ("10.1.2.3", "192.168.0.0/16",
+    "::/0"…).
 
-    Of a body longer than ``max_bytes`` the beginning is returned, with a note.
+    Of a body longer than ``max_bytes``, the beginning is returned, with a note.
     """
     policy = AddressPolicy.allowing(allow)
 
-    # Not cut a second time: what is beyond ``max_bytes`` is not even read, and the note says so.
+    # max_tokens is None, because the body is already limited by ``max_bytes``, with a note.
     @Tool.define(name="http_get", cacheable=True, ttl=_CACHED_SECONDS, max_tokens=None)
     async def get(url: str) -> str:
         """Fetch a URL with GET and return its body as text. HTML is returned as it is.
@@ -72,7 +73,7 @@ class _Page:
     charset: str | None
     body: bytes
     cut: bool
-    size: int | None  # of the whole body, where the server says it
+    size: int | None  # of the whole body, if the server reports it
 
     def text(self) -> str:
         where = f"{self.url.scheme}://{self.url.host}{self.url.path}"
@@ -88,12 +89,12 @@ class _Page:
         return f"{body}\n[cut: these are the first {len(self.body)} {end}]"
 
     def _decoded(self) -> str | None:
-        """None for what is not text."""
+        """Return the body as text; None if it is not text."""
         if self.body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return self.body.decode("utf-16", errors="replace")
         try:
             text = self.body.decode(self.charset or "utf-8-sig", errors="replace")
-        except (LookupError, ValueError):  # a charset nobody knows, or one that is no charset
+        except (LookupError, ValueError):  # an unknown or invalid charset
             text = self.body.decode(errors="replace")
         return None if "\0" in text else text
 

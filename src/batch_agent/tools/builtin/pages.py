@@ -1,4 +1,4 @@
-"""The pages of a document as a tool returns them: as many as fit, and where to go on."""
+"""Pages of a document for a tool: as many as fit, with a note that says where to continue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batch_agent.documents.process import open_document
 
 
 def read_pages(file: io.FileIO, kind: str, max_bytes: int, *, page: int = 1, offset: int = 0) -> str:
-    """Returns the text from a page and an offset in its bytes. Raises DocumentError."""
+    """Return the text from a page and an offset in its bytes. Raises DocumentError."""
     pieces: list[str] = []
     left = max_bytes
     with open_document(file, kind, first=page) as document:
@@ -33,4 +33,4 @@ def read_pages(file: io.FileIO, kind: str, max_bytes: int, *, page: int = 1, off
 
 
 def _go_on(page: int, offset: int = 0) -> str:
-    return f"go on with page={page}" + (f", offset={offset}" if offset else "")
+    return f"continue with page={page}" + (f", offset={offset}" if offset else "")

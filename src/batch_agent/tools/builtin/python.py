@@ -1,8 +1,8 @@
-"""python_eval: runs a program that a model wrote, in an interpreter process of its own.
+"""python_eval: runs a program that a model wrote, in its own interpreter process.
 
-Time, memory, file size and output are limited, the environment is bare, and every process of the program is killed at
-the end, on a timeout and on cancellation (``python_child.py`` watches over them). That guards against accidents, not
-against malice: the program has the user's rights and network. Hence off unless the environment says otherwise.
+Time, memory, file size and output are limited, and the environment is nearly empty. All processes of the program are
+killed at the end, on a timeout and on cancellation (``python_child.py``). This protects against accidents, not against
+attacks: the program has the user's rights and network. So it is off unless an environment variable enables it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from batch_agent.tools.builtin import python_child
 
 SWITCH = "BATCH_AGENT_ENABLE_PYTHON_EVAL"
 _FILE_BYTES = 16 * 1024 * 1024
-_ENDING_SECONDS = 2.0  # what it takes at most to kill and reap the processes of a program
+_ENDING_SECONDS = 2.0  # maximum time to kill and reap the processes of a program
 
 
 def python_eval(
     *, timeout: float = 10.0, memory_bytes: int = 512 * 1024 * 1024, output_bytes: int = 20_000
 ) -> Tool[..., Coroutine[Any, Any, str]]:
-    """The tool; ``timeout`` is in seconds, of which the program may spend all on the processor."""
+    """Return the tool. ``timeout`` is in seconds and limits both wall time and CPU time."""
 
-    # A program can do anything, so every call runs, and none before it is certain. What it prints is cut here.
+    # A program can have any effect, so it is a write: every call runs, and none starts early. Its output is cut here.
     @Tool.define(name="python_eval", effect="write", max_tokens=None)
     async def evaluate(code: str) -> str:
         """Run a Python program and return what it prints, and the value of its last expression.
@@ -43,9 +43,9 @@ def python_eval(
             code: The program.
         """
         if os.environ.get(SWITCH) != "1":
-            raise ToolError(f"python_eval is switched off; to let models run programs here, set {SWITCH}=1")
+            raise ToolError(f"python_eval is disabled; to let models run programs on this machine, set {SWITCH}=1")
         with tempfile.TemporaryDirectory(prefix="batch-agent-", ignore_cleanup_errors=True) as folder:
-            # Output goes to a file: a pipe would stay open, and be waited for, as long as any descendant lives.
+            # Output goes to a file: a pipe stays open until the last descendant process ends.
             output = Path(folder, "output")
             limits = (memory_bytes, math.ceil(timeout) + 1, _FILE_BYTES)
             status = await _run(code, Path(folder), output, limits, timeout)
@@ -58,7 +58,7 @@ def python_eval(
 
 
 async def _run(code: str, folder: Path, output: Path, limits: tuple[int, int, int], timeout: float) -> int:
-    """The exit status; when this returns or raises, no process of the program is left."""
+    """Run the program and return its exit status. When this returns or raises, no process of the program is left."""
     work = folder / "work"
     work.mkdir()
     program = folder / "program.py"
@@ -85,7 +85,7 @@ async def _run(code: str, folder: Path, output: Path, limits: tuple[int, int, in
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Told to stop, the process that watches kills all others first. One that cannot is killed itself."""
+    """Stop the watching process, which kills all others first. If it does not stop in time, kill it."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:

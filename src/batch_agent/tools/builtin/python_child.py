@@ -1,11 +1,11 @@
-"""Runs one program in a child of its own, and leaves none of its processes.
+"""Runs one program in a child process, and leaves none of its processes behind.
 
-For ``python_eval`` the child limits itself, runs a Python program and prints the value of its last expression; after
-``EXEC`` it becomes the command that follows, such as an MCP server. This process watches: orphans of
-the program become its children (Linux), whatever session they put themselves in, and it kills them when the program has
-ended, when it is told to stop, and when whoever started it is gone.
+For ``python_eval`` the child sets limits, runs a Python program and prints the value of its last expression. After
+``EXEC`` it becomes the command that follows, such as an MCP server. This process watches the child. On Linux, orphans
+of the program become its children, even in another session. It kills them when the program has ended, when it gets
+SIGTERM, and when its parent process has died.
 
-Run by path with ``-I`` and imports nothing of this package.
+It is run by path with ``-I`` and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(source: str) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The exception and the line of the program it came from."""
+    """Return the exception with the line of the program that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
     where = f"line {lines[-1]}: " if lines else ""
     return f"{where}{''.join(traceback.format_exception_only(error)).strip()}\n"
@@ -77,7 +77,7 @@ def become(command: list[str]) -> int:
 
 
 def watch(child: int) -> int:
-    """The child's exit status, negative for a signal, when nothing of it is left."""
+    """Wait until the child and its processes have ended. Returns its exit status, negative for a signal."""
 
     def stop(*_: object) -> None:
         end_all(child)
@@ -91,10 +91,10 @@ def watch(child: int) -> int:
 
 
 def end_all(child: int) -> None:
-    """Kills the child's session, then whatever is or becomes a child of this process, until there is nothing."""
+    """Kill the child's session, then all children of this process until none is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # there is none any more
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             ended, _ = os.waitpid(-1, os.WNOHANG)
             if ended == 0:
@@ -105,12 +105,12 @@ def end_all(child: int) -> None:
 
 
 def children() -> list[int]:
-    """This process's, zombies included. Nothing where there is no /proc."""
+    """Return the children of this process, including zombies; an empty list without /proc."""
     me = str(os.getpid())
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name, in parentheses, may contain anything; state and parent follow it.
+            # The name, in parentheses, may contain any character; the state and the parent follow it.
             if entry.read_text(errors="replace").rpartition(")")[2].split()[1] == me:
                 found.append(int(entry.parent.name))
     return found
@@ -123,18 +123,18 @@ def main() -> int:
         libc = ctypes.CDLL(None)
         libc.prctl(_ADOPT_ORPHANS, 1)
         libc.prctl(_SIGNAL_WHEN_PARENT_DIES, signal.SIGTERM)
-    # Told to stop between here and ``watch``, it would leave the child behind.
+    # A SIGTERM between here and ``watch`` would leave the child behind.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
-        os.setsid()  # a program that signals its whole group does not mean us
+        os.setsid()  # a signal of the program to its group must not reach this process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if sys.argv[1] == EXEC:
             resource.setrlimit(resource.RLIMIT_CORE, core)
             return become(sys.argv[2:])
         return program(sys.argv[1], *map(int, sys.argv[2:5]))
     status = watch(child)
-    if status < 0:  # ends as the program did
+    if status < 0:  # end with the same signal as the program
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -1,8 +1,7 @@
-"""web_search: one tool in front of three search services; the first whose key is in the environment answers.
+"""web_search: one tool for three search services; the first one whose key is in the environment is used.
 
-Keys are read when a call is made. They travel in headers, and for SerpAPI, which has no other way, in the URL; so no
-exception of the HTTP library, which may quote a URL, leaves this module, and a service's error text is searched for the
-key before it is shown.
+Keys are read at each call. They are sent in headers; SerpAPI accepts its key only in the URL. So exceptions of the HTTP
+library, which may quote a URL, do not leave this module, and the key is removed from a service's error text.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """How one service is asked and how its answer is read."""
+    """The request and the answer format of one service."""
 
     name: str
     variables: tuple[str, ...]
     endpoint: str
     request: Callable[[str, str, int], _Request]  # key, query, count
-    results: tuple[str, ...]  # the way to the list of results
+    results: tuple[str, ...]  # path to the list of results
     fields: tuple[str, str, str]  # title, address, extract
 
     def key(self) -> str | None:
@@ -92,7 +91,7 @@ SERVICES = (
 
 
 def web_search(*, endpoints: Mapping[str, str] | None = None) -> Tool[..., Coroutine[Any, Any, str]]:
-    """The tool; ``endpoints`` replaces the URLs of services by name (brave, serpapi, tavily), as for a gateway."""
+    """Return the tool. ``endpoints`` replaces the URLs of services by name (brave, serpapi, tavily), for a gateway."""
     urls = {service.name: service.endpoint for service in SERVICES}
     if unknown := set(endpoints or ()) - set(urls):
         raise SpecError(f"no search service is called {unknown.pop()!r}; there are {', '.join(urls)}")
@@ -137,7 +136,7 @@ async def _ask(service: _Service, url: str, key: str, query: str, count: int) ->
             status, body = response.status, await read_body(response, MAX_BYTES + 1)
     except (aiohttp.ClientError, OSError, ValueError, zlib.error) as error:
         failure = type(error).__name__
-    # Raised outside the handler, so that an exception that may quote the URL is not even the context of this one.
+    # Raised outside the handler, so that its context is not an exception that may quote the URL.
     if failure:
         raise ToolError(f"the search service {service.name} could not be reached ({failure})")
     if status != 200:
@@ -148,7 +147,7 @@ async def _ask(service: _Service, url: str, key: str, query: str, count: int) ->
     try:
         answer: JsonValue = from_json(body)
     except ValueError:
-        raise ToolError(f"the search service {service.name} answered with something that is not JSON") from None
+        raise ToolError(f"the search service {service.name} answered, but not with JSON") from None
     return answer
 
 

@@ -1,4 +1,4 @@
-"""Which MCP server is meant: a command to start, or a URL. Reads addresses and ``mcpServers`` files; starts nothing."""
+"""Addresses of MCP servers: a command to start, or a URL. Parses addresses and ``mcpServers`` files; starts nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TYPES = (None, "stdio", "http", "streamable-http", "streamableHttp")
 class McpServer:
     """A server: ``command`` (over its standard input and output) or ``url`` (streamable HTTP).
 
-    Equal servers share one session in a run. ``headers`` and ``environment`` may hold secrets and are in no text.
+    Equal servers share one session in a run. ``headers`` and ``environment`` may hold secrets and are never printed.
     """
 
     command: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class McpServer:
 
     @property
     def label(self) -> str:
-        """The server in messages: its command's first words, or its URL without query and password."""
+        """The name of the server in messages: the start of its command, or its URL without query and password."""
         if self.url:
             address, _, _ = self.url.partition("?")
             scheme, _, rest = address.partition("://")
@@ -45,7 +45,7 @@ class McpServer:
 
 
 def require_sdk(purpose: str) -> None:
-    """Raises SpecError if the package ``mcp`` is missing or too old."""
+    """Raise SpecError if the package ``mcp`` is missing or too old."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError:
@@ -60,7 +60,7 @@ def server_of(
     cwd: str | os.PathLike[str] | None = None,
     connect_timeout: float = CONNECT_SECONDS,
 ) -> McpServer:
-    """The server that an address names. Raises SpecError."""
+    """Return the server of an address. Raises SpecError if it is invalid."""
     rest = {
         "headers": _pairs("headers", headers),
         "environment": _pairs("env", env),
@@ -70,7 +70,7 @@ def server_of(
     if not isinstance(server, str):
         command = tuple(server)
         if not command or not all(isinstance(word, str) for word in command):
-            raise SpecError(f"an MCP server as a list is a command and its arguments, all text, not {server!r}")
+            raise SpecError(f"an MCP server as a list must be a command and its arguments, all text, not {server!r}")
         return _checked(McpServer(command=command, **rest))  # type: ignore[arg-type]
     if server.startswith(("http://", "https://")):
         return _checked(McpServer(url=server, **rest))  # type: ignore[arg-type]
@@ -92,12 +92,13 @@ def _checked(server: McpServer) -> McpServer:
         raise SpecError("env is for MCP servers that are a command; a URL takes headers")
     timeout = server.connect_timeout
     if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
-        raise SpecError(f"connect_timeout is {timeout!r}; it is a number of seconds above 0")
+        raise SpecError(f"connect_timeout is {timeout!r}; it must be a number of seconds above 0")
     return server
 
 
 def read_servers(path: Path, *, env: Mapping[str, str] | None = None) -> dict[str, McpServer]:
-    """The servers of an ``mcpServers`` file by name, ``${VARIABLE}`` filled in from ``env``. Raises SpecError."""
+    """Return the servers of an ``mcpServers`` file by name, with ``${VARIABLE}`` replaced from ``env``. Raises
+    SpecError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -150,7 +151,7 @@ def _mapping(entry: Mapping[str, object], key: str) -> Mapping[object, object]:
 
 
 def expanded(value: object, variables: Mapping[str, str]) -> str:
-    """A text with ``${VARIABLE}`` and ``${VARIABLE:-default}`` filled in. Raises SpecError if one is not set."""
+    """Return a text with ``${VARIABLE}`` and ``${VARIABLE:-default}`` replaced. Raises SpecError if one is not set."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise SpecError(f"{value!r} must be text")
 

@@ -1,4 +1,4 @@
-"""The arguments of a tool that is described by a JSON schema rather than a signature."""
+"""The arguments of a tool that has a JSON schema instead of a signature."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class _Validator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchemaSignature(Signature):
-    """What a JSON schema allows. Arguments are passed on as the model sent them."""
+    """The arguments that a JSON schema allows. They are passed to the tool unchanged."""
 
     validator: _Validator | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, schema: JsonObject) -> SchemaSignature:
-        """Raises SpecError when it is not a JSON schema of an object."""
+        """Return the signature of a JSON schema. Raises SpecError if it is not the schema of an object."""
         if schema.get("type", "object") != "object":
-            raise SpecError(f"its arguments must be an object, and its schema says {schema.get('type')!r}")
+            raise SpecError(f"its arguments must be an object, but its schema has the type {schema.get('type')!r}")
         shown: JsonObject = {key: value for key, value in schema.items() if key != "$schema"}
         shown = {"type": "object", "properties": {}, **shown}
         import jsonschema_rs  # here, because few runs have such a tool

@@ -1,8 +1,8 @@
 """One session with an MCP server for all calls of a run.
 
-The first call starts it; a session that ended is started again by the next call, after a pause that grows with every
-start that came to nothing. A call whose session ends before its answer is repeated once if it only reads. A call that
-may have written is not repeated: its outcome is unknown, and the error says so.
+The first call starts it. If a session ended, the next call starts a new one, after a pause that grows with each failed
+start. If the session ends before the answer to a call, a read is repeated once. A write is not repeated: its outcome is
+unknown, and the error says so.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from batch_agent.tools.mcp.http import BROKEN, NOT_SENT, http_transport
 from batch_agent.tools.mcp.stdio import Stderr, stdio_transport
 from batch_agent.version import __version__
 
-ENDING_SECONDS = 6.0  # for a session to end: somewhat more than a server is given
+ENDING_SECONDS = 6.0  # for a session to end: longer than the time that a server has to stop
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a server is started again
-PATIENCE = 4  # starts that came to nothing in a row; from then on calls fail at once until the pause is over
+PATIENCE = 4  # failed starts in a row; after that, calls fail at once until the pause is over
 MAX_PAGES = 100  # of a server's list of tools
 _OUTCOME_UNKNOWN = {CONNECTION_CLOSED, PARSE_ERROR, BROKEN}
-_SESSION_GONE = "Session terminated"  # the SDK's words for a server that does not know the session any more
+_SESSION_GONE = "Session terminated"  # the SDK's message if the server no longer knows the session
 
 
 @asynccontextmanager
 async def open_client(
     server: McpServer, stderr: Stderr, on_end: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Client]:
-    """A session, ready for calls. Raises ToolError if the server cannot be started, or says nothing in time."""
+    """Open a session that is ready for calls. Raises ToolError if the server does not start or answer in time."""
     transport = http_transport(server) if server.url else stdio_transport(server, stderr, on_end)
     client = Client(transport, client_info=Implementation(name="batch-agent", version=__version__), cache=None)
     ready = False
@@ -49,7 +49,7 @@ async def open_client(
     except TimeoutError:
         if ready or not limit.expired():
             raise
-        why = f"it has not answered for {server.connect_timeout:g} s"
+        why = f"it did not answer within {server.connect_timeout:g} s"
         raise ToolFailed(f"the MCP server {server.label} is not usable: {why}{stderr.words()}") from None
     except Exception as error:
         if ready:
@@ -58,7 +58,7 @@ async def open_client(
 
 
 async def offers_of(client: Client) -> list[ToolOffer]:
-    """Every tool that a server lists."""
+    """Return all tools that a server lists."""
     found: list[ToolOffer] = []
     cursor: str | None = None
     for _ in range(MAX_PAGES):
@@ -71,14 +71,15 @@ async def offers_of(client: Client) -> list[ToolOffer]:
 
 
 class Restarts:
-    """How long to wait before a server is started again. Pure."""
+    """The pauses before a server is started again. Pure."""
 
     def __init__(self) -> None:
-        self._fruitless = 0  # starts in a row after which no call was answered; the latest one is among them
+        self._fruitless = 0  # starts in a row without an answered call, including the latest
         self._next_start = 0.0
 
     def pause(self, now: float) -> float:
-        """Seconds before the next start, which is taken to follow. Raises ToolFailed when that is not worth waiting."""
+        """Return the seconds until the next start, and count that start. Raises ToolFailed after too many failed
+        starts."""
         pause = max(0.0, self._next_start - now)
         if pause and self._fruitless > PATIENCE:
             raise ToolFailed(f"it failed {self._fruitless} times in a row, and is not started again for {pause:.0f} s")
@@ -102,13 +103,13 @@ class McpConnection:
         self._restarts = Restarts()
 
     async def ready(self) -> None:
-        """Waits until there is a session. Raises ToolError."""
+        """Wait until there is a session. Raises ToolError."""
         await self._current().client()
 
     async def call(
         self, name: str, arguments: dict[str, Any], *, reads: bool, alive: Callable[[], None]
     ) -> CallToolResult:
-        """What the tool answered. Raises ToolError. ``alive`` is called when the server reports progress."""
+        """Return the answer of the tool. Raises ToolError. ``alive`` is called when the server reports progress."""
 
         async def on_progress(progress: float, total: float | None, message: str | None) -> None:
             alive()
@@ -130,13 +131,13 @@ class McpConnection:
                     again = False
                     continue
                 raise ToolFailed(self._broken(name, error, session, reads=reads or refused)) from None
-            except (RuntimeError, ValueError) as error:  # the SDK's, for an answer that breaks the server's own rules
+            except (RuntimeError, ValueError) as error:  # the answer does not match the server's own schema
                 raise ToolFailed(f"{name} failed: the server's answer is not valid: {describe(error)}") from None
             self._restarts.answered()
             return result
 
     async def close(self) -> None:
-        """Ends the session, and with it a server that was started for it."""
+        """End the session, and the server if it was started for the session."""
         self._closed = True
         if self._session is not None:
             self._session.over.set()
@@ -149,7 +150,7 @@ class McpConnection:
             await asyncio.wait(late, timeout=ENDING_SECONDS)
 
     def _current(self) -> _Session:
-        """The session that there is, or a new one."""
+        """Return the current session, or a new one."""
         if self._closed:
             raise ToolFailed("the run has ended")
         session = self._session
@@ -178,17 +179,17 @@ class McpConnection:
 
 
 class _Session:
-    """One life of a server, owned by the task that runs ``keep``."""
+    """One session with a server, owned by the task that runs ``keep``."""
 
     def __init__(self, server: McpServer, pause: float) -> None:
         self._server = server
         self._pause = pause
         self._ready: asyncio.Future[Client | ToolError] = asyncio.get_running_loop().create_future()
         self.stderr = Stderr()
-        self.over = asyncio.Event()  # nobody may use it any more
+        self.over = asyncio.Event()  # the session must not be used any more
 
     async def client(self) -> Client:
-        # Shielded: a caller that is cancelled must not take the session from the others.
+        # Shielded: a cancelled caller must not cancel the session of others.
         client = await asyncio.shield(self._ready)
         if isinstance(client, ToolError):
             raise client
@@ -201,12 +202,12 @@ class _Session:
                 return
             async with open_client(self._server, self.stderr, self.over.set) as client:
                 async with asyncio.timeout(self._server.connect_timeout):
-                    await offers_of(client)  # the SDK checks results by what was listed
+                    await offers_of(client)  # the SDK checks results against the listed schemas
                 self._ready.set_result(client)
                 await self.over.wait()
         except ToolError as error:
             self._fail(error)
-        except Exception as error:  # of a session that broke, after which the calls in it have failed
+        except Exception as error:  # the session broke, and its calls have failed
             self._fail(ToolFailed(f"the MCP server {self._server.label} is not usable: {reason_of(error)}"))
         finally:
             self.over.set()

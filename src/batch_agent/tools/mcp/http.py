@@ -1,7 +1,7 @@
-"""A session's messages over streamable HTTP.
+"""Transport of a session's messages over streamable HTTP.
 
-The SDK ends a whole session when one request of it breaks. Here a request that breaks is answered with an error of its
-own: ``NOT_SENT`` where the server cannot have seen it, ``BROKEN`` where it may have. Bodies have a limit.
+The SDK ends the whole session when one request fails. Here a failed request gets its own error instead: ``NOT_SENT`` if
+the server cannot have received it, ``BROKEN`` if it may have. Bodies have a size limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batch_agent.foreign import describe
 from batch_agent.tools.mcp.address import McpServer
 from batch_agent.tools.mcp.stdio import MAX_MESSAGE_BYTES
 
-# Codes of JSON-RPC errors that this file makes, outside the range of the protocol's own.
+# Codes of JSON-RPC errors that this module makes, outside the range of the protocol.
 NOT_SENT, BROKEN, REFUSED = -31001, -31002, -31003
 CONNECT_TIMEOUT = 30.0
 SHOWN_BYTES = 300
@@ -28,7 +28,7 @@ _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, h
 
 @asynccontextmanager
 async def _streams(server: McpServer) -> AsyncIterator[Any]:
-    # How long a call may take is the pool's business, and how many there are at once.
+    # The pool limits the time and the number of calls.
     timeout = httpx2.Timeout(CONNECT_TIMEOUT, read=None, pool=None)
     limits = httpx2.Limits(max_connections=None)
     async with (
@@ -47,7 +47,7 @@ class _Client(httpx2.AsyncClient):
         try:
             response = await super().send(request, **options)
         except _NEVER_SENT as error:
-            return _failed(request, NOT_SENT, f"it cannot be reached: {describe(error)}")
+            return _failed(request, NOT_SENT, f"it is unreachable: {describe(error)}")
         except httpx2.TransportError as error:
             return _failed(request, BROKEN, f"the connection broke: {describe(error)}")
         kind = response.headers.get("content-type", "")
@@ -59,7 +59,7 @@ class _Client(httpx2.AsyncClient):
 
 
 async def _refused(request: httpx2.Request, response: httpx2.Response) -> httpx2.Response:
-    """The answer of a server that says no in words other than the protocol's."""
+    """Return an error for an HTTP error answer that is not JSON-RPC."""
     head = b""
     try:
         async for part in response.aiter_bytes():
@@ -82,11 +82,11 @@ def _failed(request: httpx2.Request, code: int, why: str) -> httpx2.Response:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    """A body that breaks off, or is too long, ends as the SDK expects of a body: with a StreamError."""
+    """A body with a size limit. If it is too long or incomplete, it raises StreamError, as the SDK expects."""
 
     def __init__(self, inner: httpx2.AsyncByteStream, kind: str) -> None:
         self._inner = inner
-        # Events are bounded one by one: a stream of them may stay open for as long as it likes.
+        # Each event has its own limit: a stream of events may stay open for any time.
         self._max_bytes = None if kind.startswith("text/event-stream") else MAX_MESSAGE_BYTES
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -1,7 +1,7 @@
-"""From an MCP server to tools: what it offers is listed once, when the tools are made.
+"""Tools of an MCP server. The server lists them once, when the tools are made.
 
-A run's requests contain the tools, so they must be known before it starts, and stay the same. They are sorted by name:
-many servers list theirs in random order, and the order is part of every request and of what resuming compares.
+The requests of a run contain the tools, so they must be known before the run starts and must not change. They are
+sorted by name: many servers list them in random order, but the order is part of each request and compared by resume.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from batch_agent.tools.mcp.connection import McpConnection
 
-SERVER_NAME = "{server}"  # in a prefix
+SERVER_NAME = "{server}"  # placeholder in a prefix
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _LONGEST_NAME = 64  # that the common wire formats accept
 
 
 @dataclass(frozen=True, slots=True)
 class McpResource:
-    """The session that a server's tools share in a run."""
+    """The session that the tools of a server share in a run."""
 
     server: McpServer
 
@@ -52,7 +52,7 @@ def mcp_tools(
     reads: Collection[str] = (),
     timeout: float | None = None,
 ) -> list[Tool]:
-    """The tools of a server, which is started, or connected to, for the list. Raises SpecError."""
+    """Return the tools of a server, which is started or connected to for the list. Raises SpecError."""
     offers = _listed(server)
     names = [offer.name for offer in offers]
     _check_names("only", only or (), names, server)
@@ -71,7 +71,7 @@ def mcp_file_tools(
     reads: Collection[str] = (),
     timeout: float | None = None,
 ) -> list[Tool]:
-    """The tools of all servers of an ``mcpServers`` file, or of those that are named."""
+    """Return the tools of all servers, or of the given ones, of an ``mcpServers`` file."""
     known = read_servers(path)
     for name in servers or ():
         if name not in known:
@@ -90,7 +90,7 @@ def mcp_file_tools(
             if tool.name in tools:
                 raise SpecError(
                     f"{path}: {tools[tool.name][0]} and {name} both have a tool {tool.name!r}; "
-                    f'give prefix="{SERVER_NAME}_", or name the servers to use, servers=[...]'
+                    f'give prefix="{SERVER_NAME}_", or choose the servers to use, servers=[...]'
                 )
             tools[tool.name] = (name, tool)
     if unseen:
@@ -111,15 +111,15 @@ def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout
     name = _NOT_IN_NAMES.sub("_", f"{prefix}{offer.name}")
     if not 0 < len(name) <= _LONGEST_NAME:
         raise SpecError(
-            f"the MCP server {server.label} has a tool {name!r}, and a name has 1 to {_LONGEST_NAME} characters: "
-            "leave it out with only=[...], or give a shorter prefix"
+            f"the MCP server {server.label} has a tool {name!r}, but a name must have 1 to {_LONGEST_NAME} "
+            "characters: omit it with only=[...], or give a shorter prefix"
         )
     try:
         signature = SchemaSignature.of(cast("JsonObject", dict(offer.input_schema)))
     except SpecError as error:
         raise SpecError(
             f"the MCP server {server.label} has a tool {offer.name!r} that cannot be offered: {error}; "
-            "leave it out with only=[...]"
+            "omit it with only=[...]"
         ) from None
     hints = offer.annotations
     only_reads = reads or (hints is not None and hints.read_only_hint is True)
@@ -150,7 +150,7 @@ def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaita
 
         if session is not None:
             return text_of(name, await session.call(name, given, reads=reads, alive=alive))
-        async with open_client(server, Stderr()) as client:  # a call without a run: a session of its own
+        async with open_client(server, Stderr()) as client:  # a call outside a run has its own session
             return text_of(name, await client.call_tool(name, given))
 
     call.__name__ = name
@@ -178,7 +178,7 @@ def _listed(server: McpServer) -> list[ToolOffer]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # In a thread with a loop of its own: tools are made in plain code, also where a loop is running.
+    # In a thread with its own loop: tools are made in synchronous code, possibly inside a running loop.
     threading.Thread(target=drive, name="batch-agent mcp", daemon=True).start()
     try:
         return outcome.result()

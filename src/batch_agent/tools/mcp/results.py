@@ -1,4 +1,4 @@
-"""What an MCP tool answered, as the text a model reads."""
+"""Conversion of the answer of an MCP tool to text for the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batch_agent.errors import ToolFailed
 
 
 def text_of(name: str, result: types.CallToolResult) -> str:
-    """The result as text; ToolFailed where the tool says that it failed."""
+    """Return the result as text. Raises ToolFailed if the tool reports a failure."""
     parts = [_block(block) for block in result.content]
     if result.structured_content is not None and not _repeats(parts, result.structured_content):
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -26,7 +26,7 @@ def _block(block: types.ContentBlock) -> str:
         case types.TextContent():
             return block.text
         case types.ImageContent() | types.AudioContent():
-            # A result is text, in the conversation as in the record.
+            # Results are text, in the conversation and in the record.
             return f"[{block.type} {block.mime_type}, about {len(block.data) * 3 // 4} bytes, not shown]"
         case types.ResourceLink():
             return " ".join(["[link", *_described(block), f"{block.uri}]"])
@@ -45,10 +45,10 @@ def _described(link: types.ResourceLink) -> Iterator[str]:
 
 
 def _repeats(parts: list[str], structured: object) -> bool:
-    """Whether the texts are the structured result once more, as servers are asked to send for older clients."""
+    """Return whether the texts repeat the structured result, as the protocol recommends for older clients."""
     values = [_value(part) for part in parts]
     same = [structured]
-    if isinstance(structured, dict) and structured.keys() == {"result"}:  # SDKs wrap what is not an object so
+    if isinstance(structured, dict) and structured.keys() == {"result"}:  # SDKs wrap other values like this
         same.append(structured["result"])
     return any(form in values or form in (values, parts) for form in same)
 

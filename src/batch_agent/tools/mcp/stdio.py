@@ -1,8 +1,8 @@
-"""A session's messages over the standard input and output of a server that is started for it.
+"""Transport of a session's messages over standard input and output of a server that is started for the session.
 
-The server runs below a watcher (``builtin/python_child.py``): when the session ends, and when this process dies in
-whatever way, the server and every process that it started are killed. Lines have a limit: of a longer one only the
-request that it answers is read, and that request fails. Lines that are not JSON-RPC are skipped.
+The server runs below a watcher (``builtin/python_child.py``). When the session ends or this process dies, the server
+and all its processes are killed. Lines have a size limit: the request that a longer line answers fails. Lines that are
+not JSON-RPC are skipped.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from batch_agent.tools.mcp.address import McpServer
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024
-STDERR_BYTES = 2000  # of standard error that are kept for messages
-GRACE_SECONDS = 2.0  # to end after standard input was closed, and again after being stopped
-# Of a server's environment no more than it needs to start: keys of other services are not its business.
+STDERR_BYTES = 2000  # kept of standard error for messages
+GRACE_SECONDS = 2.0  # to end after standard input was closed, and again after SIGTERM
+# A server inherits only the variables that it needs to start, and no keys of other services.
 INHERITED = (
     *("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "NODE_EXTRA_CA_CERTS"),
@@ -43,17 +43,17 @@ Incoming = SessionMessage | Exception
 
 
 class MessageLines:
-    """Splits what a server writes into lines of bounded length."""
+    """Splits the output of a server into lines of limited length."""
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._parts: list[bytes] = []
         self._size_bytes = 0
-        self._head = b""  # of a line that is too long
+        self._head = b""  # start of a line that is too long
         self._tail = b""
 
     def feed(self, data: bytes) -> list[SessionMessage]:
-        """The messages that ``data`` completes."""
+        """Return the messages that ``data`` completes."""
         *ends, rest = data.split(b"\n")
         found = []
         for end in ends:
@@ -93,7 +93,7 @@ class MessageLines:
 
 
 class Stderr:
-    """The end of what a server wrote to standard error, for messages."""
+    """The end of a server's standard error, for messages."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -127,14 +127,14 @@ async def _streams(
     finally:
         for stream in (put, incoming, outgoing, take):
             stream.close()
-        if process.returncode is None:  # cancelled from outside while it was being ended
+        if process.returncode is None:  # cancelled while the server was being stopped
             with suppress(ProcessLookupError):
                 process.terminate()
-        process._transport.close()  # type: ignore[attr-defined]  # a pipe that a survivor holds would stay open
+        process._transport.close()  # type: ignore[attr-defined]  # otherwise a surviving process would keep the pipe open
 
 
 def stdio_transport(server: McpServer, stderr: Stderr, on_end: Callable[[], None]) -> Transport:
-    """The messages of a server that this starts; ``on_end`` is called when the server closes its output."""
+    """Return the transport of a server, which it starts. ``on_end`` is called when the server closes its output."""
     return _streams(server, stderr, on_end)
 
 
@@ -159,7 +159,7 @@ async def _start(server: McpServer) -> Process:
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        raise ToolError(f"it cannot be started: {error}") from None
+        raise ToolError(f"the command cannot be started: {error}") from None
 
 
 async def _read(
@@ -172,7 +172,7 @@ async def _read(
             while data := await process.stdout.read(CHUNK_BYTES):
                 for message in lines.feed(data):
                     await put.send(message)
-            with anyio.move_on_after(GRACE_SECONDS):  # calls fail when this ends, and then the reason should be known
+            with anyio.move_on_after(GRACE_SECONDS):  # calls fail when this ends; their error needs the standard error
                 await said_all.wait()
     except (anyio.BrokenResourceError, OSError):
         pass  # the session is being closed
@@ -196,7 +196,7 @@ async def _keep_errors(process: Process, stderr: Stderr, said_all: anyio.Event) 
 
 
 async def _end(process: Process) -> None:
-    """Closes standard input, which asks the server to end; then stops the watcher, which kills all its processes."""
+    """Close standard input, which asks the server to end; then stop the watcher, which kills all its processes."""
     assert process.stdin is not None
     process.stdin.close()
     for stop in (process.terminate, process.kill):

@@ -3,7 +3,7 @@ import { h, fill, panel, text, number, seconds, dollars, short, share, value, li
 import { get, exported } from "./source.js";
 
 const PAGE = 20;
-const VERDICTS = [["a", "A"], ["same", "as good"], ["b", "B"]];
+const VERDICTS = [["a", "A"], ["same", "equal"], ["b", "B"]];
 
 export async function compare(page, a, b) {
   const store = `batch-agent-verdicts-${a}-${b}`;
@@ -25,11 +25,11 @@ export async function compare(page, a, b) {
     const judged = Object.values(verdicts), tally = VERDICTS.map(([name, title]) => `${title}: ${judged.filter((each) => each === name).length}`).join("  ");
     const lines = rows.map((row) => difference(row, a, b, verdicts[row.job_id], judge));
     fill(page, h("div", { class: "line title" }, h("h1", null, "Compare")), summary(sides, agreement, a, b),
-      h("div", { class: "line" }, h("b", null, `${number(agreement.different)} rows differ`), h("span", { class: "quiet" }, judged.length ? `judged ${tally}` : "judge them by eye"), h("span", { class: "grow" }),
+      h("div", { class: "line" }, h("b", null, `${number(agreement.different)} rows differ`), h("span", { class: "quiet" }, judged.length ? `judged ${tally}` : "choose the better output of each row"), h("span", { class: "grow" }),
         h("span", { class: "quiet files" }, "export ", h("a", { href: exported({ a, b }), download: "" }, "CSV"), " ", h("button", { class: "plain", disabled: !judged.length, onclick: () => save(a, b, verdicts) }, "verdicts")),
         h("span", { class: "quiet" }, agreement.different ? `${number(offset + 1)}–${number(Math.min(offset + PAGE, agreement.different))}` : ""),
         h("button", { class: "plain", disabled: !offset, onclick: () => load(offset - PAGE) }, "‹"), h("button", { class: "plain", disabled: offset + PAGE >= agreement.different, onclick: () => load(offset + PAGE) }, "›")),
-      lines.length ? lines : h("p", { class: "quiet empty" }, agreement.both ? "Every output is the same." : "The runs have no row in common: rows are matched by their ids."));
+      lines.length ? lines : h("p", { class: "quiet empty" }, agreement.both ? "All outputs are the same." : "The runs have no rows in common: rows are matched by their ids."));
     Object.assign(keys, selectable(lines, (_, place) => { location.hash = address("run", a, "row", rows[place].job_id); }));
   };
   await load(0);
@@ -46,12 +46,12 @@ function summary(sides, agreement, a, b) {
   };
   const cells = [
     ["rows", (side) => number(side.counts.rows)], ["failed", (side) => number(side.counts.failed)], ["cost", (side) => dollars(side.counts.cost)],
-    ["time of a row", (side) => seconds(side.counts.seconds)], ["turns", (side) => number(side.counts.turns)],
+    ["time per row", (side) => seconds(side.counts.seconds)], ["turns", (side) => number(side.counts.turns)],
     ["tokens", (side) => `${short(side.counts.tokens.prompt)} in, ${short(side.counts.tokens.completion)} out`], ["repaired", (side) => number(side.counts.repaired)],
   ];
   return panel("Agreement", null, h("div", { class: "agree" },
     h("div", { class: "big" }, agreement.both_ok ? share(agreement.same, agreement.both_ok) : "–"),
-    h("div", { class: "quiet" }, `${number(agreement.same)} of ${number(agreement.both_ok)} rows that are ok in both have the same output; `, `${number(agreement.only_a_ok)} are ok in A alone, ${number(agreement.only_b_ok)} in B alone; ${number(agreement.both)} rows are in both`)),
+    h("div", { class: "quiet" }, `${number(agreement.same)} of ${number(agreement.both_ok)} rows that are ok in both have the same output; `, `${number(agreement.only_a_ok)} are ok only in A, ${number(agreement.only_b_ok)} only in B; ${number(agreement.both)} rows are in both`)),
     h("table", { class: "sides" }, h("thead", null, h("tr", null, h("th"), [[one, "A", a], [other, "B", b]].map(([side, letter, key]) => h("th", { class: "r" }, `${letter} `, link(address("run", key), text(side.run.name)), " ", state(side.run.state))))),
       h("tbody", null, h("tr", null, h("td", null, "model"), [one, other].map((side) => h("td", { class: "r" }, text(side.run.model || "–")))), cells.map(([name, read]) => h("tr", null, h("td", null, name), h("td", { class: "r" }, read(one)), h("td", { class: "r" }, read(other)))))));
 }
@@ -64,7 +64,7 @@ function difference(row, a, b, verdict, judge) {
   h("div", { class: "two" }, side("A", a, row.a, row.b), side("B", b, row.b, row.a)));
 }
 
-// An output whose fields that differ from the other's are marked.
+// Return an output with the fields marked that differ from the other run.
 function changed(mine, theirs) {
   const both = mine && theirs && typeof mine === "object" && typeof theirs === "object" && !Array.isArray(mine);
   if (!both) return value(mine);

@@ -1,4 +1,4 @@
-// Steering a run that is alive.
+// Control of a running run.
 import { h, fill, panel, table, text, number, seconds, link, address, state } from "./dom.js";
 import { steer } from "./source.js";
 
@@ -13,26 +13,26 @@ export async function control({ key, page, onNews }) {
     catch (error) { fill(said, h("span", { class: "bad" }, text(error.message))); }
   };
   const button = (word, request, words, kind) => h("button", { class: kind, onclick: () => act(request, words) }, word);
-  // What cannot be taken back is asked for twice.
+  // Cancelling cannot be undone, so it needs a second click.
   const cancel = h("button", { class: "danger", onclick: () => {
     if (cancel.dataset.sure) { delete cancel.dataset.sure; fill(cancel, "Cancel"); act({ do: "cancel" }, "cancelled"); }
     else { cancel.dataset.sure = 1; fill(cancel, "Really cancel?"); setTimeout(() => { delete cancel.dataset.sure; fill(cancel, "Cancel"); }, 4000); }
   } });
   fill(cancel, "Cancel");
   const buttons = h("div", { class: "line controls" },
-    button("Pause", { do: "pause" }, "paused: requests in flight finish"), button("Go on", { do: "resume" }, "goes on"),
-    button("Drain", { do: "drain" }, "draining: rows under way finish, no other starts"), cancel,
+    button("Pause", { do: "pause" }, "paused: requests in flight finish"), button("Resume", { do: "resume" }, "resumed"),
+    button("Drain", { do: "drain" }, "draining: running rows finish, no other row starts"), cancel,
     h("span", { class: "grow" }), h("label", null, "in flight ", inflight), button("Resize", null, ""), said);
   const resize = buttons.querySelectorAll("button")[4];
   resize.replaceWith(h("button", { onclick: () => { edited = false; act({ do: "resize", inflight: Number(inflight.value) || 0 }, `at most ${inflight.value} in flight`); } }, "Resize"));
 
   const draw = (news) => {
     if (!news || !news.alive) {
-      if (alive !== false) fill(page, panel("Control", null, h("p", { class: "empty" }, "This run is not alive: there is nothing to steer."), h("p", { class: "quiet" }, "An interrupted run goes on with ", h("code", null, "batch-agent resume ", text(key)))));
+      if (alive !== false) fill(page, panel("Control", null, h("p", { class: "empty" }, "No process works on this run, so it cannot be controlled."), h("p", { class: "quiet" }, "Continue an interrupted run with ", h("code", null, "batch-agent resume ", text(key)))));
       alive = false;
       return;
     }
-    if (!alive) fill(page, panel("Control", h("span", null, "also: batch-agent control ", text(key), " pause"), buttons, now), panel("Rows under way", null, list));
+    if (!alive) fill(page, panel("Control", h("span", null, "also: batch-agent control ", text(key), " pause"), buttons, now), panel("Running rows", null, list));
     alive = true;
     const { status, rows } = news;
     if (!edited && document.activeElement !== inflight) inflight.value = status.max_inflight ?? "";
@@ -42,9 +42,9 @@ export async function control({ key, page, onNews }) {
       return h("tr", null,
         h("td", null, link(address("run", each.stage ? `${key}/${each.stage}` : key, "row", String(each.index)), text(name))), h("td", { class: "id clip" }, text(each.job_id, 60)),
         h("td", null, h("span", { class: `does ${each.state.split(" ")[0]}` }, each.state)), h("td", { class: "r" }, number(Math.max(1, each.turn))), h("td", { class: "r" }, seconds(status.at - each.began)),
-        h("td", { class: "r" }, h("button", { class: "plain", onclick: () => act({ do: "retry-row", row: name }, `row ${name} begins again`) }, "begin again"), h("button", { class: "plain bad", onclick: () => act({ do: "cancel-row", row: name }, `row ${name} was cancelled`) }, "cancel")));
+        h("td", { class: "r" }, h("button", { class: "plain", onclick: () => act({ do: "retry-row", row: name }, `row ${name} starts again`) }, "restart"), h("button", { class: "plain bad", onclick: () => act({ do: "cancel-row", row: name }, `row ${name} was cancelled`) }, "cancel")));
     });
-    fill(list, table(["row", "id", "does", ["turn", "r"], ["since", "r"], ""], lines), lines.length ? null : h("p", { class: "quiet empty" }, "none"));
+    fill(list, table(["row", "id", "state", ["turn", "r"], ["time", "r"], ""], lines), lines.length ? null : h("p", { class: "quiet empty" }, "none"));
   };
   fill(page, h("p", { class: "quiet" }, "…"));
   onNews(draw);

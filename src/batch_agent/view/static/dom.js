@@ -1,5 +1,5 @@
-// Elements and text. Everything that comes from models, tools and inputs goes through `text`: it becomes text nodes and
-// nothing else, and characters that would move or hide other text are written out.
+// Elements and text. All text from models, tools and inputs goes through `text`: it becomes text nodes only, and
+// characters that would move or hide other text are escaped.
 
 export function h(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -28,7 +28,7 @@ export function fill(element, ...children) {
   return put(element, children);
 }
 
-// Control characters, marks of direction, and what has no width.
+// Control characters, direction marks, and characters without width.
 const ODD = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff])/u;
 
 export function text(value, limit) {
@@ -36,7 +36,7 @@ export function text(value, limit) {
   const cut = limit && shown.length > limit;
   if (cut) shown = shown.slice(0, limit);
   const parts = shown.split(ODD).map((part, place) =>
-    place % 2 ? h("span", { class: "odd", title: "a character that is not shown" }, escaped(part)) : part);
+    place % 2 ? h("span", { class: "odd", title: "an invisible character" }, escaped(part)) : part);
   return cut ? [...parts, "…"] : parts;
 }
 
@@ -105,7 +105,7 @@ export const link = (hash, ...children) => h("a", { href: "#" + hash }, children
 
 export const address = (...parts) => "/" + parts.map(encodeURIComponent).join("/");
 
-// JSON that can be read: objects as fields, texts as they are.
+// Readable JSON: objects as fields, texts unchanged.
 export function value(json, depth = 0) {
   if (json === null || json === undefined) return h("span", { class: "quiet" }, "null");
   if (typeof json === "string") {
@@ -120,7 +120,7 @@ export function value(json, depth = 0) {
     [h("dt", null, text(String(name))), h("dd", null, value(each, depth + 1))]));
 }
 
-// j and k move through lines, Enter opens the one that is marked.
+// j and k move through lines; Enter opens the marked line.
 export function selectable(lines, onOpen) {
   let at = -1;
   const move = (to) => {

@@ -1,4 +1,4 @@
-// The page: which part of it is shown, the bar above it, the keyboard.
+// The page: its current part, the bar above it, and the keyboard.
 import { h, fill, link, address, state, text, number, dollars, when, short, table, selectable } from "./dom.js";
 import { get, isReport, listen } from "./source.js";
 import { overview } from "./overview.js";
@@ -11,7 +11,7 @@ import { control } from "./control.js";
 const PARTS = { overview, rows, row, timeline, control };
 const TABS = [["overview", "Overview"], ["rows", "Rows"], ["timeline", "Timeline"], ["control", "Control"]];
 const page = document.getElementById("page"), top_bar = document.getElementById("bar");
-let shown = null; // what is on the page: { key, part, news, leave, keys }
+let shown = null; // the current part: { key, part, news, leave, keys }
 
 const remembered = safely(() => localStorage.getItem("batch-agent-theme"));
 if (remembered) document.documentElement.dataset.theme = remembered;
@@ -58,7 +58,7 @@ async function open() {
   } catch (error) {
     if (mine !== shown) return;
     const begins = kind === "run" && error.message.includes("holds no run");
-    fill(page, h("p", { class: begins ? "quiet" : "error" }, begins ? "The run has not begun." : text(error.message)));
+    fill(page, h("p", { class: begins ? "quiet" : "error" }, begins ? "The run has not started." : text(error.message)));
     if (begins) mine.events = listen("events", { run: rest[0] }, (news) => { if (news.state !== "not begun") open(); });
   }
 }
@@ -111,6 +111,6 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "Escape" && location.hash.split("/").length > 3) history.back();
 });
 addEventListener("hashchange", open);
-// The token stays in a cookie; an address that is copied or photographed should not have it.
+// The token stays in a cookie. It is removed from the URL, so that a copied URL does not contain it.
 if (location.search.includes("token=")) history.replaceState(null, "", location.pathname + location.hash);
 open();

@@ -1,11 +1,11 @@
-// A run in numbers.
+// The numbers of a run.
 import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, state } from "./dom.js";
 import { get, isReport } from "./source.js";
 import { timeChart, spark, bar, stageGraph } from "./charts.js";
 
 // Places in a sample: [kind, at, done, failed, running, queued, tools, backing off, prompt, cached, completion, cost, endpoints, slots]
 const AT = 1, DONE = 2, RUNNING = 4, QUEUED = 5, TOOLS = 6, ENDPOINTS = 12, SLOTS = 13;
-const CHARTS = 8; // endpoints with a chart of their own
+const CHARTS = 8; // endpoints that have their own chart
 
 export async function overview({ key, page, go, onNews }) {
   let data = await get("run", { run: key }), live = null, loaded = data.index.rows, last = 0;
@@ -41,7 +41,7 @@ function head({ run, index, unfinished }, live) {
     h("span", null, "started ", when(run.started)),
     run.sessions > 1 ? h("span", null, `session ${run.sessions}`) : null,
     run.ended && !live ? h("span", null, "ended ", when(run.ended)) : null,
-    unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows had begun and are not done; batch-agent resume goes on with them`) : null,
+    unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows have started and are not done; batch-agent resume continues them`) : null,
     run.why ? h("span", { class: "bad" }, text(run.why, 300)) : null,
     status && status.reason ? h("span", { class: "bad" }, text(status.reason, 300)) : null,
     index.complete ? null : h("span", { class: "quiet" }, `indexing rows: ${Math.round(index.share * 100)} %`));
@@ -63,16 +63,16 @@ function tiles(data, live) {
   return h("div", { class: "tiles" },
     tile("Rows", [number(done), total ? h("small", null, ` of ${number(total)}`) : null],
       [h("span", { class: "good" }, number(rows.ok), " ok"), rows.failed ? h("span", { class: "bad" }, number(rows.failed), " failed") : null,
-        alive ? `${number(alive)} under way` : null, rows.resumed ? `${number(rows.resumed)} resumed` : null].filter(Boolean).map((each) => h("span", null, each)),
-      bar([["f-ok", rows.ok, "ok"], ["f-bad", rows.failed, "failed"], ["f-live", alive, "under way"]], total || done + alive)),
-    tile("Pace", pace(rate), live && status.seconds_left !== null ? `${seconds(status.seconds_left)} left` : took ? `${seconds(took)} in all` : "", spark(points)),
+        alive ? `${number(alive)} running` : null, rows.resumed ? `${number(rows.resumed)} resumed` : null].filter(Boolean).map((each) => h("span", null, each)),
+      bar([["f-ok", rows.ok, "ok"], ["f-bad", rows.failed, "failed"], ["f-live", alive, "running"]], total || done + alive)),
+    tile("Pace", pace(rate), live && status.seconds_left !== null ? `${seconds(status.seconds_left)} left` : took ? `${seconds(took)} in total` : "", spark(points)),
     tile("Tokens", [short(tokens.prompt), h("small", null, " in  "), short(tokens.completion), h("small", null, " out")],
       tokens.cached ? `${share(tokens.cached, tokens.prompt)} of the prompts cached` : "no cached tokens reported",
       bar([["f-cached", tokens.cached, "cached"], ["f-prompt", tokens.prompt - tokens.cached, "not cached"], ["f-out", tokens.completion, "answers"]])),
-    tile("Cost", dollars(cost), budget.max_cost ? `of ${dollars(budget.max_cost)}` : cost && done ? `${dollars(cost / done)} a row` : "no price is known",
+    tile("Cost", dollars(cost), budget.max_cost ? `of ${dollars(budget.max_cost)}` : cost && done ? `${dollars(cost / done)} per row` : "price unknown",
       budget.max_cost ? bar([["f-live", Math.min(cost || 0, budget.max_cost), "spent"]], budget.max_cost) : null),
     tile("Turns", number(status ? status.turns : counts.turns),
-      [status && status.retries ? `${number(status.retries)} sent again` : "none sent again", status && status.answers_rejected ? `${number(status.answers_rejected)} answers rejected` : null].filter(Boolean).join(", ")),
+      [status && status.retries ? `${number(status.retries)} retries` : "no retries", status && status.answers_rejected ? `${number(status.answers_rejected)} answers rejected` : null].filter(Boolean).join(", ")),
     live ? tile("In flight", [number(agents.running), status.max_inflight ? h("small", null, ` of ${number(status.max_inflight)}`) : null],
       `${number(agents.queued)} queued, ${number(agents.tools)} at tools${agents.backing_off ? `, ${agents.backing_off} backing off` : ""}`,
       spark(data.samples.map((sample) => sample[RUNNING]), { class: "c2" })) : null);
@@ -91,7 +91,7 @@ function rates(samples) {
 function stages({ run, status }, live, key) {
   const graph = (live && live.status && live.status.stages) || (status && status.stages) || run.graph;
   if (!graph || !graph.length) return null;
-  return panel("Stages", "each opens", stageGraph(graph, (name) => { location.hash = address("run", `${key}/${name}`); }));
+  return panel("Stages", "click to open", stageGraph(graph, (name) => { location.hash = address("run", `${key}/${name}`); }));
 }
 
 function outages(changes, endpoint, until) {
@@ -135,7 +135,7 @@ function endpoints(data, live) {
     h("td", { class: live ? colour[each.state] || "warn" : "quiet" }, each.state, each.reason ? h("div", { class: "quiet" }, text(each.reason, 160)) : null),
     h("td", { class: "r" }, live ? number(each.inflight) : "–"), h("td", { class: "r" }, each.limit === null ? "none" : number(each.limit)),
     h("td", { class: "r" }, seconds(each.seconds_per_turn))));
-  return panel("Endpoints", status.outage_seconds ? `down for ${seconds(status.outage_seconds)} in all` : null,
+  return panel("Endpoints", status.outage_seconds ? `down for ${seconds(status.outage_seconds)} in total` : null,
     table(["endpoint", "health", ["in flight", "r"], ["limit", "r"], ["per turn", "r"]], lines));
 }
 
@@ -144,13 +144,13 @@ function cache(data, live) {
   if (!kv) return null;
   const line = (name, value, hint) => h("tr", { title: hint }, h("td", null, name), h("td", { class: "r" }, value));
   const lines = [
-    kv.tokens ? line("capacity", `${short(kv.tokens)} tokens`, "tokens that the caches hold") : null,
+    kv.tokens ? line("capacity", `${short(kv.tokens)} tokens`, "tokens that the caches can hold") : null,
     kv.usage !== null ? line("in use", share(kv.usage, 1), "held by running requests") : null,
     line("contexts of agents", `${short(kv.contexts)} tokens`, "of the agents that are admitted"),
-    live ? line("held back", number(kv.held), "agents whose contexts do not fit; they wait at a turn boundary") : null,
-    line("held back in all", seconds(kv.held_seconds), "of all agents together"),
-    line("recomputed", `${short(kv.recomputed)} tokens, ${seconds(kv.recompute_seconds)}`, "evicted contexts that were computed again, and the engines' time for it"),
-    kv.touches || kv.kept_alive ? line("touched", `${number(kv.touches)} contexts, prefix ${number(kv.kept_alive)} times`, "requests that only keep something in the cache") : null,
+    live ? line("held back", number(kv.held), "agents whose contexts do not fit; they wait between two turns") : null,
+    line("total time held back", seconds(kv.held_seconds), "sum over all agents"),
+    line("recomputed", `${short(kv.recomputed)} tokens, ${seconds(kv.recompute_seconds)}`, "evicted contexts that were computed again, and the time of the engines"),
+    kv.touches || kv.kept_alive ? line("touched", `${number(kv.touches)} contexts, prefix ${number(kv.kept_alive)} times`, "requests that only keep contexts in the cache") : null,
   ].filter(Boolean);
   return panel("KV cache", kv.held && live ? "contexts do not fit" : null, table(["", ["", "r"]], lines));
 }
@@ -170,7 +170,7 @@ function tools(data, live) {
 function look(data, live, key) {
   const status = now(data, live), items = [];
   for (const tool of (status && status.tools) || []) {
-    if (tool.failed && tool.failed >= tool.runs && tool.runs) items.push([h("span", { class: "bad" }, `every call of `, text(tool.name), " failed"), text(tool.reason || "", 160)]);
+    if (tool.failed && tool.failed >= tool.runs && tool.runs) items.push([h("span", { class: "bad" }, `all calls of `, text(tool.name), " failed"), text(tool.reason || "", 160)]);
   }
   const far = new Map();
   for (const each of data.unusual) far.set(each.row, [...(far.get(each.row) || []), each]);
@@ -178,10 +178,10 @@ function look(data, live, key) {
     const words = each.map(({ kind, value, usual }) => ({ turns: `${number(value)} turns (usually ${number(usual)})`, seconds: `${seconds(value)} (${seconds(usual)})`, cost: `${dollars(value)} (${dollars(usual)})` })[kind]);
     items.push([link(address("run", key, "row", String(row)), "row ", text(each[0].job_id, 40)), ` took ${words.join(", ")}`]);
   }
-  if (data.counts.repaired) items.push([link(address("run", key, "rows") + "?state=repaired", `${number(data.counts.repaired)} outputs`), " were read from JSON that had to be mended"]);
+  if (data.counts.repaired) items.push([link(address("run", key, "rows") + "?state=repaired", `${number(data.counts.repaired)} outputs`), " were read from repaired JSON"]);
   if (status && status.schema_note) items.push([h("span", { class: "warn" }, "schema"), text(" " + status.schema_note, 200)]);
   if (!items.length) return null;
-  return panel("Worth a look", null, h("ul", { class: "list" }, items.map((item) => h("li", null, item))));
+  return panel("Needs attention", null, h("ul", { class: "list" }, items.map((item) => h("li", null, item))));
 }
 
 function failures({ failures: list, counts }, key) {
@@ -200,7 +200,7 @@ function underWay(live, key) {
     h("td", null, link(address("run", row.stage ? `${key}/${row.stage}` : key, "row", String(row.index)), row.stage ? text(row.stage + "/") : null, text(row.job_id, 32))),
     h("td", null, h("span", { class: `does ${row.state.split(" ")[0]}` }, row.state)),
     h("td", { class: "r" }, `turn ${Math.max(1, row.turn)}`), h("td", { class: "r" }, seconds(at - row.began))));
-  return panel("Under way", `${number(live.rows.length)}${live.rows.length >= 200 ? " or more" : ""}, oldest first`, table(["row", "does", ["", "r"], ["since", "r"]], lines));
+  return panel("Running rows", `${number(live.rows.length)}${live.rows.length >= 200 ? " or more" : ""}, oldest first`, table(["row", "state", ["", "r"], ["time", "r"]], lines));
 }
 
 function asked(data) {

@@ -1,9 +1,9 @@
-// One row: the conversation as people read it, live while its agent talks.
+// One row and its conversation, live while its agent runs.
 import { h, fill, panel, text, number, seconds, dollars, short, share, clock, value, link, address, table } from "./dom.js";
 import { get, listen, steer, isReport } from "./source.js";
 import { bar } from "./charts.js";
 
-const LONG = 6000; // characters of a text that is shown before "all of it"
+const LONG = 6000; // characters of a long text that are shown at first
 
 export async function row({ key, detail, page, go, onNews }) {
   let following = null, raw = false;
@@ -39,11 +39,11 @@ export async function row({ key, detail, page, go, onNews }) {
   const follow = () => {
     let heard = false;
     following = listen("follow", { run: key, row: detail }, (now) => { heard = true; live(now); }, async () => {
-      // Its result is in the files a moment after it has ended.
+      // The result is in the files shortly after the row has ended.
       for (const wait of [0, 300, 1000, 3000]) {
         await new Promise((resume) => setTimeout(resume, wait));
         if (await load()) return;
-        if (!heard && wait === 0) fill(page, h("p", { class: "quiet" }, `row ${detail} has no result yet, and is not under way`));
+        if (!heard && wait === 0) fill(page, h("p", { class: "quiet" }, `row ${detail} has no result yet, and is not running`));
       }
     });
   };
@@ -52,7 +52,7 @@ export async function row({ key, detail, page, go, onNews }) {
 }
 
 function heading(record, data, key) {
-  const state = record.live ? h("span", { class: "state live" }, "under way") : record.ok ? h("span", { class: "state ok" }, record.repaired ? "ok, repaired" : "ok") : h("span", { class: "state bad" }, text(record.error && record.error.type));
+  const state = record.live ? h("span", { class: "state live" }, "running") : record.ok ? h("span", { class: "state ok" }, record.repaired ? "ok, repaired" : "ok") : h("span", { class: "state bad" }, text(record.error && record.error.type));
   const step = (index, word, title) => index === null || index === undefined ? null : h("a", { href: "#" + address("run", key, "row", String(index)), title }, word);
   return h("div", { class: "line title" }, h("h1", null, "row ", String(record.index)), record.job_id !== String(record.index) ? h("span", { class: "id" }, text(record.job_id, 120)) : null, state,
     h("span", { class: "grow" }), step(data.before, "‹ before", "the row before (k)"), step(data.after, "next ›", "the next row (j)"));
@@ -63,8 +63,8 @@ function message(each) {
     case "system": return folded("system", each.text, "m-system");
     case "input": return h("article", { class: "m-user" }, h("header", null, h("b", null, "input"), each.task ? h("span", { class: "quiet" }, "the task: ", text(each.task, 200)) : null), value(each.value));
     case "user": return h("article", { class: "m-user" }, h("header", null, h("b", null, "user")), long(each.text));
-    case "repair": return h("article", { class: "m-repair" }, h("header", null, h("b", null, "asked again"), h("span", null, each.error ? text(each.error) : "the answer did not fit")), each.text ? long(each.text) : null);
-    case "cut": return folded(`the conversation was cut here; what came before message ${each.kept_from} is no longer sent`, each.text, "m-cut");
+    case "repair": return h("article", { class: "m-repair" }, h("header", null, h("b", null, "repair prompt"), h("span", null, each.error ? text(each.error) : "the answer did not validate")), each.text ? long(each.text) : null);
+    case "cut": return folded(`the conversation was cut here; messages before message ${each.kept_from} are no longer sent`, each.text, "m-cut");
     default: return turn(each);
   }
 }
@@ -89,12 +89,12 @@ function turn(each) {
 
 function call(each) {
   let given = each.arguments;
-  try { given = JSON.parse(each.arguments || "{}"); } catch { /* as it stands */ }
+  try { given = JSON.parse(each.arguments || "{}"); } catch { /* unchanged */ }
   const source = { shared: "shared with another row's call", cache: "from the cache" }[each.source];
   return h("div", { class: `call${each.ok === false ? " failed" : ""}` },
     h("header", null, h("b", null, text(each.name)), each.seconds === null || each.seconds === undefined ? null : h("span", null, seconds(each.seconds)), source ? h("span", { class: "good" }, source) : null, each.ok === false ? h("span", { class: "bad" }, "failed") : null),
     typeof given === "object" && given !== null && Object.keys(given).length ? h("div", { class: "given" }, value(given)) : typeof given === "string" && given ? h("pre", { class: "said" }, text(given, LONG)) : null,
-    each.result === null || each.result === undefined ? h("p", { class: "quiet" }, each.begun ? "was begun; no result yet" : "no result") : h("div", { class: "result" }, long(each.result)));
+    each.result === null || each.result === undefined ? h("p", { class: "quiet" }, each.begun ? "started; no result yet" : "no result") : h("div", { class: "result" }, long(each.result)));
 }
 
 function folded(title, content, kind) {
@@ -111,7 +111,7 @@ function long(content, grows) {
 
 function ending(record) {
   if (record.ok || !record.error) return null;
-  return h("article", { class: "m-error" }, h("header", null, h("b", null, text(record.error.type)), h("span", null, "in ", text(record.error.stage)), record.error.retryable ? h("span", null, "may work when tried again") : null), long(record.error.message || ""));
+  return h("article", { class: "m-error" }, h("header", null, h("b", null, text(record.error.type)), h("span", null, "in ", text(record.error.stage)), record.error.retryable ? h("span", null, "a retry may succeed") : null), long(record.error.message || ""));
 }
 
 function facts(record, data) {
@@ -144,18 +144,18 @@ function attempts(list) {
 const given = (record) => panel("Input", null, value(record.input));
 
 function output(record) {
-  return record.ok ? panel("Output", record.repaired ? "mended JSON" : null, value(record.output)) : record.raw_text ? panel("Last text", null, long(record.raw_text)) : null;
+  return record.ok ? panel("Output", record.repaired ? "repaired JSON" : null, value(record.output)) : record.raw_text ? panel("Last text", null, long(record.raw_text)) : null;
 }
 
 function steering(key, now) {
   const said = h("span", { class: "quiet" });
   const act = (what) => async () => { try { await steer(key, { do: what, row: now.job_id }); fill(said, "done"); } catch (error) { fill(said, text(error.message)); } };
-  return panel("Steer", null, h("div", { class: "line" }, h("button", { onclick: act("retry-row") }, "Begin again"), h("button", { class: "danger", onclick: act("cancel-row") }, "Cancel this row"), said));
+  return panel("Control", null, h("div", { class: "line" }, h("button", { onclick: act("retry-row") }, "Restart"), h("button", { class: "danger", onclick: act("cancel-row") }, "Cancel this row"), said));
 }
 
 function again(record, key) {
   if (isReport || record.ok) return null;
-  return panel("Run this row again", null, h("p", { class: "quiet" }, "When the run has ended, this tries its failed rows again:"), h("pre", { class: "command" }, "batch-agent retry-failed ", text(key), record.error ? ` --type ${record.error.type}` : ""));
+  return panel("Retry this row", null, h("p", { class: "quiet" }, "When the run has ended, this command retries its failed rows:"), h("pre", { class: "command" }, "batch-agent retry-failed ", text(key), record.error ? ` --type ${record.error.type}` : ""));
 }
 
 function rawJson(record) {

@@ -1,4 +1,4 @@
-// Where the page's data comes from: its server, or, in a report, the file itself.
+// The source of the page's data: its server, or in a report the file itself.
 
 const report = document.getElementById("report");
 const inside = report ? JSON.parse(report.textContent) : null;
@@ -26,7 +26,7 @@ export async function steer(run, request) {
   return answer;
 }
 
-// News of a run, or of a row, until `close` is called on what this returns.
+// Calls back with updates of a run or a row. Returns an object; its `close` ends them.
 export function listen(what, parameters, onNews, onEnd) {
   if (isReport) return { close() {} };
   const events = new EventSource(`/api/${what}?${new URLSearchParams(clean(parameters))}`);
@@ -39,7 +39,7 @@ function clean(parameters) {
   return Object.fromEntries(Object.entries(parameters || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
 }
 
-// A report has a run, and the stages of a pipeline as runs of their own; the first is the whole.
+// A report has a run, and each stage of a pipeline as another run; the first one is the whole.
 function reported(what, asked) {
   if (what === "runs") return { runs: inside.map((each) => each.overview.run), named: [inside[0].overview.run.key] };
   const own = inside.find((each) => each.overview.run.key === asked.run);
@@ -57,7 +57,7 @@ function reported(what, asked) {
     return found;
   }
   if (what === "rows") return reportedRows(own, asked);
-  throw new Error("this is not in a report");
+  throw new Error("a report does not have this data");
 }
 
 const STATES = { ok: (row) => row.ok, failed: (row) => !row.ok, repaired: (row) => row.repaired, retried: (row) => row.attempts > 1 };

@@ -1,4 +1,4 @@
-// What slots and agents did, over time. Drag to zoom, Esc or a double click to see all of it again.
+// Slots and agents over time. Drag to zoom; Esc or a double click shows the whole run again.
 import { h, fill, text, number, seconds, clock, panel } from "./dom.js";
 import { get } from "./source.js";
 import { timeChart } from "./charts.js";
@@ -27,8 +27,8 @@ export async function timeline({ key, page, go, onNews }) {
     ], { height: 110, width: page.clientWidth ? above.clientWidth || 1180 : 1180, left: LEFT, right: 0, marks, from, to }));
     blocks = lay(data.spans, by, from, to);
     paint(canvas, blocks, data, from, to, marks);
-    const kept = data.cut ? " Of a long run the first and the latest turns are kept one by one; the curves above show all of it." : "";
-    fill(notes, data.spans.length ? `${number(data.spans.length)} turns and tool calls.${data.left_out ? ` ${number(data.left_out)} more in this time are left out: zoom in.` : ""}${kept}` : "No turn is recorded yet.", blocks.hidden ? ` ${number(blocks.hidden)} more lanes are not drawn.` : "");
+    const kept = data.cut ? " Of a long run, only the first and the latest turns are stored; the curves above show the whole run." : "";
+    fill(notes, data.spans.length ? `${number(data.spans.length)} turns and tool calls.${data.left_out ? ` ${number(data.left_out)} more in this period are not shown: zoom in.` : ""}${kept}` : "No turns are recorded yet.", blocks.hidden ? ` ${number(blocks.hidden)} more lanes are not drawn.` : "");
   };
   const zoom = async (to) => {
     range = to;
@@ -37,12 +37,12 @@ export async function timeline({ key, page, go, onNews }) {
   };
 
   if (data.from === null) {
-    fill(page, panel("Timeline", null, h("p", { class: "quiet empty" }, "This run has no timeline: it has not begun, or it was recorded by an older version.")));
+    fill(page, panel("Timeline", null, h("p", { class: "quiet empty" }, "This run has no timeline: it has not started, or it was recorded by an older version.")));
     return {};
   }
   fill(page, h("section", { class: "panel" }, h("h2", null, "Timeline", h("small", { class: "legend" },
     h("i", { class: "c1" }), "model", h("i", { class: "c3" }), "tools", h("i", { class: "c4" }), "waiting for a slot", h("i", { class: "c5" }), "backing off", h("i", { class: "c-limit" }), "limit", h("i", { class: "c-bad" }), "failed, outage")),
-    h("div", { class: "line" }, choice, h("span", { class: "grow" }), h("button", { class: "plain", onclick: () => zoom(null) }, "all of it")), above, lanes, notes));
+    h("div", { class: "line" }, choice, h("span", { class: "grow" }), h("button", { class: "plain", onclick: () => zoom(null) }, "show all")), above, lanes, notes));
   draw();
 
   // Dragging
@@ -86,7 +86,7 @@ function changes(list, until) {
   return marks;
 }
 
-// Blocks with their lanes. A slot is a lane in which turns of an endpoint do not overlap; a row is a lane of its own.
+// Blocks with their lanes. A slot is a lane in which turns of an endpoint do not overlap. Each row has its own lane.
 function lay(spans, by, from, to) {
   const inside = spans.filter((span) => span[2] >= from && span[1] - waited(span) <= to && span[0] !== "rejected").sort((a, b) => a[1] - b[1]);
   const found = [], lanes = [], names = [];
