@@ -36,8 +36,8 @@ def test_the_summary_says_cost_and_savings_and_how_each_was_measured() -> None:
         "budget   max_cost $1.5: $1.5 is spent, and the next call costs about $0.2; resume with a higher limit",
         "tokens   10k in (40 % cached), 1k out (25 % reasoning) in 9 turns",
         "cost     $1.50, $0.38 a row",
-        "saved    4k prompt tokens, 40 %, cached (as the server reported)",
-        "7 of 12 tool calls (calls answered by one in flight or before, counted)",
+        "saved    4k prompt tokens, 40 %, cached (reported by the engine)",
+        "7 of 12 tool calls (results shared or cached)",
         "1:16 of slot time released (time that agents waited for tools without a slot, summed)",
         "2 of 9 answers, 1k tokens (from the response cache, tokens as first reported)",
     ):

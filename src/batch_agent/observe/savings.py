@@ -28,14 +28,14 @@ def _all(statistics: Statistics) -> Iterator[Saving]:
         "cached_prompt_tokens",
         usage.cached_tokens,
         f"{amount(usage.cached_tokens)} prompt tokens, {share(usage.cached_tokens, usage.prompt_tokens)}, cached",
-        "as the server reported",
+        "reported by the engine",
     )
     at_hand = statistics.tool_shared + statistics.tool_cached
     yield Saving(
         "coalesced_tool_calls",
         at_hand,
         f"{at_hand:,} of {statistics.tool_calls:,} tool calls",
-        "calls answered by one in flight or before, counted",
+        "results shared or cached",
     )
     yield Saving(
         "slot_seconds",
