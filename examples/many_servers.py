@@ -34,7 +34,7 @@ async def main() -> None:
             lines = [f"{server.address}\trole=worker" for server in servers]
             hosts.write_text("\n".join([*lines, "127.0.0.1\t9\trole=worker  # down"]))
             endpoints = parse_hostfile(hosts)
-        async with VLLMPool(endpoints, temperature=0.0) as pool:
+        async with VLLMPool(endpoints, timeout=3.0, temperature=0.0) as pool:  # waits 3 s for a node that is down
             votes = await broadcast(pool, "Do you vote for it?")
             print("vote:", majority_vote(votes), "failures:", failure_report(votes)["failure_count"])
 
