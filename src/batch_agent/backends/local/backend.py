@@ -144,7 +144,11 @@ class LocalBackend(Backend):
         self._key = repr((sorted(configuration.items()), self._program))
         kept = await in_thread(partial(self._keeper.take, self._key))
         if kept is not None:
-            return await EngineProcess.attach(kept)
+            try:
+                return await EngineProcess.attach(kept)
+            except BaseException:
+                kept.end()
+                raise
         return await EngineProcess.start(self._program, configuration)
 
     async def _configuration(self) -> JsonObject:

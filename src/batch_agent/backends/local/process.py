@@ -135,8 +135,10 @@ class EngineProcess(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the process and wait until it has ended."""
-        engine = await self.detach()
-        await in_thread(engine.end)
+        try:
+            await self.detach()
+        finally:  # also if this is cancelled
+            await in_thread(self._engine.end)
 
     def _send(self, message: JsonObject) -> None:
         if not self._input.is_closing():
