@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from batch_agent.job import AgentError, Timings
+from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
 
@@ -162,6 +162,23 @@ class JobFinished:
     cost: float | None
     timings: Timings
     resumed: bool
+
+    @classmethod
+    def of(cls, result: AgentResult[object], at: float, run: str) -> JobFinished:
+        """Return the event of a row that has its result."""
+        return cls(
+            at,
+            run,
+            result.index,
+            result.job_id,
+            result.error,
+            result.attempts,
+            result.turns,
+            result.usage,
+            result.cost,
+            result.timings,
+            result.resumed,
+        )
 
     @property
     def ok(self) -> bool:

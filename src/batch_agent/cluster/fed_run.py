@@ -177,21 +177,7 @@ class FedRun(Run[T]):
     async def _row_finished(self, result: AgentResult[object], worker: int) -> None:
         if worker != self._number and not result.resumed:
             self._emit_turns(result)
-        self._emit(
-            JobFinished(
-                self.shared.clock(),
-                self.id,
-                result.index,
-                result.job_id,
-                result.error,
-                result.attempts,
-                result.turns,
-                result.usage,
-                result.cost,
-                result.timings,
-                result.resumed,
-            )
-        )
+        self._emit(JobFinished.of(result, self.shared.clock(), self.id))
         await self._delivery.deliver(result)
 
     def _emit_turns(self, result: AgentResult[object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, Invalid, OutputError
-from batch_agent.files.results import from_json, plainly, to_json, unwritten
+from batch_agent.files.results import from_json, plainly, result_record, to_json, unwritten
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
 from batch_agent.messages import Image, Usage
@@ -60,28 +60,7 @@ def encode_result(
 
 
 def _record(result: AgentResult[object], *, messages: bool) -> dict[str, object]:
-    record: dict[str, object] = {
-        "index": result.index,
-        "job_id": result.job_id,
-        "ok": result.ok,
-        "output": result.output,
-        "error": result.error,
-        "attempts": result.attempts,
-        "turns": result.turns,
-        "usage": result.usage,
-        "timings": result.timings,
-        "input": result.input,
-        "raw_text": result.raw_text,
-    }
-    if result.cost is not None:
-        record["cost"] = result.cost
-    for name in ("repaired", "truncated", "shortened"):
-        if getattr(result, name):
-            record[name] = True
-    if result.chunks > 1:
-        record["chunks"] = result.chunks
-    if result.artifacts:
-        record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
+    record = {**result_record(result), "input": result.input, "raw_text": result.raw_text}
     if messages:
         record["messages"] = [from_message(message) for message in result.messages]
     return record

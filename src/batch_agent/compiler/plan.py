@@ -129,7 +129,7 @@ class Plan:
 
     def reads(self, value: object) -> bool:
         """Return whether an input has a document, which takes time to read."""
-        return self._spec.document_column is not None or (type(value) is dict and document_in(value) is not None)
+        return _has_document(self._spec, value)
 
     def job(self, index: int, value: object) -> Job:
         """Return one input as a job. Raises InputError or Oversized, which concern only this input."""

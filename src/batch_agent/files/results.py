@@ -22,6 +22,14 @@ def result_line(result: AgentResult[object]) -> bytes:
 
     Raises Invalid if the output cannot be written: its class may have its own serializers.
     """
+    record = result_record(result)
+    if not result.ok:
+        record["raw_text"] = result.raw_text
+    return record_line(record)
+
+
+def result_record(result: AgentResult[object]) -> dict[str, object]:
+    """Return the fields that a result has wherever it is written, without texts of the model."""
     record: dict[str, object] = {
         "index": result.index,
         "job_id": result.job_id,
@@ -46,9 +54,7 @@ def result_line(result: AgentResult[object]) -> bytes:
         record["shortened"] = True
     if result.artifacts:
         record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
-    if not result.ok:
-        record["raw_text"] = result.raw_text
-    return record_line(record)
+    return record
 
 
 def record_line(record: Mapping[str, object]) -> bytes:

@@ -283,21 +283,7 @@ class Batch:
     def _tell(self, result: AgentResult[object]) -> None:
         if self._r.traces is not None:
             self._r.traces.ended(self._r.run, result)
-        self._r.emit(
-            JobFinished(
-                self._r.clock(),
-                self._r.run,
-                result.index,
-                result.job_id,
-                result.error,
-                result.attempts,
-                result.turns,
-                result.usage,
-                result.cost,
-                result.timings,
-                result.resumed,
-            )
-        )
+        self._r.emit(JobFinished.of(result, self._r.clock(), self._r.run))
 
 
 async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
