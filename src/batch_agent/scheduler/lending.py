@@ -8,7 +8,7 @@ beat, so two workers never hold the same part.
 There are three kinds of pots:
 
 - Slots are divided evenly among the workers that want them. The slots of a dead worker are free when its membership
-ends.
+ends. If the number of slots is searched, the first worker searches for all of them, and its number is the limit.
 - Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
 - The budget is consumed. What a dead worker held and did not return counts as spent.
 
@@ -23,6 +23,7 @@ from typing import Self, cast
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.scheduler.limit_search import Progress
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # prefixes of the names of pots
@@ -36,34 +37,39 @@ MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
-    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget."""
+    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget. ``search`` is the
+    state of the search for the limit; None if the limit was given."""
 
     limit: int
     held: int
     want: int
     part: int = 1
     spent: int = 0
+    search: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     """What a worker holds from now on. ``fair`` is lower if the worker should use less, because others want some. For a
-    budget, ``others_spent`` is what other workers have spent, and ``others_open`` what they hold in addition."""
+    budget, ``others_spent`` is what other workers have spent. ``others_open`` is what other workers hold, apart from
+    that. For a searched limit, ``search`` is the search of the worker that ``leads``. ``even``: all workers together
+    hold as much as the limit, or as they want."""
 
     held: int
     fair: int
     others_spent: int = 0
     others_open: int = 0
+    search: Progress | None = None
+    leads: bool = False
+    even: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up.
-    ``limit`` is the number of requests in flight that it found; None if unknown."""
+    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up."""
 
     down: bool = False
     reason: str = ""
-    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,10 @@ class Table:
 
     def _grant(self, worker: str, name: str, claim: Claim, now: float) -> Grant:
         members = {each: member for each, member in self.members.items() if name in member.claims}
+        leader = _leader(name, members)
+        search = None if leader is None else members[leader].claims[name].search
+        if search is not None:
+            claim = replace(claim, limit=search[0])
         others = [member for each, member in members.items() if each != worker]
         past = self._spent.get(name, 0) + sum(amount for pot, amount, _ in self._lingering if pot == name)
         held = past + sum(member.claims[name].held for member in others)
@@ -190,8 +200,10 @@ class Table:
                 order.index(worker)
             ]
         granted = max(claim.held, min(fair, claim.limit - held))
-        spent = self.spent(name) - claim.spent
-        return Grant(granted, fair, spent, held - spent if name.startswith(BUDGET) else 0)
+        spent = self.spent(name) - claim.spent if name.startswith(BUDGET) else 0
+        total, wanting = held + granted, any(each.claims[name].want > each.claims[name].held for each in others)
+        even = total == claim.limit or (total < claim.limit and not wanting and claim.want <= granted)
+        return Grant(granted, fair, spent, held - spent, search, leader == worker, even)
 
     # As JSON
 
@@ -213,11 +225,11 @@ class Table:
         table = cls()
         members = cast("dict[str, dict[str, object]]", value.get("members", {}))
         for name, each in members.items():
-            claims = cast("dict[str, dict[str, int]]", each["claims"])
+            claims = cast("dict[str, dict[str, object]]", each["claims"])
             learnt = cast("dict[str, dict[str, object]]", each["learnt"])
             table.members[name] = Member(
                 cast(float, each["until"]),
-                {pot: Claim(**claim) for pot, claim in claims.items()},
+                {pot: _claim(claim) for pot, claim in claims.items()},
                 {place: Learnt(**known) for place, known in learnt.items()},  # type: ignore[arg-type]
                 cast(JsonObject, each["status"]),
             )
@@ -230,6 +242,17 @@ class Table:
         table._exhausted = (sitting, why)
         table._lingering = [(pot, amount, until) for pot, amount, until in lingering]
         return table
+
+
+def _claim(value: Mapping[str, object]) -> Claim:
+    search = cast("Progress | None", value["search"])
+    return Claim(**{**value, "search": None if search is None else tuple(search)})  # type: ignore[arg-type]
+
+
+def _leader(pot: str, members: Mapping[str, Member]) -> str | None:
+    """Return the first of the live workers that can search for the limit of a pot, or None."""
+    able = [name for name, each in members.items() if each.until and each.claims[pot].search is not None]
+    return min(able, key=lambda name: (len(name), name), default=None)
 
 
 def steered(now: Steering, request: JsonObject) -> Steering:
