@@ -58,6 +58,7 @@ MANY = 20  # workers; if there are more, each reports less often
 GAP = 0.1  # least seconds between two beats, when a request waits for the next beat
 PEAKS = 3  # a worker wants the most requests that it had in flight in this many beats
 UNLIMITED = 2**62
+ENDPOINTS = 32  # maximum in a worker's report
 THREADS = 8  # most concurrent calls of the store
 
 
@@ -379,4 +380,6 @@ def _learnt(endpoint: Endpoint) -> Learnt:
 def _in_short(status: JsonObject) -> JsonObject:
     """Return the part of a worker's status that the status of the whole run shows."""
     kept: JsonObject = {name: status.get(name) for name in ("state", "rows", "agents", "rows_per_second", "cost")}
-    return {**kept, "host": platform.node(), "pid": os.getpid()}
+    endpoints = status.get("endpoints")
+    shown = endpoints[:ENDPOINTS] if isinstance(endpoints, list) else []
+    return {**kept, "endpoints": shown, "host": platform.node(), "pid": os.getpid()}
