@@ -90,7 +90,6 @@ class Server:
         self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
         self._terms: list[Terms] = []
         self._thread = 0  # thread of the dispatchers that use it now
-        self.allotted: int | None = None  # slots that this process may use; None: all of them
         self._forget()
 
     def _forget(self) -> None:
@@ -98,6 +97,7 @@ class Server:
         self.health = Health()
         self.history = EndpointHistory()
         self.refusals = Refusals()
+        self.allotted: int | None = None  # slots that this process may use; None: all of them
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
