@@ -143,7 +143,7 @@ def test_a_run_cancelled_while_it_takes_the_engine_ends_it_and_closes_its_pipes(
 
     keeper = Cancelling()
     runs = Runs(tmp_path / "m.gguf", keeper)
-    pid, before = runs.run("one"), len(os.listdir("/proc/self/fd"))
+    pid, before = runs.run("one"), sum(1 for _ in Path("/proc/self/fd").iterdir())
 
     async def enter_and_be_cancelled() -> None:
         loop, entering = asyncio.get_running_loop(), asyncio.create_task(runs.backend.__aenter__())
@@ -153,4 +153,4 @@ def test_a_run_cancelled_while_it_takes_the_engine_ends_it_and_closes_its_pipes(
 
     asyncio.run(enter_and_be_cancelled())
     assert not is_alive(pid) and not keeper.release()
-    assert len(os.listdir("/proc/self/fd")) < before
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) < before
