@@ -293,6 +293,8 @@ class Dispatcher:
         """Return the seconds until the request joins the queue again."""
         endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
         assert endpoint is not None
+        if ticket.row.crashes and not endpoint.given_up:  # few crashes over a long time
+            return retry_delay(len(ticket.row.crashes) + 2, None, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":
