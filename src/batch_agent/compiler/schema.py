@@ -45,8 +45,6 @@ class Reader(Protocol[T_co]):
 class OutputSchema(Generic[T_co]):
     """What each answer must be. ``json_schema`` is for models and backends, ``name`` for wires that require one."""
 
-    __slots__ = ("_reader", "json_schema", "json_text", "name")
-
     def __init__(self, reader: Reader[T_co], json_schema: JsonObject) -> None:
         self._reader = reader
         self.json_schema = json_schema

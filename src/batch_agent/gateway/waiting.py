@@ -21,8 +21,6 @@ COMMENT, SPACE = b": keep-alive\n\n", b" "
 class Waiting:
     """Entered while the answer is pending. ``response`` is the one that was started, if any."""
 
-    __slots__ = ("_over", "_request", "_streamed", "_task", "_timer", "response")
-
     def __init__(self, request: web.BaseRequest, *, streamed: bool) -> None:
         self._request, self._streamed = request, streamed
         self._over = False

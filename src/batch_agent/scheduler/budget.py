@@ -54,8 +54,6 @@ class Ledger:
     that may be spent, as written on disk; None for a run without a record. ``others`` is what other workers of the run
     have spent, and ``others_open`` what they may spend in addition."""
 
-    __slots__ = ("_open", "lease", "max_cost", "max_tokens", "others", "others_open", "reserved", "spent")
-
     def __init__(self, *, max_tokens: int | None = None, max_cost: float | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_cost = max_cost
@@ -147,8 +145,6 @@ class Estimator:
     An answer has at most ``max_tokens``. Without that option it is expected to be as long as the longest so far.
     """
 
-    __slots__ = ("_answers", "_counted", "_densest", "_least", "_longest", "_template_tokens")
-
     def __init__(self) -> None:
         self._answers = 0  # number of answers that the server has counted
         self._longest = 0  # tokens of the longest of them
@@ -203,8 +199,6 @@ class TimeShare:
     ``_each`` is the total share of a call that was in flight from the start. So a call's share is the difference of
     ``_each`` between its end and its beginning. Seconds without any call are not assigned.
     """
-
-    __slots__ = ("_at", "_each", "_open")
 
     def __init__(self) -> None:
         self._at = 0.0

@@ -32,23 +32,6 @@ WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square r
 class Capacity:
     """Methods that may change the limit return the reason, or "" if it did not change."""
 
-    __slots__ = (
-        "_answered",
-        "_gain",
-        "_guide",
-        "_known",
-        "_pace",
-        "_pause",
-        "_probe_at",
-        "_proven",
-        "_refused_at",
-        "ceiling",
-        "filled",
-        "generation",
-        "limit",
-        "search",
-    )
-
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
 

@@ -46,8 +46,6 @@ class Reading(Protocol):
 
 
 class LoadGuide:
-    __slots__ = ("_answers", "_calm", "_first", "_grown", "_limit", "_long", "_preemptions", "_seconds", "_slow")
-
     def __init__(self) -> None:
         self._long = False  # the queue was long at the last reading
         self._grown = False  # it was long once: from then on the limit grows by steps

@@ -26,22 +26,6 @@ RESET_SLACK = 0.5  # seconds, after the reset time that a provider names
 class Budget:
     """The limit of one kind of usage."""
 
-    __slots__ = (
-        "_full",
-        "_least",
-        "_left",
-        "_limit",
-        "_open",
-        "_period",
-        "_resets_at",
-        "_share",
-        "_since",
-        "_taken",
-        "_told_by",
-        "_used",
-        "_window",
-    )
-
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit  # per minute, set by the user
         self._share: int | None = None  # part of the limit that this process may use; None: all of it
@@ -216,8 +200,6 @@ NOTHING = Usage()
 
 class Rates:
     """The rate limits of one endpoint."""
-
-    __slots__ = ("_budgets", "_expected", "_number")
 
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
         self._budgets: dict[str, Budget] = {}

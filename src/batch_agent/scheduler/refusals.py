@@ -30,8 +30,6 @@ _VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 
 
 class Refusals:
-    __slots__ = ("_answered", "_kind", "_rows")
-
     def __init__(self) -> None:
         self._answered = False
         self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind

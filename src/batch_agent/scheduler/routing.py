@@ -38,8 +38,6 @@ Kind = tuple[frozenset[str] | None, int | None]
 class PrefixCost:
     """Estimates the seconds per uncached token by least squares; recent answers have more weight."""
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
-
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 

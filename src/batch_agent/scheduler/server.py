@@ -48,32 +48,6 @@ class Server:
     """``weight`` is its share among others, ``models`` are those it serves (None: unknown), ``context`` is in
     tokens."""
 
-    __slots__ = (
-        "__weakref__",
-        "_answered_at",
-        "_answers",
-        "_terms",
-        "_thread",
-        "allotted",
-        "capacity",
-        "context",
-        "default_inflight",
-        "endpoints",
-        "gap",
-        "health",
-        "held_until",
-        "history",
-        "inflight",
-        "models",
-        "most_in_flight",
-        "name",
-        "rates",
-        "refusals",
-        "refused_since",
-        "seconds",
-        "weight",
-    )
-
     def __init__(
         self,
         name: str = "",

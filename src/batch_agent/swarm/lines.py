@@ -41,8 +41,6 @@ MANY = 1_000_000  # retries for the dispatcher, effectively unlimited: ``_Post``
 class Line:
     """One server of a pool tree."""
 
-    __slots__ = ("_api_key", "_client", "_transport", "answered_at", "asking", "context", "endpoint", "has_chat_batch")
-
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
         self.answered_at = -1.0  # on the event loop's clock

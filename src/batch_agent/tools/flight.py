@@ -37,8 +37,6 @@ class ToolOutcome:
 class Traffic:
     """Counts of a pool: agents' calls ``waiting`` at gates, and cancelled calls that do not stop (``stuck``)."""
 
-    __slots__ = ("_on_waiting", "stuck", "waiting")
-
     def __init__(self, on_waiting: Callable[[int], None] | None) -> None:
         self.waiting = self.stuck = 0
         self._on_waiting = on_waiting

@@ -28,8 +28,6 @@ Work = Callable[[], None]
 class _Worker:
     """A thread and its queue of work; None ends it."""
 
-    __slots__ = ("inbox", "thread")
-
     def __init__(self, name: str) -> None:
         self.inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)

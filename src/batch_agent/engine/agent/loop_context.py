@@ -55,19 +55,6 @@ class LoopContext(WorkState):
     """``conversation`` begins with the task. ``failure`` is the error of a request or a call. It is final: the journal
     cannot record a recovery."""
 
-    __slots__ = (
-        "_answer",
-        "_asked",
-        "_chain",
-        "_cut_from",
-        "_digested",
-        "_early",
-        "_forgiven",
-        "_history",
-        "_repairs",
-        "_worker",
-    )
-
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker) -> None:
         super().__init__(job, resources, trail)
         self._worker = worker

@@ -59,21 +59,6 @@ class CallOutcome:
 class RowWork(WorkState):
     """``conversation`` is the row's own: the shared messages, the task, and later messages."""
 
-    __slots__ = (
-        "_at_end",
-        "_calls",
-        "_closed",
-        "_key",
-        "_output",
-        "_place",
-        "_progress_of",
-        "_replay",
-        "_tasks",
-        "_worker",
-        "_writing",
-        "conversation",
-    )
-
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: UserWorker) -> None:
         super().__init__(job, resources, trail)
         self._key = ""  # API key at the gateway; created at first use

@@ -28,22 +28,6 @@ class WorkState(ABC):
     """``text`` is the model's latest text. ``failure`` is a final error: the worker's return value cannot replace it.
     ``repaired``: the JSON of the output was repaired. ``truncated``: the output is text that was cut at max_tokens."""
 
-    __slots__ = (
-        "_asking",
-        "_began",
-        "_loop",
-        "_r",
-        "_trail",
-        "failure",
-        "job",
-        "progress",
-        "repaired",
-        "tally",
-        "text",
-        "ticket",
-        "truncated",
-    )
-
     def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
         self.job = job
         self.tally = Tally()

@@ -28,8 +28,6 @@ EVERY_SECONDS = 0.9  # between two events
 class PrefixWatch:
     """Measures what others compute at one endpoint since the prefix was last used."""
 
-    __slots__ = ("_used_at",)
-
     def __init__(self) -> None:
         self._used_at: int | None = None  # tokens that the engine had computed when the prefix was last used
 
