@@ -300,11 +300,9 @@ class View(Protocol):
 
     def extend(self, messages: Sequence[Message]) -> None:
         """Append these messages."""
-        ...
 
     def fork(self) -> Self:
         """Return a copy for a conversation that continues separately."""
-        ...
 
 
 V = TypeVar("V", bound=View)

@@ -46,11 +46,9 @@ class TaskTemplate(Protocol):
     def head(self) -> str: ...
     def render(self, fields: Mapping[str, object]) -> str:
         """Return one row's message. Raises InputError."""
-        ...
 
     def pieces(self, fields: Mapping[str, object]) -> Sequence[Piece]:
         """Return the same in pieces, with filled-in values marked."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

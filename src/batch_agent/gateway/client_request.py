@@ -50,31 +50,24 @@ class ClientDialect(Protocol):
     @property
     def wire(self) -> str:
         """Return the backends' name for the same wire."""
-        ...
 
     def read_kind(self, body: JsonObject, model: str) -> RequestKind:
         """Return everything except the conversation; ``model`` is the default model. Raises BadRequest."""
-        ...
 
     def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
         """Return the conversation; adds to ``lost`` what messages cannot represent. Raises BadRequest."""
-        ...
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
         """Return the whole answer as one JSON document."""
-        ...
 
     def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
         """Yield the same answer as server-sent events."""
-        ...
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
         """Return an error document."""
-        ...
 
     def error_event(self, status: int, message: str) -> bytes:
         """Return the error as an event inside a stream that has begun."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

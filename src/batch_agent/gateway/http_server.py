@@ -9,7 +9,6 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import ip_address
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -73,9 +72,7 @@ class HttpServer:
         self.url = f"http://{place}:{runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
 

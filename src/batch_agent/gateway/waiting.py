@@ -8,7 +8,6 @@ that comes sooner gets its proper status.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -32,9 +31,7 @@ class Waiting:
         self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self._begin)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._over = True
         assert self._timer is not None
         self._timer.cancel()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Self
 
 from batch_agent.errors import Rejected, SpecError
@@ -87,9 +86,7 @@ class Members:
         await self._net.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
 

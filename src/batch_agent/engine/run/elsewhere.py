@@ -19,4 +19,3 @@ class Cluster(Protocol):
         self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
     ) -> Run[Any]:
         """Return the run for the process that reads the inputs and delivers the results."""
-        ...

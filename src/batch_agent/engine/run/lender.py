@@ -21,11 +21,9 @@ class Lender(Protocol):
 
     def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AbstractAsyncContextManager[None]:
         """Return a context manager during which the run uses no more than the shares that it holds."""
-        ...
 
     def soon(self) -> None:
         """Request more of the budget."""
-        ...
 
 
 class WorkerAccount:

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
@@ -186,9 +185,7 @@ class Run(Steered, Generic[T]):
         self._supervisor.add_done_callback(lambda _: self._delivery.close())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         assert self._supervisor is not None
         self.stop()
         await outlast(self._supervisor)
