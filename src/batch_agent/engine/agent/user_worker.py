@@ -117,7 +117,7 @@ class UserWorker:
 
         def call() -> Returned:
             try:
-                return context.run(self._function, row, BlockingContext(AgentContext(work), loop)), None
+                return context.run(self._function, row, BlockingContext(work, loop)), None
             except BaseException as error:
                 return None, error
             finally:
