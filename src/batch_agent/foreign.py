@@ -1,16 +1,16 @@
 """Formats exceptions of code that is not ours (tools, validators, serializers, modules of a spec).
 
 Such code may raise anything. Its ``SystemExit``, ``GeneratorExit`` or ``CancelledError`` is not meant for our process
-or our tasks. So callers catch BaseException and let only KeyboardInterrupt through, which comes from the user. Each
-caller decides what a failure means.
+or our tasks. So ``boundary`` catches BaseException and lets only KeyboardInterrupt through, which comes from the user.
+Each caller decides what a failure means.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
 
@@ -35,6 +35,17 @@ def describe(error: BaseException) -> str:
         message = f"{message[:MESSAGE_CHARACTERS]} [...]"
     name = type(error).__name__
     return f"{name}: {message}" if message else name
+
+
+@contextmanager
+def boundary(error: Callable[[str], Exception], *passing: type[BaseException]) -> Iterator[None]:
+    """Convert whatever the block raises to ``error(description)``, except KeyboardInterrupt and ``passing``."""
+    try:
+        yield
+    except BaseException as raised:
+        if isinstance(raised, (KeyboardInterrupt, *passing)):
+            raise
+        raise error(describe(raised)) from raised
 
 
 def name_of(function: object) -> str:

@@ -20,7 +20,7 @@ from pydantic_core import from_json, to_json
 
 from batch_agent.compiler.typed_dict import modern_typed_dicts
 from batch_agent.errors import Invalid, NotJSON, OutputError, SpecError
-from batch_agent.foreign import describe, message_of
+from batch_agent.foreign import boundary, message_of
 from batch_agent.messages import JsonObject
 
 T = TypeVar("T")
@@ -156,15 +156,11 @@ def _no_retrieval(uri: str) -> NoReturn:
 
 
 def _guarded(read: Callable[[V], T], value: V) -> T:
-    try:
+    with boundary(lambda raised: Invalid(f"the schema's own validation raised {raised}"), OutputError):
         try:
             return read(value)
         except ValidationError as error:
             raise _explained(error, value) from None
-    except (OutputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise Invalid(f"the schema's own validation raised {describe(error)}") from error
 
 
 def _explained(error: ValidationError, value: object) -> OutputError:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, 
 from typing_extensions import ParamSpec, TypeVar
 
 from batch_agent.errors import SpecError, ToolError, ToolFailed
-from batch_agent.foreign import describe
+from batch_agent.foreign import boundary
 from batch_agent.messages import ToolSpec
 from batch_agent.spec import MCP
 from batch_agent.tools.batching import MAX_BATCH, Batching
@@ -126,12 +126,8 @@ class Tool(Generic[P, R_co]):
         """Return the identity of a call: its ``cache_key``, or all arguments. Raises only ToolError."""
         if self.cache_key is None:
             return self.signature.identity(arguments)
-        try:
+        with boundary(lambda raised: ToolFailed(f"{self.name} failed: its cache_key raised {raised}"), ToolError):
             return repr(self.cache_key(**arguments.values))
-        except (ToolError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise ToolFailed(f"{self.name} failed: its cache_key raised {describe(error)}") from error
 
     @overload
     @staticmethod
