@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from batch_agent.scheduler.engine_load import LoadGuide, Reading
+from batch_agent.scheduler.engine_load import Load, LoadGuide
 from batch_agent.scheduler.limit_search import LimitSearch
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
@@ -133,7 +133,7 @@ class Capacity:
             self.limit, self.filled = self.search.limit, False
         return reason
 
-    def loaded(self, load: Reading, inflight: int) -> str:
+    def loaded(self, load: Load, inflight: int) -> str:
         """Change the limit after a load report of the engine."""
         limit = self.limit
         if limit is None:

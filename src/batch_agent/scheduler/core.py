@@ -227,7 +227,7 @@ class Scheduler:
         answered_at = progress.answered_at
         self.forecast.go_on(progress, turns, now)
         if self.admission.is_on and answered_at is not None:
-            self.admission.go_on(progress, now - answered_at, now)
+            self.admission.go_on(progress, now - answered_at)
         ticket = Ticket(progress, pinned=pinned)
         if pinned is not None and len(self.endpoints) > 1:
             self._lanes.add(ticket, pinned)
@@ -493,7 +493,7 @@ class Scheduler:
         if self.admission.enabled and endpoint is not None and not ticket.chore:
             self.admission.answered(progress, endpoint, usage, seconds, now)
         if len(self.endpoints) > 1 and endpoint is not None:
-            self.router.answered(endpoint, seconds)
+            self.router.answered(seconds)
             if not ticket.chore:
                 self.router.learn_prefix(usage, seconds, first=progress.home is None)
                 progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens

@@ -251,7 +251,7 @@ class Router:
         """Seconds that an endpoint may be silent while others answer."""
         return max(SHORTEST_SILENCE, SILENCE_FACTOR * self.usual) if self.usual else inf
 
-    def answered(self, endpoint: Endpoint, seconds: float) -> None:
+    def answered(self, seconds: float) -> None:
         self._answers += 1
         self.usual += max(LEARN_ALL, 1 / self._answers) * (seconds - self.usual)
 

@@ -62,7 +62,7 @@ class Touches:
 
         def begin() -> None:
             nonlocal touching
-            if admission.may_touch(progress, self._dispatcher.scheduler.waiting, loop.time()):
+            if admission.may_touch(progress, self._dispatcher.scheduler.waiting):
                 touching = loop.create_task(self._touch(progress, history))
 
         lead = admission.seconds_to_compute(progress)
