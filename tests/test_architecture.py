@@ -18,6 +18,8 @@ ORDER = [
     "foreign",
     "value_type",
     "blocking",
+    "guard",
+    "children",
     "messages",
     "errors",
     "job",

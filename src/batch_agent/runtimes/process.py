@@ -4,15 +4,13 @@ whole."""
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from batch_agent.runtimes import guard
+from batch_agent.children import open_guarded
 
 LINE_BYTES = 16 * 1024 * 1024  # of one event; a longer one is ignored
 TAIL_LINES = 20  # of standard error, for the message of a failed row
@@ -37,35 +35,13 @@ async def run_agent(
 ) -> ProcessEnd:
     """Run the command until it ends; standard error goes to the file ``errors``. If this is cancelled, or this process
     dies, everything that the command started is killed."""
-    watched, alive = os.pipe()
-    try:
-        with errors.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, str(watched), *command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=file,
-                cwd=cwd,
-                env=dict(env),
-                pass_fds=(watched,),
-                limit=LINE_BYTES,
-            )
-        os.close(watched)
-        watched = -1
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_feed(process, prompt.encode("utf-8", "replace")))
-                tasks.create_task(_read(process, on_line))
-                status = await process.wait()
-        finally:
-            os.close(alive)  # the guard kills what is left
-            alive = -1
-            if process.returncode is None:
-                await asyncio.shield(process.wait())
-    finally:
-        for end in (watched, alive):
-            if end >= 0:
-                os.close(end)
+    pipe = asyncio.subprocess.PIPE
+    with errors.open("wb") as file:
+        opened = open_guarded(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=file, limit=LINE_BYTES)
+        async with opened as process, asyncio.TaskGroup() as tasks:
+            tasks.create_task(_feed(process, prompt.encode("utf-8", "replace")))
+            tasks.create_task(_read(process, on_line))
+            status = await process.wait()
     return ProcessEnd(status, tail_of(errors))
 
 
