@@ -212,6 +212,46 @@ def joined(parts: Sequence[Part]) -> Content:
     return "".join(part for part in parts if isinstance(part, str))
 
 
+# The formats that chat completions and responses share
+
+
+def read_content(content: JsonValue, lost: list[str]) -> Content:
+    """Return the text and the pictures of a message; adds other parts to ``lost``."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Part] = []
+    for part in objects(content, "content"):
+        match part.get("type"):
+            case "text" | "input_text" | "output_text":
+                parts.append(string(part.get("text"), "text"))
+            case "refusal":
+                parts.append(string(part.get("refusal"), "refusal"))
+            case "image_url":
+                parts.append(image_of(part.get("image_url"), "image_url"))
+            case "input_image" if part.get("image_url") is not None:
+                parts.append(image_of(part.get("image_url"), "image_url"))
+            case other:
+                lost.append(f"a part of the type {other!r}")
+    return joined(parts)
+
+
+def read_schema(form: JsonObject, described: JsonObject) -> tuple[JsonObject | None, str]:
+    """Return the schema of the answer, if the request asks for JSON, and its name."""
+    kind, schema = form.get("type"), described.get("schema")
+    if kind != "json_schema":
+        schema = {"type": "object"} if kind == "json_object" else None
+    return (schema if isinstance(schema, dict) else None), string(described.get("name"), "name") or "answer"
+
+
+def read_choice(choice: JsonValue, inside: str = "") -> JsonValue:
+    """Return a tool choice: a keyword, or a tool's name, which may be ``inside`` another object."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    named = mapping_of(choice, "tool_choice")
+    named = mapping_of(named.get(inside), "tool_choice") if inside else named
+    return string(named.get("name"), "tool_choice") or "auto"
+
+
 # Writing
 
 
