@@ -259,8 +259,7 @@ class DrainStarted:
 
 @value_type
 class RunFinished:
-    """``reason``: which limit ended a run that is out of budget, or why a run is unreachable or refused by the
-    server."""
+    """``reason``: the limit that ended the run, or why it is unreachable or refused."""
 
     at: float
     run: str

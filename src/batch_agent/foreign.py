@@ -49,8 +49,7 @@ def boundary(error: Callable[[str], Exception], *passing: type[BaseException]) -
 
 
 def name_of(function: object) -> str:
-    """Return the qualified name of a function, or of the class of a callable object; that of a partial includes its
-    arguments."""
+    """Return the qualified name of a function or a callable's class; a partial's with its arguments."""
     if isinstance(function, partial):
         # Values that are not JSON may be formatted differently in another process.
         with suppress(TypeError, ValueError):

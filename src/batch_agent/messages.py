@@ -56,8 +56,7 @@ class Attachment:
 
     @property
     def mark(self) -> str:
-        """Return the text that represents the picture in records, transcripts and row ids; it contains the picture's
-        hash."""
+        """Return the text for the picture in records, transcripts and row ids, with the picture's hash."""
         if not self.is_data:
             return f"[{self.kind} {self.url}]"
         self._digest = self._digest or sha256(_data(self.url)).hexdigest()
@@ -257,8 +256,7 @@ class Usage:
 
 @value_type
 class Allowance:
-    """One rate limit of a provider, from its headers: the limit per minute, what remains, and the seconds until it is
-    full again."""
+    """One rate limit of a provider, from its headers, and the seconds until it is full again."""
 
     limit: int | None = None
     remaining: int | None = None

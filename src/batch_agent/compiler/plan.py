@@ -105,8 +105,7 @@ class Plan:
         self.warning = warning
 
     def check_first(self, first: object) -> None:
-        """Decide with the first readable input which braces of the task are fields. Raises SpecError if one is missing
-        there."""
+        """Decide with the first readable input which braces are fields. Raises SpecError if one is missing."""
         if self._template is None and not isinstance(first, UnreadableRow):
             self._template = _parse(self._spec, first)
             self._head = self._template.head
@@ -199,8 +198,7 @@ class Plan:
         return self._shared_tokens + estimate_tokens(prompt)
 
     def question(self, job: Job) -> str:
-        """Return the job's prompt as it reads without hoisting: jobs with equal questions ask the same, however their
-        runs were compiled."""
+        """Return the job's prompt without hoisting, so that equal questions of other runs compare equal."""
         if self._spec.worker is not None:
             return _whole_row(job.input, job.images)
         return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
@@ -259,8 +257,7 @@ def compile_plan(
     look: Look = lambda image: image,
     read: Read = _unread,
 ) -> Plan:
-    """Compile the spec. ``inject_schema`` is False if the backend enforces the schema; ``look`` prepares pictures,
-    ``read`` reads documents."""
+    """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
@@ -394,8 +391,7 @@ def _jinja(task: str) -> TaskTemplate:
 
 
 def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
-    """Return a warning if the task uses no field. An id only names a row, and rows without fields ask the same question
-    repeatedly."""
+    """Return a warning if the task uses no field except the id: all rows would ask the same question."""
     own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None

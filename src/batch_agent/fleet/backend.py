@@ -167,8 +167,7 @@ class Fleet(Backend):
         return server.name
 
     def remove(self, url: str) -> None:
-        """Remove a server: it gets no more requests, and is closed when its last one is answered. ``url`` is what it
-        was added with, or its name."""
+        """Remove a server, by its name or address. It is closed after its last answer."""
         self._check_loop()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
@@ -210,8 +209,7 @@ class Fleet(Backend):
         return FleetServer(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
 
     def _register(self, server: FleetServer) -> None:
-        """Add the server to the fleet under a unique name: in-process engines share one name, and a removed server may
-        still be working."""
+        """Add the server under a unique name: in-process engines share one, and a removed server may still work."""
         name, number = server.name, 1
         while server.name in self._servers:
             number += 1

@@ -1,5 +1,4 @@
-"""Probes many servers at once: whether each is up, which models it serves, how busy it is. The number of sockets is
-limited."""
+"""Probes many servers at once, with a limited number of sockets: state, models, load."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ class HttpServer:
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body of a request. Raises BodyRefused if it has more than ``most`` bytes, or if none arrive for
-    ``patience`` seconds."""
+    """Return the body. Raises BodyRefused above ``most`` bytes, or without any for ``patience`` seconds."""
     if not request.can_read_body:
         return b""
     too_large = BodyRefused(413, f"the body is larger than {most // 1024**2} MiB")

@@ -1,5 +1,4 @@
-"""One command-line agent as a process group: started under a guard, given its prompt, read line by line, ended as a
-whole."""
+"""One command-line agent as a guarded process: given its prompt, read line by line, ended as a whole."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ class Ledger:
         return self._open
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
-        """Return a message about the limit that leaves no room for this call, or None if it fits. ``beside`` will be
-        sent first."""
+        """Return a message about the limit that this call exceeds, or None. ``beside`` is sent first."""
         needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
         # Part of the rest that may be in flight.
         several = self._open or beside != NOTHING or self.others_open != NOTHING

@@ -63,8 +63,7 @@ class Capacity:
         self.limit = self._proven = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
-        """Lower the limit after a request of ``generation`` was refused for load. ``wait`` is the Retry-After in
-        seconds."""
+        """Lower the limit: a request of ``generation`` was refused for load. ``wait``: the Retry-After."""
         if generation != self.generation:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)

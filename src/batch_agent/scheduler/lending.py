@@ -71,8 +71,7 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """Requests to all workers. ``number`` grows with every request. ``rows`` are requests for single rows, each with
-    its number."""
+    """Requests to all workers. ``number`` grows with each; ``rows`` are those for single rows."""
 
     number: int = 0
     sitting: int = 0  # the number at which the run began or was resumed

@@ -17,8 +17,7 @@ UNKNOWN_SECONDS = 15.0  # length of a pin while no agent has returned from a too
 
 
 def pin_seconds(forecast: TurnForecast, turns: int) -> float:
-    """Return the seconds to pin the context of an agent that has taken ``turns`` and requests its next answer; 0: no
-    pin."""
+    """Return how long to pin the context of an agent that has taken ``turns``; 0: no pin."""
     if forecast.goes_on(turns + 1) < LIKELY:
         return 0.0
     wait = forecast.seconds_between_turns

@@ -173,8 +173,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What one request reserved: its expected usage, the limits it counts for, and its number in the order of
-    sending."""
+    """What one request reserved: its expected usage, its limits, and its number in sending order."""
 
     expected: Usage
     number: int

@@ -54,8 +54,7 @@ class Refusals:
         *,
         confirmed: bool = False,
     ) -> Scope:
-        """Return which rows a denial concerns. ``confirm``: send the same request once more, and then pass
-        ``confirmed``."""
+        """Return which rows a denial concerns. ``confirm``: send it once more and pass ``confirmed``."""
         if status is None:  # a filter stopped the answer; the request itself was accepted
             return "row"
         wrong_key = status in WRONG_KEY

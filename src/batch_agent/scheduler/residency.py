@@ -61,8 +61,7 @@ class Residency:
                 self._total -= contexts.pop(oldest)
 
     def distance(self, progress: Progress) -> int | None:
-        """Return the tokens of all contexts used since the agent's last turn, and of its own; None if that was too long
-        ago."""
+        """Return the tokens of all contexts used since the agent's last turn; None if that is too long ago."""
         if progress not in self._contexts:
             return None
         tokens, flying = 0, len(self._flying)

@@ -45,8 +45,7 @@ class Terms:
 
 
 class Server:
-    """``weight`` is its share among others, ``models`` are those it serves (None: unknown), ``context`` is in
-    tokens."""
+    """``weight``: its share; ``models``: those it serves (None: unknown); ``context``: in tokens."""
 
     def __init__(
         self,

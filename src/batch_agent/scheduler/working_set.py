@@ -137,8 +137,7 @@ class WorkingSet:
         residency.sent(progress, max(0, tokens - self._growth.shared), self._remembered)
 
     def answered(self, progress: Progress, tokens: int, evicted: bool) -> bool:
-        """Record that the turn was answered, and the context now has ``tokens``. Returns whether the capacity
-        changed."""
+        """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
         distance, changed = progress.distance, False
         if distance is None:
             pass
@@ -160,8 +159,7 @@ class WorkingSet:
         self.margin = max(LEAST, self.margin * LESS)
 
     def preempted(self, total: int | None) -> None:
-        """Shrink the margin if the engine's total of preemptions grew: the running requests need more memory than it
-        has."""
+        """Shrink the margin if the engine preempted requests: they need more memory than it has."""
         if self._preemptions is not None and total is not None and total > self._preemptions:
             self.shrink()
         self._preemptions = total

@@ -112,15 +112,13 @@ class _Post(Question):
         return Reply("")
 
     def _give_up(self, error: Timeout) -> None:
-        """Fail the requests that wait for the server. It has answered nothing since this one was sent, so they would
-        time out too."""
+        """Fail the requests that wait for the server: it has answered nothing since this one was sent."""
         why = f"not sent, because the server did not answer the previous request: {error}"
         for ticket in tuple(self._line.asking):
             self._slots.reject(ticket, Timeout(why, unreached=True))
 
     def wants_again(self, ticket: Ticket) -> bool:
-        """Return whether a retry at the same server makes sense: it may still be starting, the connection broke, or it
-        was overloaded."""
+        """Return whether to retry at the same server: it is starting or overloaded, or the connection broke."""
         error = self.error
         if error is None or _is_refused(error):
             return error is not None or ticket.recalled

@@ -91,8 +91,7 @@ class Members:
 
 
 def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
-    """Return the texts of a list or of a table's column. Raises SpecError for a single text, and for items that are not
-    text."""
+    """Return the texts of a list or a table's column. Raises SpecError for a single text or other items."""
     if isinstance(given, str):
         raise SpecError(f"{what} is one text: give a list of them")
     found = list(given)

@@ -94,8 +94,7 @@ class AgentPool(Members):
     async def as_completed(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Response, None]:
-        """Yield the responses of ``send_all`` as they arrive; ``index`` is the number of the prompt. Leaving the loop
-        cancels the rest."""
+        """Yield the responses of ``send_all`` as they arrive, with ``index``. Leaving the loop cancels the rest."""
         ready: asyncio.Queue[Response | None] = asyncio.Queue()
         task = asyncio.get_running_loop().create_task(self._send_all(prompts, max_tokens, options, ready.put_nowait))
         task.add_done_callback(lambda _: ready.put_nowait(None))

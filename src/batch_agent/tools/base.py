@@ -385,8 +385,7 @@ def _each(values: Sequence[object]) -> Iterator[Tool]:
 
 
 def tools_at(server: str, **options: Any) -> list[Tool]:
-    """Return the tools of an MCP server, or of a file of servers. ``options`` are those of ``Tool.mcp`` or
-    ``Tool.mcp_file``."""
+    """Return the tools of an MCP server or a file of servers. ``options``: of ``mcp`` or ``mcp_file``."""
     return Tool.mcp_file(server, **options) if server.endswith(".json") else Tool.mcp(server, **options)
 
 

@@ -25,8 +25,7 @@ ENDING_SECONDS = 5.0  # for a cancelled call to stop, before the run continues w
 
 @value_type
 class ToolOutcome:
-    """The outcome of a call. ``text`` is for the model, also after a failure. ``seconds`` is the time from request to
-    outcome."""
+    """The outcome of a call. ``text`` is for the model; ``seconds`` is from request to outcome."""
 
     text: str
     ok: bool

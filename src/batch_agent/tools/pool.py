@@ -289,8 +289,7 @@ class ToolPool:
         self._land(offer, flight, end)
 
     def _is_for_all(self, tool: Tool, flight: Flight) -> bool:
-        """Return whether other workers may use this call: it does not see its row, and reads nothing that a tool of
-        this run writes."""
+        """Return whether other workers may use this call: it sees no row, and reads nothing written here."""
         if self._once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
             return False
         return tool.resource is None or tool.resource not in self._written

@@ -73,8 +73,7 @@ class Compactor:
         return foreseen - int(compaction.TARGET * room)
 
     def foreseen(self, history: History) -> int | None:
-        """Return the tokens of the next prompt: counted if possible, else a high estimate. None before the first
-        answer."""
+        """Return the tokens of the next prompt, or a high estimate; None before the first answer."""
         foreseen = history.foreseen()
         if foreseen is None and (estimated := self._estimated(history)) is not None:
             return int(estimated / TRUSTED)
@@ -135,8 +134,7 @@ class Compactor:
         return await self._summary(before.note, since, job, tally)
 
     async def _summary(self, known: str, gone: Sequence[Message], job: Job, tally: Tally) -> tuple[str, Usage]:
-        """Return a summary of the messages removed now and of the earlier summary (``known``). "" if the model cannot
-        write it."""
+        """Return a summary of the removed messages and of the earlier one (``known``); "" if that fails."""
         r, shape = self.summaries, self.shape
         assert r is not None and shape is not None
         steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))

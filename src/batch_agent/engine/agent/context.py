@@ -87,8 +87,7 @@ class WorkerContext:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The row's own conversation so far: the system prompt, the task, and all requests without messages of their
-        own."""
+        """The row's own conversation so far: the system prompt, the task, and requests without own messages."""
         return tuple(self._work.conversation.messages)
 
     @property

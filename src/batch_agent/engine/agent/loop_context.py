@@ -52,8 +52,7 @@ MISMATCH = (
 
 
 class LoopContext(WorkState):
-    """``conversation`` begins with the task. ``failure`` is the error of a request or a call. It is final: the journal
-    cannot record a recovery."""
+    """``failure`` is the error of a request or call. It is final: the journal has no recoveries."""
 
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker) -> None:
         super().__init__(job, resources, trail)
@@ -92,8 +91,7 @@ class LoopContext(WorkState):
     # What a worker does
 
     async def ask(self, shape: RequestShape | None = None) -> Reply:
-        """Return the model's answer to the conversation, and add it. ``shape`` is the kind of request, if not the
-        default."""
+        """Return the model's answer to the conversation, and add it. ``shape``: the kind of request."""
         self._go_on()
         if shape is None:
             shape = self.shapes.later if self.tally.turns else self.shapes.first
@@ -189,8 +187,7 @@ class LoopContext(WorkState):
         return past.reply
 
     def _check(self, shape: RequestShape, then: str | None) -> None:
-        """Compute the digest of the next request. Raises ReplayMismatch if ``then`` is the digest of another
-        request."""
+        """Compute the digest of the next request. Raises ReplayMismatch if it differs from ``then``."""
         new, first = self._history.said.messages[self._digested :], self._digested + 1
         self._digested += len(new)
         self._chain, self._asked = next_asked(self._chain, self._r.digests.of(shape), new)
@@ -205,8 +202,7 @@ class LoopContext(WorkState):
         self._abandon_early()
 
     async def _send_fitting(self, shape: RequestShape) -> Reply:
-        """Cut a conversation that would exceed the context, and send it. If the server still finds it too long, send it
-        once more."""
+        """Cut a conversation that would exceed the context, and send it; again if the server refuses its length."""
         compactor, history = self._r.compactor, self._history
         if compactor is None:
             return await self._send(shape)
@@ -361,8 +357,7 @@ class LoopContext(WorkState):
             self._answer = None
 
     def _leave_record(self) -> None:
-        """End the replay: the agent continues on its own. Raises FailedBefore if the record ends with a failure that is
-        not retried."""
+        """End the replay. Raises FailedBefore if the record ends with a failure that is not retried."""
         trail = self._trail
         if trail.fresh:
             return

@@ -48,8 +48,7 @@ ENDED = "the row of this context has ended: it accepts no more requests or calls
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """The end of a tool call. ``text`` is for the model. ``unknown``: the call was interrupted, may have written, and
-    is not run again."""
+    """The end of a tool call. ``unknown``: it was interrupted, may have written, and is not repeated."""
 
     text: str
     ok: bool
@@ -272,8 +271,7 @@ class RowWork(WorkState):
             )
 
     async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``, run in a task of this row. The task ends with the row, even if its caller
-        still waits."""
+        """Return the result of ``work``, run in a task that ends with the row."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -300,8 +298,7 @@ class RowWork(WorkState):
         return self._key
 
     async def wait_for(self, worker: asyncio.Task[Any]) -> None:
-        """Wait until the worker has ended. Raises Interrupted if the run's time limit comes first; running writes are
-        still waited for."""
+        """Wait until the worker has ended. Raises Interrupted at the run's time limit, after running writes."""
         ended = self._loop.create_future()
 
         def tell(_: object) -> None:

@@ -188,8 +188,7 @@ class UserWorker:
         return AskShapes(shapes, schema, output_schema)
 
     def _admit_shape(self, shape: RequestShape) -> None:
-        """Set the prices of a client's shape. It is not checked before it is sent: the client gets the backend's
-        refusal."""
+        """Set the prices of a client's shape. The backend checks it when it is sent."""
         if self._spending is not None:
             self._spending.set_prices((shape,), self._prices(shape.model))
 

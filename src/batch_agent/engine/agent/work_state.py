@@ -69,8 +69,7 @@ class WorkState(ABC):
         return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
 
     def shown(self) -> JsonObject:
-        """Return the conversation so far. ``saying`` is the answer that is being streamed; None if no request is in
-        flight."""
+        """Return the conversation so far. ``saying``: the answer being streamed; None without a request."""
         asking, tally = self._asking, self.tally
         return {
             "index": self.job.index,

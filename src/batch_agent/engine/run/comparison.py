@@ -94,8 +94,7 @@ class Comparison:
         gpu_price: float | None = None,
         gpu_speed: float | None = None,
     ) -> Comparison:
-        """Return the comparison for the stages of one batch, whose costs are added. Raises SpecError if the number of
-        rows is unknown."""
+        """Return the comparison for all stages of a batch. Raises SpecError without the number of rows."""
         if any(plan.prompt_tokens is None or plan.uncached_tokens is None for plan in plans):
             raise SpecError("the cost cannot be compared: the number of rows is unknown")
         offers = [_offer(provider, model, prices, plans) for provider, model, prices in priced_models()]
@@ -157,8 +156,7 @@ class Comparison:
 
 
 def measured_speed(run: Path) -> float:
-    """Return the tokens per second of a recorded run, without cached ones. Raises SpecError if the run has not
-    ended."""
+    """Return the uncached tokens per second of a recorded run. Raises SpecError if it has not ended."""
     try:
         summary = from_json((run / SUMMARY).read_bytes())
     except (OSError, ValueError):

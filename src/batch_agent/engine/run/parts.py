@@ -23,8 +23,7 @@ NOT_BEGUN = "the run ended before every part of this row was begun"
 
 
 class Parts:
-    """``recorded`` exists because an agent has it. The end of a row in parts is not recorded; the ends of its parts
-    are."""
+    """``recorded`` is None, unlike that of an agent: only the ends of the parts are recorded."""
 
     recorded: None = None
 

@@ -75,8 +75,7 @@ async def begin_session(
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
-    """Return what all rows have in common, for viewers of the run: with it, a row's prompt is computed from its
-    input."""
+    """Return what all rows have in common, so that viewers can compute a row's prompt from its input."""
     plan, spec = prepared.plan, prepared.spec
     schema = None if prepared.schema is None else prepared.schema.json_schema
     return {

@@ -50,8 +50,7 @@ def agent_tool(
     description: str | None = None,
     max_concurrent: int | None = None,
 ) -> Tool[..., Coroutine[Any, Any, str]]:
-    """Return the tool. By default as many calls run at once as fit into memory. Raises SpecError for a runtime without
-    a backend."""
+    """Return the tool; its default number of calls at once fits into memory. Raises SpecError."""
     if runtime.backend is None:
         raise SpecError(f"Tool.agent: give {runtime.name} its own backend, such as backend='vllm://host:8000'")
     if runtime.model is None and not isinstance(runtime, ClaudeCodeRuntime):

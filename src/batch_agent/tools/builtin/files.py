@@ -141,8 +141,7 @@ def _text(path: str, file: io.FileIO, max_bytes: int, offset: int) -> str:
 
 
 def _open(located: Located, flags: int) -> int:
-    """Open each directory from the root without following symlinks. A directory that was replaced by a symlink since it
-    was located is an error."""
+    """Open the file without following symlinks, also those made since it was located."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its writer
     if not located.inside:
         return os.open(located.root, flags)

@@ -97,8 +97,7 @@ def _checked(server: McpServer) -> McpServer:
 
 
 def read_servers(path: Path, *, env: Mapping[str, str] | None = None) -> dict[str, McpServer]:
-    """Return the servers of an ``mcpServers`` file by name, with ``${VARIABLE}`` replaced from ``env``. Raises
-    SpecError."""
+    """Return the servers of an ``mcpServers`` file by name, with ``${VARIABLE}`` from ``env``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
