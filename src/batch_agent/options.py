@@ -100,3 +100,14 @@ class Options(TypedDict, total=False):
 
 class EveryOption(Options, total=False):
     worker: Worker | None
+
+
+class ShownOptions(Options, total=False):
+    """With what ``run`` and ``run_sync`` take beside the options of a run."""
+
+    progress: bool | None
+    view: bool
+
+
+class EveryShownOption(ShownOptions, EveryOption, total=False):
+    """All of these."""
