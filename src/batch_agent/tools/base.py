@@ -20,7 +20,19 @@ import types
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    Literal,
+    Protocol,
+    TypedDict,
+    Unpack,
+    cast,
+    overload,
+)
 
 from typing_extensions import ParamSpec, TypeVar
 
@@ -72,6 +84,22 @@ class Resource(Protocol):
     def __hash__(self) -> int: ...
 
     def open(self, spawn: Spawn, /) -> OpenResource: ...
+
+
+class ToolOptions(TypedDict, total=False):
+    """The options of ``Tool.define``, for type checkers."""
+
+    name: str | None
+    description: str | None
+    max_tokens: int | None
+    cacheable: bool | None
+    effect: Effect | None
+    rate_limit: float | str | None
+    max_concurrent: int | None
+    timeout: float | None
+    ttl: float | None
+    cache_key: CacheKey | None
+    version: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,42 +159,10 @@ class Tool(Generic[P, R_co]):
 
     @overload
     @staticmethod
-    def define(
-        fn: Callable[Q, V],
-        /,
-        *,
-        name: str | None = None,
-        description: str | None = None,
-        max_tokens: int | None = MAX_TOKENS,
-        cacheable: bool | None = None,
-        effect: Effect | None = None,
-        rate_limit: float | str | None = None,
-        max_concurrent: int | None = None,
-        timeout: float | None = None,
-        ttl: float | None = None,
-        cache_key: CacheKey | None = None,
-        version: str | None = None,
-    ) -> Tool[Q, V]: ...
-
+    def define(fn: Callable[Q, V], /, **options: Unpack[ToolOptions]) -> Tool[Q, V]: ...
     @overload
     @staticmethod
-    def define(
-        fn: None = None,
-        /,
-        *,
-        name: str | None = None,
-        description: str | None = None,
-        max_tokens: int | None = MAX_TOKENS,
-        cacheable: bool | None = None,
-        effect: Effect | None = None,
-        rate_limit: float | str | None = None,
-        max_concurrent: int | None = None,
-        timeout: float | None = None,
-        ttl: float | None = None,
-        cache_key: CacheKey | None = None,
-        version: str | None = None,
-    ) -> _Decorator: ...
-
+    def define(fn: None = None, /, **options: Unpack[ToolOptions]) -> _Decorator: ...
     @staticmethod
     def define(
         fn: Function | None = None,

@@ -7,7 +7,7 @@ the table of ``genai-prices``. Quality is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batch_agent.backends.batch.jobs import PRICE as BATCH_PRICE
@@ -33,15 +33,6 @@ class Offer:
     prefix_cached: float
     nothing_cached: float
     batch: float | None
-
-    def to_json(self) -> JsonObject:
-        return {
-            "provider": self.provider,
-            "model": self.model,
-            "prefix_cached": self.prefix_cached,
-            "nothing_cached": self.nothing_cached,
-            "batch": self.batch,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +103,7 @@ class Comparison:
     def to_json(self) -> JsonObject:
         return {
             "estimates": True,
-            "offers": [offer.to_json() for offer in self.offers],
+            "offers": [asdict(offer) for offer in self.offers],
             "gpu": None if self.gpu is None else self.gpu.to_json(),
         }
 

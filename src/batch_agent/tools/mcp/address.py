@@ -9,8 +9,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
+
+if TYPE_CHECKING:
+    from batch_agent.tools.base import Spawn
+    from batch_agent.tools.mcp.connection import McpConnection
 
 STDIO = "stdio:"
 FORMS = '"stdio:COMMAND", a list of arguments, or "https://HOST/mcp"'
@@ -42,6 +47,12 @@ class McpServer:
             return f"{scheme}://{rest.rpartition('@')[2]}"
         shown = shlex.join(self.command)
         return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+    def open(self, spawn: Spawn) -> McpConnection:
+        """Open the session that the tools of the server share in a run."""
+        from batch_agent.tools.mcp.connection import McpConnection
+
+        return McpConnection(self, spawn)
 
 
 def require_sdk(purpose: str) -> None:

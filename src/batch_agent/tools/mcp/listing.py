@@ -11,13 +11,12 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.messages import JsonObject, ToolSpec
-from batch_agent.tools.base import Spawn, Tool
+from batch_agent.tools.base import Tool
 from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
 from batch_agent.tools.mcp.arguments import SchemaSignature
 from batch_agent.tools.render import MAX_TOKENS
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 SERVER_NAME = "{server}"  # placeholder in a prefix
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _LONGEST_NAME = 64  # that the common wire formats accept
-
-
-@dataclass(frozen=True, slots=True)
-class McpResource:
-    """The session that the tools of a server share in a run."""
-
-    server: McpServer
-
-    def open(self, spawn: Spawn) -> McpConnection:
-        from batch_agent.tools.mcp.connection import McpConnection
-
-        return McpConnection(self.server, spawn)
 
 
 def mcp_tools(
@@ -138,7 +125,7 @@ def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout
         ttl=None,
         max_tokens=MAX_TOKENS,
         cache_key=None,
-        resource=McpResource(server),
+        resource=server,
     )
 
 
