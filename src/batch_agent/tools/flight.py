@@ -172,6 +172,9 @@ class PendingCall:
 
     async def wait(self) -> ToolOutcome:
         """Return the outcome of the call. Cancelling the wait does not cancel the call."""
+        return await self.ended()
+
+    def ended(self) -> asyncio.Future[ToolOutcome]:
         ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
 
         def tell(end: ToolOutcome | Exception) -> None:
@@ -179,7 +182,7 @@ class PendingCall:
                 ended.set_exception(end) if isinstance(end, Exception) else ended.set_result(end)
 
         self.on_end(tell)
-        return await ended
+        return ended
 
     def seconds(self, now: float) -> float:
         """Return the seconds from this agent's request until now, or until the end of the call."""

@@ -38,7 +38,7 @@ from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.scheduler.pins import pin_seconds
+from batch_agent.scheduler.kvflow import pin_seconds
 from batch_agent.store.digests import difference, is_same, next_asked
 from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail

@@ -36,7 +36,6 @@ from batch_agent.store.digests import call_digest, request_digest
 from batch_agent.store.replay import WorkReplay, chain
 from batch_agent.store.steps import CallBegun, CallEnded, Ended, Failed, conversation_of_ask
 from batch_agent.store.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
-from batch_agent.tools.pool import ToolOutcome
 
 if TYPE_CHECKING:
     from batch_agent.engine.agent.user_worker import UserWorker
@@ -229,28 +228,16 @@ class RowWork(WorkState):
     async def _run_call(self, call: ToolCall) -> CallOutcome:
         r, index, turn = self._r, self.job.index, self.tally.turns
         place, self._calls = self._calls, self._calls + 1
-        began, ended = self._loop.time(), self._loop.create_future()
+        began = self._loop.time()
         r.emit(ToolStarted(r.clock(), r.run, index, turn, place, call.id, call.name))
         pending = r.tools.start(call, self.job, turn)
-        found: list[ToolOutcome] = []
-
-        def tell(end: ToolOutcome | Exception) -> None:
-            if ended.done():
-                return
-            if isinstance(end, Exception):
-                ended.set_exception(end)
-                return
-            found.append(end)
-            ended.set_result(None)
-
         try:
-            pending.on_end(tell)
+            ended = pending.ended()
             # The outcome of a write must be known, so it is waited for even after the run's time limit.
-            await (r.dispatcher.wait_for_tools(ended) if r.tools.can_start_early(call.name) else ended)
+            end = await (r.dispatcher.wait_for_tools(ended) if r.tools.can_start_early(call.name) else ended)
         finally:
             pending.abandon()
             self.tally.tool_wait += self._loop.time() - began
-        [end] = found
         r.emit(ToolFinished(r.clock(), r.run, index, turn, place, call.id, call.name, end.seconds, end.ok, end.source))
         return CallOutcome(end.text, end.ok)
 
