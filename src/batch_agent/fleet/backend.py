@@ -152,12 +152,7 @@ class Fleet(Backend):
         return {server.name: server.known for server in self._present}
 
     def add(
-        self,
-        url: Given,
-        *,
-        model: str | None = None,
-        context: int | None = None,
-        weight: float | None = None,
+        self, url: Given, *, model: str | None = None, context: int | None = None, weight: float | None = None
     ) -> str:
         """Add a server, also to running runs. Returns its name."""
         self._check_loop()
@@ -432,10 +427,5 @@ def from_address(address: Address) -> Fleet:
     for key, value in parse_qsl(address.url.query, keep_blank_values=True):
         select.setdefault(key, []).append(value)
     return Fleet.from_hostfile(
-        path,
-        select,
-        api_key=address.api_key,
-        headers=address.headers,
-        environ=address.environ,
-        sends=address.sends,
+        path, select, api_key=address.api_key, headers=address.headers, environ=address.environ, sends=address.sends
     )

@@ -22,15 +22,7 @@ from aiohttp import web
 from batch_agent.backends.http.wire import json_of
 from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.plan import tool_text
-from batch_agent.errors import (
-    BackendError,
-    BatchAgentError,
-    Interrupted,
-    RateLimited,
-    Rejected,
-    SpecError,
-    Timeout,
-)
+from batch_agent.errors import BackendError, BatchAgentError, Interrupted, RateLimited, Rejected, SpecError, Timeout
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
 from batch_agent.gateway.http_server import (

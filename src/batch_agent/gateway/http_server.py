@@ -38,12 +38,7 @@ class HttpServer:
     ``patience`` seconds before its headers are complete is dropped."""
 
     def __init__(
-        self,
-        handler: Handler,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        patience: float = PATIENCE_SECONDS,
+        self, handler: Handler, *, host: str = "127.0.0.1", port: int = 0, patience: float = PATIENCE_SECONDS
     ) -> None:
         self._handler, self._host, self._port, self._patience = handler, host, port, patience
         self._runner: web.ServerRunner | None = None

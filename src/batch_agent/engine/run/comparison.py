@@ -78,12 +78,7 @@ class Comparison:
 
     @classmethod
     def of(
-        cls,
-        plans: Sequence[DryRun],
-        *,
-        only: str = "",
-        gpu_price: float | None = None,
-        gpu_speed: float | None = None,
+        cls, plans: Sequence[DryRun], *, only: str = "", gpu_price: float | None = None, gpu_speed: float | None = None
     ) -> Comparison:
         """Return the comparison for all stages of a batch. Raises SpecError without the number of rows."""
         if any(plan.prompt_tokens is None or plan.uncached_tokens is None for plan in plans):

@@ -35,11 +35,7 @@ async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None
     if spec.run_dir is None:
         return None
     retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
-    resuming = Resuming(
-        resume=spec.resume or spec.force_resume,
-        force=spec.force_resume,
-        retry=retry,
-    )
+    resuming = Resuming(resume=spec.resume or spec.force_resume, force=spec.force_resume, retry=retry)
     return await Session.open(Path(spec.run_dir), resuming, open_store)
 
 

@@ -53,15 +53,7 @@ from batch_agent.engine.run.shared import Owned, Shared, Sinks
 from batch_agent.engine.run.steering import Controls, Steered
 from batch_agent.engine.run.watch import Watch
 from batch_agent.errors import RunRejected, RunUnreachable
-from batch_agent.events import (
-    Ended,
-    HealthChanged,
-    LimitChanged,
-    ModelChosen,
-    RunFinished,
-    RunStarted,
-    Sink,
-)
+from batch_agent.events import Ended, HealthChanged, LimitChanged, ModelChosen, RunFinished, RunStarted, Sink
 from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics
 from batch_agent.observe.recorder import Recorder

@@ -51,10 +51,7 @@ class Located(NamedTuple):
 
 
 def read_file(
-    *,
-    roots: Sequence[str | os.PathLike[str]] | None = None,
-    max_bytes: int = MAX_BYTES,
-    hidden: bool = False,
+    *, roots: Sequence[str | os.PathLike[str]] | None = None, max_bytes: int = MAX_BYTES, hidden: bool = False
 ) -> Tool[..., str]:
     """Return the tool for the given directories; without ``roots``, for the working directory at the time of the call.
 
