@@ -34,7 +34,7 @@ from batch_agent.backends.base import (
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
-from batch_agent.fleet.following import Hostfile, Select, changes
+from batch_agent.fleet.following import Hostfile, Select, changes, free_name
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.fleet.server import FleetServer
@@ -205,10 +205,7 @@ class Fleet(Backend):
 
     def _register(self, server: FleetServer) -> None:
         """Add the server under a unique name: in-process engines share one, and a removed server may still work."""
-        name, number = server.name, 1
-        while server.name in self._servers:
-            number += 1
-            server.name = f"{name}#{number}"
+        server.name = free_name(server.name, self._servers)
         self._servers[server.name] = server
 
     def _remove(self, servers: Iterable[FleetServer]) -> None:
