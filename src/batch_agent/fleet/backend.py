@@ -69,7 +69,7 @@ class Fleet(Backend):
         self._servers: dict[str, FleetServer] = {}
         self._listeners: dict[Listener, None] = {}
         self._loop, self._users = OneLoop("fleet"), 0
-        self._hostfile: Hostfile | None = None
+        self.hostfile: Hostfile | None = None  # that it follows
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()  # closing servers that have left
         if isinstance(endpoints, str):
@@ -105,13 +105,8 @@ class Fleet(Backend):
             sends=sends,
             name=f"fleet://{path}{'?' if wanted else ''}{wanted}",
         )
-        fleet._hostfile = hostfile
+        fleet.hostfile = hostfile
         return fleet
-
-    @property
-    def hostfile(self) -> Hostfile | None:
-        """The hostfile that it follows."""
-        return self._hostfile
 
     def __repr__(self) -> str:
         return f"Fleet({self._name!r}, {len(self._present)} endpoints)"
@@ -273,8 +268,8 @@ class Fleet(Backend):
 
     async def __aenter__(self) -> Self:
         self._bind()
-        if not self._users and self._hostfile is not None:
-            self._watching = asyncio.get_running_loop().create_task(self._hostfile.follow(self._follow))
+        if not self._users and self.hostfile is not None:
+            self._watching = asyncio.get_running_loop().create_task(self.hostfile.follow(self._follow))
         self._users += 1
         return self
 

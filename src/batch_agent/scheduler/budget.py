@@ -61,17 +61,13 @@ class Ledger:
         self.reserved = Amount()
         self.others = self.others_open = NOTHING
         self.lease: Amount | None = None
-        self._open = 0
-
-    @property
-    def in_flight(self) -> int:
-        return self._open
+        self.in_flight = 0
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
         """Return a message about the limit that this call exceeds, or None. ``beside`` is sent first."""
         needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
         # Part of the rest that may be in flight.
-        several = self._open or beside != NOTHING or self.others_open != NOTHING
+        several = self.in_flight or beside != NOTHING or self.others_open != NOTHING
         most = AT_RISK if self.lease is not None and several else 1.0
         if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
             return (
@@ -116,12 +112,12 @@ class Ledger:
 
     def reserve(self, amount: Amount) -> None:
         self.reserved += amount
-        self._open += 1
+        self.in_flight += 1
 
     def settle(self, reserved: Amount, spent: Amount) -> None:
-        self._open -= 1
+        self.in_flight -= 1
         # Sums of floats drift. With nothing in flight, nothing is reserved.
-        self.reserved = self.reserved - reserved if self._open else Amount()
+        self.reserved = self.reserved - reserved if self.in_flight else Amount()
         self.spent += spent
 
 

@@ -21,16 +21,12 @@ class Members:
     def __init__(self, endpoints: Sequence[AgentEndpoint | tuple[str, int]], lines: Lines, timeout: float) -> None:
         self._net = lines
         self._lines = [lines.line(_endpoint(given)) for given in endpoints]
-        self._timeout = above_zero("timeout", timeout)
+        self.timeout = above_zero("timeout", timeout)
         self._owns = True  # False: a sub-pool
 
     @property
     def size(self) -> int:
         return len(self._lines)
-
-    @property
-    def timeout(self) -> float:
-        return self._timeout
 
     @property
     def concurrency(self) -> int:

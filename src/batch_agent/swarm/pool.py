@@ -32,6 +32,8 @@ class AgentPool(Members):
     ``timeout`` is the seconds for one request, from when it is sent."""
 
     _path = "/generate"  # route for a single prompt
+    answer_tokens: int | None = None  # token limit of an answer; None if the wire has none
+    aggregation_tokens: int | None = None  # token limit of an answer that summarises others
 
     def __init__(
         self,
@@ -45,16 +47,6 @@ class AgentPool(Members):
     ) -> None:
         super().__init__(endpoints, Lines(concurrency, connector_limit, api_key), timeout)
         self._asking = Asking().having(options)
-
-    @property
-    def answer_tokens(self) -> int | None:
-        """Return the token limit of an answer; None if the wire has none."""
-        return None
-
-    @property
-    def aggregation_tokens(self) -> int | None:
-        """Return the token limit of an answer that summarises others."""
-        return None
 
     async def post(
         self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
@@ -164,5 +156,5 @@ class AgentPool(Members):
             return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
         ask = self._net.ask_once if once else self._net.ask
-        exchanges = await asyncio.gather(*(ask(line, self._path, body, self._timeout) for _ in range(asking.n)))
+        exchanges = await asyncio.gather(*(ask(line, self._path, body, self.timeout) for _ in range(asking.n)))
         return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]

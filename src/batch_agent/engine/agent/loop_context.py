@@ -34,7 +34,7 @@ from batch_agent.errors import (
 )
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
-from batch_agent.messages import Conversation, Message, Reply, ToolCall
+from batch_agent.messages import Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
@@ -74,11 +74,6 @@ class LoopContext(WorkState):
     @property
     def shapes(self) -> Shapes:
         return self._r.shapes
-
-    @property
-    def conversation(self) -> Conversation:
-        """All messages, including those that are no longer sent because the conversation was cut."""
-        return self._history.said
 
     @property
     def messages(self) -> Sequence[Message]:

@@ -62,7 +62,7 @@ class RowWork(WorkState):
         self._key = ""  # API key at the gateway; created at first use
         own = [Message("user", content_of(job))] if job.prompt else []
         self.conversation = Conversation(own, parent=resources.shared)
-        self._worker = worker
+        self.worker = worker
         self._replay = WorkReplay(trail.past, resources.shared.messages)
         self._place: Workplace | None = None  # created at first use
         self._output: str | None = None  # the worker's return value as JSON
@@ -83,24 +83,20 @@ class RowWork(WorkState):
         if past.failed is not None and not trail.retried:
             raise FailedBefore(past.failed)
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
-            return self._worker.read(kept)
+            return self.worker.read(kept)
         if trail.has_past:
-            await self._loop.run_in_executor(None, self._worker.places.clear, trail.agent)
-        returned = await self._worker.run(self)
-        self._output, output, self.repaired = self._worker.written(returned)
+            await self._loop.run_in_executor(None, self.worker.places.clear, trail.agent)
+        returned = await self.worker.run(self)
+        self._output, output, self.repaired = self.worker.written(returned)
         return output
 
     @property
     def _kept(self) -> str | None:
         """The recorded output, if it is still valid: the fingerprint of the run has not changed."""
         ended = self._trail.past.ended
-        if ended is None or (self._trail.checks and ended.fingerprint != self._worker.fingerprint):
+        if ended is None or (self._trail.checks and ended.fingerprint != self.worker.fingerprint):
             return None
         return ended.output
-
-    @property
-    def worker(self) -> UserWorker:
-        return self._worker
 
     @property
     def shared(self) -> Conversation:
@@ -279,7 +275,7 @@ class RowWork(WorkState):
     def key(self) -> str:
         """The API key of this row at the gateway. It is valid until the row ends."""
         if not self._key:
-            gateway = self._worker.gateway
+            gateway = self.worker.gateway
             self._key = gateway.admit(GatewayRow(self, self._r.backend))
             self.at_end(partial(gateway.dismiss, self._key))
         return self._key
@@ -316,7 +312,7 @@ class RowWork(WorkState):
                 await asyncio.wait(self._tasks)
             except asyncio.CancelledError as error:
                 cancelled = error
-        if self._place is not None and not self._worker.places.keeps:
+        if self._place is not None and not self.worker.places.keeps:
             await self._loop.run_in_executor(None, self._place.leave)
         if cancelled is not None:
             raise cancelled
@@ -327,12 +323,12 @@ class RowWork(WorkState):
     def place(self) -> Workplace:
         """The row's working directory and artifacts."""
         if self._place is None:
-            self._place = self._worker.places.open(self._trail.agent)
+            self._place = self.worker.places.open(self._trail.agent)
         return self._place
 
     @property
     def artifacts(self) -> Mapping[str, Path]:
-        return self._worker.places.artifacts(self._trail.agent) if self._place is None else self._place.artifacts
+        return self.worker.places.artifacts(self._trail.agent) if self._place is None else self._place.artifacts
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -349,4 +345,4 @@ class RowWork(WorkState):
         if verdict is not None:
             trail.add(Failed(verdict, self.text, self._spent()))
         else:
-            trail.add(Ended(self._spent(), self._output, self._worker.fingerprint))
+            trail.add(Ended(self._spent(), self._output, self.worker.fingerprint))
