@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -67,7 +66,6 @@ class RowWork(WorkState):
         self._place: Workplace | None = None  # created at first use
         self._output: str | None = None  # the worker's return value as JSON
         self._closed = False
-        self._at_end: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing: set[asyncio.Task[Any]] = set()  # tasks of calls that may write
         self._progress_of = {self.progress.model: self.progress}
@@ -275,9 +273,7 @@ class RowWork(WorkState):
     def key(self) -> str:
         """The API key of this row at the gateway. It is valid until the row ends."""
         if not self._key:
-            gateway = self.worker.gateway
-            self._key = gateway.admit(GatewayRow(self, self._r.backend))
-            self.at_end(partial(gateway.dismiss, self._key))
+            self._key = self.worker.gateway.admit(GatewayRow(self, self._r.backend))
         return self._key
 
     async def wait_for(self, worker: asyncio.Task[Any]) -> None:
@@ -296,14 +292,10 @@ class RowWork(WorkState):
                 await asyncio.wait(self._writing)
             raise
 
-    def at_end(self, act: Callable[[], None]) -> None:
-        """Call ``act`` once when the row ends and accepts no more requests."""
-        self._at_end.append(act)
-
     async def close(self) -> None:
         self._closed = True
-        while self._at_end:
-            self._at_end.pop()()
+        if self._key:
+            self.worker.gateway.dismiss(self._key)
         cancelled: asyncio.CancelledError | None = None
         while self._tasks:
             for task in self._tasks:
