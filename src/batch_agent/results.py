@@ -208,7 +208,6 @@ def _pandas_type(column: Column, cells: Sequence[object]) -> str | None:
 
 
 def _statistics(results: Sequence[AgentResult[object]]) -> Statistics:
-    """Return the statistics that results alone contain."""
     done = [result for result in results if result.error is None or result.error.type != Interrupted.type]
     costs = [result.cost for result in results if result.cost is not None]
     return Statistics(

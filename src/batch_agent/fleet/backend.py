@@ -344,7 +344,6 @@ class Fleet(Backend):
             self._tell()
 
     async def _ask(self, servers: Sequence[FleetServer]) -> dict[str, list[str] | BackendError]:
-        """Request the models of all servers at once."""
         answers: dict[str, list[str] | BackendError] = {}
 
         async def ask(server: FleetServer) -> None:

@@ -168,7 +168,6 @@ def _seed(value: JsonValue) -> int | None:
 
 
 def _deltas(message: JsonObject) -> Iterator[JsonObject]:
-    """Yield the fields of a message, one after another."""
     yield {"role": "assistant", "content": ""}
     for name, value in message.items():
         if name == "tool_calls":

@@ -162,7 +162,6 @@ def _messages(message: JsonObject, lost: list[str]) -> Iterator[Message]:
 
 
 def _parts(block: JsonObject, lost: list[str]) -> list[Part]:
-    """Return text and pictures of one block."""
     match block.get("type"):
         case "text":
             return [string(block.get("text"), "text")]

@@ -65,7 +65,6 @@ async def _read(process: asyncio.subprocess.Process, on_line: Callable[[bytes], 
 
 
 def tail_of(file: Path) -> str:
-    """Return the last lines of a file."""
     with suppress(OSError), file.open("rb") as opened:
         opened.seek(max(0, file.stat().st_size - 64 * 1024))
         lines = deque(opened.read().decode("utf-8", "replace").splitlines(), TAIL_LINES)

@@ -103,7 +103,6 @@ class Admission(Generic[Waiting]):
         return sum(tokens for each in self._sets.values() for _, tokens in each.members.values())
 
     def drop(self, endpoint: Endpoint) -> None:
-        """Remove an endpoint."""
         gone = self._sets.pop(endpoint, None)
         if gone is not None:
             self._home = {progress: home for progress, home in self._home.items() if home is not gone}

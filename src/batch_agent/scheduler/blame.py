@@ -169,7 +169,6 @@ class EndpointHistory:
         self.open.clear()
 
     def go_down(self) -> None:
-        """Record that the endpoint went down."""
         self.forgive()
         self.alone.clear()
 

@@ -43,7 +43,6 @@ class Capacity:
             self.start_search(search)
 
     def resize(self, ceiling: int | None) -> None:
-        """Start again with a new ceiling."""
         self.ceiling = self.limit = ceiling
         self.search: LimitSearch | None = None  # while the number is searched
         self.filled = False  # all slots were in use at some time since the limit changed or the engine was read

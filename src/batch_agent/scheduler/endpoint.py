@@ -31,7 +31,6 @@ class Endpoint:
         self.health: Health = self.server.health
 
     def close(self) -> None:
-        """End the use by this dispatcher."""
         self.server.leave(self)
 
     def tell_others(self) -> None:

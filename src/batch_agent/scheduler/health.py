@@ -83,7 +83,6 @@ class Health:
         self.state = "healthy"
 
     def fail(self, reason: str, now: float) -> None:
-        """Record a failure that the endpoint may have caused."""
         self.heard, self.up_at = now, -inf
         self.reason = reason
         if self.state == "healthy":

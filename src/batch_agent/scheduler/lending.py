@@ -154,7 +154,6 @@ class Table:
         )
 
     def live(self, now: float) -> dict[str, Member]:
-        """Return the workers whose membership has not ended."""
         return {name: member for name, member in self.members.items() if member.until > now}
 
     def _expire(self, now: float) -> None:

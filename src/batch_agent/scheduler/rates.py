@@ -184,8 +184,6 @@ NOTHING = Usage()
 
 
 class Rates:
-    """The rate limits of one endpoint."""
-
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
         self._budgets: dict[str, Budget] = {}
         self.limit(rpm, tpm)

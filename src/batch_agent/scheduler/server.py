@@ -90,7 +90,6 @@ class Server:
         return self
 
     def join(self, endpoint: Endpoint, terms: Terms) -> None:
-        """Start the use by a dispatcher."""
         if not self.endpoints:
             self._forget()
         self.endpoints.append(endpoint)

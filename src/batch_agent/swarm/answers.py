@@ -23,7 +23,6 @@ TextOf = Callable[[JsonObject], str | None]
 
 
 def read_generated(exchange: Exchange, agent_index: int) -> Response:
-    """Reads the answer of ``/generate``."""
     try:
         document = read_object(exchange)
         text = document.get("response", document.get("text", ""))

@@ -216,7 +216,6 @@ class Lines:
         return await _exchange(dispatcher, post, Policy(0), ticket)
 
     async def probe(self, endpoint: str = "") -> Probe:
-        """Return whether the server of that name is up."""
         return await self.probe_line(self._lines[int(endpoint)]) if endpoint else Probe("unknown")
 
     async def probe_line(self, line: Line) -> Probe:

@@ -98,7 +98,6 @@ def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
 
 
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
-    """Return the endpoint. Raises SpecError for an invalid address."""
     try:
         host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
         usable = bool(host) and 0 < int(port) < 65536

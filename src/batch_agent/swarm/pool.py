@@ -120,7 +120,6 @@ class AgentPool(Members):
         await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
 
     async def probe(self, agent_index: int) -> Probe:
-        """Return whether the agent is up."""
         return await self._net.probe_line(self._lines[agent_index])
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:

@@ -71,8 +71,6 @@ class ToolStatistics:
 
 
 class Tally:
-    """The counters for ToolStatistics."""
-
     def __init__(self) -> None:
         self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
         self.prewarmed = self.prewarm_hits = self.prewarm_misses = 0

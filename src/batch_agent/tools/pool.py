@@ -123,7 +123,6 @@ class ToolPool:
         return {tool.name: tool for tool in tools} == {name: offer.tool for name, offer in self._offers.items()}
 
     def knows(self, name: str) -> bool:
-        """Return whether it offers a tool of this name."""
         return name in self._offers
 
     def usual_seconds(self, name: str) -> float | None:

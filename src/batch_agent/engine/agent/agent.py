@@ -118,7 +118,6 @@ class Agent:
         self.recorded = result
 
     async def settle(self) -> None:
-        """Wait until all its records are on disk."""
         await self._trail.settle()
 
     def result(self) -> AgentResult[object]:

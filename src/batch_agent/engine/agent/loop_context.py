@@ -113,7 +113,6 @@ class LoopContext(WorkState):
             raise
 
     def say(self, text: str) -> None:
-        """Add a user message for the next request."""
         self._history.append(Message("user", text))
 
     def read(self, reply: Reply) -> object:

@@ -313,7 +313,6 @@ class RowWork(WorkState):
 
     @property
     def place(self) -> Workplace:
-        """The row's working directory and artifacts."""
         if self._place is None:
             self._place = self.worker.places.open(self._trail.agent)
         return self._place

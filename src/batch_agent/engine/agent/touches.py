@@ -32,8 +32,6 @@ AFTER_ALL = 1 << 20  # turns left, for engines with priorities: a touch comes af
 
 
 class TouchCall(ModelCall):
-    """A request whose answer is not used."""
-
     async def send(self, endpoint: str) -> Reply:
         try:
             return await super().send(endpoint)

@@ -139,7 +139,6 @@ class UserWorker:
         return write_output(returned, self._prepared.schema)
 
     def read(self, output: str) -> object:
-        """Return a recorded output."""
         return read_output(output, self._prepared.schema)
 
     # Its requests

@@ -63,7 +63,6 @@ class CacheWatch:
         return self.keeper is not None
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
-        """Handle the load report of an endpoint."""
         if load.kv_usage is not None:
             self._usage[endpoint] = load.kv_usage
         if self._told is None or self.clock() - self._told.at >= EVERY_SECONDS:

@@ -66,7 +66,6 @@ class Parts:
             self._every.set_result(None)
 
     def answers(self, schema: OutputSchema[object] | None) -> list[str]:
-        """Return the answers of the parts, in order."""
         return self._texts([self._results[place] for place in sorted(self._results)], schema)
 
     def merged(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:

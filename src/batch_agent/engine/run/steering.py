@@ -94,7 +94,6 @@ class Steered:
         )
 
     def sample(self) -> Line:
-        """Return one sample for the run's timeline."""
         return self.sample_of(self._metrics.statistics())
 
     def sample_of(self, statistics: Statistics) -> Line:

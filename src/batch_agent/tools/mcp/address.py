@@ -56,7 +56,6 @@ class McpServer:
 
 
 def require_sdk(purpose: str) -> None:
-    """Raise SpecError if the package ``mcp`` is missing or too old."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError:

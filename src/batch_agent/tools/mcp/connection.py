@@ -58,7 +58,6 @@ async def open_client(
 
 
 async def offers_of(client: Client) -> list[ToolOffer]:
-    """Return all tools that a server lists."""
     found: list[ToolOffer] = []
     cursor: str | None = None
     for _ in range(MAX_PAGES):
