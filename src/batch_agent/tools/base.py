@@ -120,12 +120,12 @@ class Tool(Generic[P, R_co]):
     cacheable: bool
     effect: Effect
     declared: bool
-    rate_limit: float | None  # calls per second
-    max_concurrent: int | None  # concurrent calls
-    timeout: float | None  # seconds; None: the run's timeout_per_tool
-    ttl: float | None  # seconds
-    max_tokens: int | None  # None: a result may have any length
-    cache_key: CacheKey | None = field(repr=False)
+    rate_limit: float | None = None  # calls per second
+    max_concurrent: int | None = None  # concurrent calls
+    timeout: float | None = None  # seconds; None: the run's timeout_per_tool
+    ttl: float | None = None  # seconds
+    max_tokens: int | None = MAX_TOKENS  # None: a result may have any length
+    cache_key: CacheKey | None = field(default=None, repr=False)
     batching: Batching | None = field(default=None, repr=False)  # one lookup answers many calls
     version: str | None = None  # a change means that results differ, so recorded answers are not used any more
     resource: Resource | None = field(default=None, repr=False)  # shared by its calls in one run
@@ -310,7 +310,7 @@ class Tool(Generic[P, R_co]):
 
         _check_positive(int | float, timeout=timeout)
         address = server_of(server, headers=headers, env=env, cwd=cwd, connect_timeout=connect_timeout)
-        return mcp_tools(address, only=only, prefix=prefix, reads=reads, timeout=timeout)
+        return mcp_tools(address, only, prefix, reads, timeout)
 
     @staticmethod
     def mcp_file(
@@ -332,7 +332,7 @@ class Tool(Generic[P, R_co]):
         from batch_agent.tools.mcp.listing import mcp_file_tools
 
         _check_positive(int | float, timeout=timeout)
-        return mcp_file_tools(Path(path), servers=servers, prefix=prefix, reads=reads, timeout=timeout)
+        return mcp_file_tools(Path(path), servers, prefix, reads, timeout)
 
     @staticmethod
     def agent(
@@ -346,7 +346,7 @@ class Tool(Generic[P, R_co]):
         has its own backend. By default as many agents run at once as fit into memory."""
         from batch_agent.tools.builtin.agent import agent_tool  # here, because it uses Tool.define
 
-        return agent_tool(runtime, name=name, description=description, max_concurrent=max_concurrent)
+        return agent_tool(runtime, name, description, max_concurrent)
 
 
 class _Decorator(Protocol):

@@ -19,7 +19,6 @@ from batch_agent.messages import JsonObject, ToolSpec
 from batch_agent.tools.base import Tool
 from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
 from batch_agent.tools.mcp.arguments import SchemaSignature
-from batch_agent.tools.render import MAX_TOKENS
 
 if TYPE_CHECKING:
     from mcp.types import Tool as ToolOffer
@@ -32,12 +31,7 @@ _LONGEST_NAME = 64  # that the common wire formats accept
 
 
 def mcp_tools(
-    server: McpServer,
-    *,
-    only: Collection[str] | None = None,
-    prefix: str = "",
-    reads: Collection[str] = (),
-    timeout: float | None = None,
+    server: McpServer, only: Collection[str] | None, prefix: str, reads: Collection[str], timeout: float | None
 ) -> list[Tool]:
     """Return the tools of a server, which is started or connected to for the list. Raises SpecError."""
     offers = _listed(server)
@@ -51,12 +45,7 @@ def mcp_tools(
 
 
 def mcp_file_tools(
-    path: Path,
-    *,
-    servers: Collection[str] | None = None,
-    prefix: str = "",
-    reads: Collection[str] = (),
-    timeout: float | None = None,
+    path: Path, servers: Collection[str] | None, prefix: str, reads: Collection[str], timeout: float | None
 ) -> list[Tool]:
     """Return the tools of all servers, or of the given ones, of an ``mcpServers`` file."""
     known = read_servers(path)
@@ -119,12 +108,7 @@ def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout
         cacheable=only_reads,
         effect="read" if only_reads else "write",
         declared=True,
-        rate_limit=None,
-        max_concurrent=None,
         timeout=timeout,
-        ttl=None,
-        max_tokens=MAX_TOKENS,
-        cache_key=None,
         resource=server,
     )
 
