@@ -21,6 +21,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
+from batch_agent.scheduler.engine_load import Load as Load
 from batch_agent.scheduler.server import Server
 
 
@@ -104,23 +105,6 @@ class ModelRequest:
     # The text of a streamed answer so far, for a caller that cancels the turn.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
     client: ClientBody | None = field(default=None, compare=False, repr=False)  # set for a request through the gateway
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy a server is, as it reports. None: not reported."""
-
-    running: int = 0  # requests being computed
-    waiting: int = 0  # requests in its queue
-    kv_usage: float | None = None  # 0 to 1
-    kv_tokens: int | None = None  # tokens that its cache can hold
-    preemptions: int | None = None  # since it started
-    prefix_queries: int | None = None  # prompt tokens looked up in its cache, since it started
-    prefix_hits: int | None = None  # ... and found there
-    first_token_count: int | None = None  # answers started since it started
-    first_token_seconds: float | None = None  # ... and the sum of their times to first token
-    offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size
-    generated: int | None = None  # tokens since it started
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:

@@ -22,7 +22,7 @@ from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.engine_load import Reading
+from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.rates import is_spent
 from batch_agent.scheduler.refusals import Denial, Scope
@@ -223,7 +223,7 @@ class EndpointMonitor:
 
     # What is known of endpoints
 
-    def loaded(self, endpoint: Endpoint, load: Reading) -> None:
+    def loaded(self, endpoint: Endpoint, load: Load) -> None:
         """Apply a load reading of the server."""
         self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
         self._scheduler.admission.read(endpoint, load)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from batch_agent.scheduler.engine_load import LoadGuide, Reading
+from batch_agent.scheduler.engine_load import Load, LoadGuide
 from batch_agent.scheduler.limit_search import LimitSearch
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
@@ -31,23 +31,6 @@ WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square r
 
 class Capacity:
     """Methods that may change the limit return the reason, or "" if it did not change."""
-
-    __slots__ = (
-        "_answered",
-        "_gain",
-        "_guide",
-        "_known",
-        "_pace",
-        "_pause",
-        "_probe_at",
-        "_proven",
-        "_refused_at",
-        "ceiling",
-        "filled",
-        "generation",
-        "limit",
-        "search",
-    )
 
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
@@ -60,7 +43,6 @@ class Capacity:
             self.start_search(search)
 
     def resize(self, ceiling: int | None) -> None:
-        """Start again with a new ceiling."""
         self.ceiling = self.limit = ceiling
         self.search: LimitSearch | None = None  # while the number is searched
         self.filled = False  # all slots were in use at some time since the limit changed or the engine was read
@@ -80,8 +62,7 @@ class Capacity:
         self.limit = self._proven = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
-        """Lower the limit after a request of ``generation`` was refused for load. ``wait`` is the Retry-After in
-        seconds."""
+        """Lower the limit: a request of ``generation`` was refused for load. ``wait``: the Retry-After."""
         if generation != self.generation:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
@@ -150,7 +131,7 @@ class Capacity:
             self.limit, self.filled = self.search.limit, False
         return reason
 
-    def loaded(self, load: Reading, inflight: int) -> str:
+    def loaded(self, load: Load, inflight: int) -> str:
         """Change the limit after a load report of the engine."""
         limit = self.limit
         if limit is None:

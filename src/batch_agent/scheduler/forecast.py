@@ -59,8 +59,7 @@ class TurnForecast:
         self.live_turns += self._turns_left[0]
 
     def go_on(self, progress: Progress, turns: int, now: float) -> None:
-        """Record that the agent has taken ``turns`` and requests the next one. A repeated request for the same turn is
-        ignored."""
+        """Record that the agent has taken ``turns`` and requests the next one. Repeats are ignored."""
         if progress.answered_at is not None:
             self._rest_count += 1
             self._rest_seconds += now - progress.answered_at
@@ -151,8 +150,7 @@ class TurnForecast:
         return self.slack(turns, slots) <= ENDING
 
     def _see(self, progress: Progress, turns: int) -> bool:
-        """Record that the agent continued after each turn up to ``turns``. Returns True if no agent was as far
-        before."""
+        """Record that the agent continued up to ``turns``. Returns True if no agent was as far before."""
         self._live[progress.turns] -= 1
         self.live_turns -= self._turns_left[progress.turns]
         further = turns >= len(self._live)

@@ -39,29 +39,6 @@ FLEET_PROBE_SECONDS = 15.0  # in a fleet a wrong number costs more, because the 
 class LimitSearch:
     """``limit`` is the current number. Methods that may change it return the reason, or "" if it did not change."""
 
-    __slots__ = (
-        "_answers",
-        "_best",
-        "_best_rate",
-        "_by_clock",
-        "_climbing",
-        "_count",
-        "_down",
-        "_fast",
-        "_most",
-        "_pause",
-        "_probe_at",
-        "_queued",
-        "_ramp_to",
-        "_seconds",
-        "_since",
-        "_skip",
-        "_work",
-        "guided",
-        "limit",
-        "ramp_at",
-    )
-
     def __init__(
         self,
         start: int = START,

@@ -32,8 +32,6 @@ AFTER_ALL = 1 << 20  # a priority: a touch comes after every turn
 
 
 class TouchCall(ModelCall):
-    """A request whose answer is not used."""
-
     async def send(self, endpoint: str) -> Reply:
         try:
             return await super().send(endpoint)
@@ -62,7 +60,7 @@ class Touches:
 
         def begin() -> None:
             nonlocal touching
-            if admission.may_touch(progress, self._dispatcher.scheduler.waiting, loop.time()):
+            if admission.may_touch(progress, self._dispatcher.scheduler.waiting):
                 touching = loop.create_task(self._touch(progress, history))
 
         lead = admission.seconds_to_compute(progress)
