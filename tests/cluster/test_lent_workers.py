@@ -128,7 +128,7 @@ async def test_the_budget_is_never_overspent_although_workers_are_killed(server:
 
     assert spent <= 40_000
     assert sum(result["tokens"] for result in results) <= spent
-    assert table.spent(f"{BUDGET}tokens") <= 40_000
+    assert table.spent_of(f"{BUDGET}tokens") <= 40_000
     assert sum(result["failed"] for result in results) > 0  # it ran out
     assert spent > 25_000  # most of it was used, all the same
 

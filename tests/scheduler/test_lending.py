@@ -115,7 +115,7 @@ def test_what_a_dead_worker_held_of_the_budget_is_spent_and_what_one_that_left_r
     grant = beat(table, "b", 20.0, Claim(LIMIT, 0, LIMIT), pot)
 
     assert (grant.held, grant.others_spent, grant.others_open) == (40, 60, 0)
-    assert table.spent(pot) == 60
+    assert table.spent_of(pot) == 60
 
 
 def test_a_part_that_does_not_fit_is_not_given_at_all() -> None:

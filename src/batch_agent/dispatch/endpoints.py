@@ -22,9 +22,10 @@ from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.engine_load import Reading
+from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.rates import is_spent
+from batch_agent.scheduler.refusals import Denial, Scope
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.slots import Slots
@@ -185,15 +186,14 @@ class EndpointMonitor:
         if verdict.probe:
             self.probe(endpoint)
 
-    def scope(self, ticket: Ticket, error: BackendError) -> str:
-        """Return which rows a refusal concerns; ``confirm`` means: send the same request once more. May end the run."""
+    def scope(self, ticket: Ticket, error: BackendError) -> Scope:
+        """Return which rows a refusal concerns; ``confirm`` means: send the request again. May end the run."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
             return "row"
-        left = endpoint.server.inflight - 1
-        refusals, confirmed = endpoint.server.refusals, ticket.row.denials > 1
-        scope = refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left, confirmed=confirmed)
+        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, _now(), ticket.row.denials)
+        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), denial, left)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
         return scope
@@ -223,7 +223,7 @@ class EndpointMonitor:
 
     # What is known of endpoints
 
-    def loaded(self, endpoint: Endpoint, load: Reading) -> None:
+    def loaded(self, endpoint: Endpoint, load: Load) -> None:
         """Apply a load reading of the server."""
         self.say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
         self._scheduler.admission.read(endpoint, load)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from batch_agent.scheduler.engine_load import LoadGuide, Reading
+from batch_agent.scheduler.engine_load import Load, LoadGuide
 from batch_agent.scheduler.limit_search import RAMP_SECONDS, LimitSearch, Progress
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
@@ -34,26 +34,6 @@ WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square r
 
 class Capacity:
     """Methods that may change the limit return the reason, or "" if it did not change."""
-
-    __slots__ = (
-        "_answered",
-        "_gain",
-        "_guide",
-        "_known",
-        "_pace",
-        "_pause",
-        "_probe_at",
-        "_proven",
-        "_refused_at",
-        "ceiling",
-        "filled",
-        "generation",
-        "leads",
-        "limit",
-        "others",
-        "search",
-        "uneven",
-    )
 
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
@@ -69,7 +49,6 @@ class Capacity:
             self.start_search(search)
 
     def resize(self, ceiling: int | None) -> None:
-        """Start again with a new ceiling."""
         self.ceiling = self.limit = ceiling
         self.search: LimitSearch | None = None  # while the number is searched
         self.others = 0
@@ -90,8 +69,7 @@ class Capacity:
         self.limit = self._proven = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
-        """Lower the limit after a request of ``generation`` was refused for load. ``wait`` is the Retry-After in
-        seconds."""
+        """Lower the limit: a request of ``generation`` was refused for load. ``wait``: the Retry-After."""
         if generation != self.generation:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
@@ -192,7 +170,7 @@ class Capacity:
         self.limit = self._proven = self.search.limit
         return "another worker found it"
 
-    def loaded(self, load: Reading, inflight: int) -> str:
+    def loaded(self, load: Load, inflight: int) -> str:
         """Change the limit after a load report of the engine."""
         limit = self.limit
         if self.search is not None:

@@ -41,31 +41,6 @@ Progress = tuple[int, bool, int, float]  # the limit, whether it still climbs, t
 class LimitSearch:
     """``limit`` is the current number. Methods that may change it return the reason, or "" if it did not change."""
 
-    __slots__ = (
-        "_answers",
-        "_best",
-        "_best_rate",
-        "_by_clock",
-        "_climbing",
-        "_count",
-        "_down",
-        "_fast",
-        "_most",
-        "_pause",
-        "_probe_at",
-        "_queued",
-        "_ramp_to",
-        "_seconds",
-        "_since",
-        "_skip",
-        "_stage_share",
-        "_work",
-        "guided",
-        "limit",
-        "ramp_at",
-        "share",
-    )
-
     def __init__(
         self,
         start: int = START,

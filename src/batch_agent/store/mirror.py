@@ -66,7 +66,7 @@ def shared_view(reader: RedisReader, address: StoreAddress) -> RunView:
     rows, summary = facts.get("rows"), facts.get("summary")
     resumed = rows.get("resumed", 0) if isinstance(rows, dict) else 0
     table, _ = reader.store.lent().table()
-    tokens, cost = table.spent(BUDGET_TOKENS), table.spent(BUDGET_COST)
+    tokens, cost = table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST)
     counts = standing.counts
     latest = Progress(counts.ok, counts.failed, cast(int, resumed), tokens, cost / DOLLAR if cost else None)
     stages = {}
