@@ -1,4 +1,4 @@
-"""Copies a run from Redis into a directory, and keeps the copy up to date while the run goes on.
+"""Copies a run from Redis into a directory, and keeps the copy up to date while the run continues.
 
 ``RunMirror.refresh`` copies what is new: results are appended to the result files and their steps to the journal, so
 readers of a run directory see the copy grow. The timeline is made of the times at which rows finished and of what the
