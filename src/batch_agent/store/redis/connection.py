@@ -125,7 +125,8 @@ class RedisConnection:
                     redis.exceptions.NoPermissionError,
                 ) as error:
                     raise SpecError(
-                        f"{self.address} refused the login: {error}. Set the password in {PASSWORD_VARIABLE} or the URL"
+                        f"{self.address} refused the login: {str(error).rstrip('.')}. Set the password in "
+                        f"{PASSWORD_VARIABLE} or in the URL"
                     ) from None
                 except away as error:
                     now, limit = time.monotonic(), self.patience if patience is None else patience
