@@ -129,6 +129,11 @@ class RedisConnection:
                         f"{PASSWORD_VARIABLE} or in the URL"
                     ) from None
                 except away as error:
+                    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                        raise SpecError(
+                            f"{self.address} has a certificate that is not trusted here: {str(error).rstrip('.')}. Set "
+                            "SSL_CERT_FILE to the certificate of its CA"
+                        ) from None
                     now, limit = time.monotonic(), self.patience if patience is None else patience
                     if began is None and limit > 0:
                         began = now
