@@ -113,7 +113,7 @@ class _JsonSchema(OutputSchema[object]):
         schema = cast(JsonObject, from_json(to_json(given)))
         super().__init__(schema)
         # The mask keeps whole answers out of the messages.
-        self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=_no_retrieval, mask=MASK)
+        self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=no_retrieval, mask=MASK)
 
     def _from_json(self, data: bytes) -> object:
         try:
@@ -144,7 +144,7 @@ def _is_scalar(schema: JsonValue) -> bool:
     return SCALARS.issuperset(kinds if isinstance(kinds, list) else [kinds]) or "enum" in schema
 
 
-def _no_retrieval(uri: str) -> NoReturn:
+def no_retrieval(uri: str) -> NoReturn:
     raise ValueError(f"a schema may only refer to itself, not to {uri}")
 
 

@@ -26,12 +26,8 @@ class OneLoop:
 
     def check(self) -> bool:
         """Check like ``bind`` without binding, also without a running loop. Returns True if the state was dropped."""
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
         with self._lock:
-            return self._release_from(running)
+            return self._release_from(running_loop())
 
     def release(self) -> None:
         self._loop = None
@@ -46,3 +42,10 @@ class OneLoop:
         self._loop = None
         self._forget()
         return True
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -18,13 +18,14 @@ from pydantic_core import to_json
 
 from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.errors import SpecError
+from batch_agent.foreign import encodable
 from batch_agent.gateway.http_server import listen
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
 from batch_agent.observe.metrics_server import metrics_handler
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent_runtime import AgentRuntime
-from batch_agent.ticks.plain import encodable, plain
+from batch_agent.ticks.plain import plain
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 OBSERVATION_KEYS = ("observations", "observation")
