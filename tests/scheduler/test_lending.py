@@ -141,7 +141,7 @@ def test_when_there_is_not_enough_for_all_the_workers_take_turns() -> None:
 def test_a_worker_hears_what_the_others_learnt() -> None:
     table = Table()
     table.beat("a", 0.0, SECONDS, {}, {"gpu-1": Learnt(down=True, reason="refused")})
-    heard = table.beat("b", 1.0, SECONDS, {}, {"gpu-1": Learnt(limit=48)})
+    heard = table.beat("b", 1.0, SECONDS, {}, {"gpu-1": Learnt()})
 
     assert heard.learnt == {"gpu-1": [Learnt(down=True, reason="refused")]}
     assert heard.workers == 2

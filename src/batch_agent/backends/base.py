@@ -88,12 +88,13 @@ class ModelRequest:
     shape: RequestShape
     conversation: Conversation
     job_id: str
-    turns_left: int = 0  # how close the agent is to its end; fewer turns left go first
+    turns_left: int = 0  # at most, with this one; 0 or less: not limited
     agent: int = 0  # agent number, unique in the run; a job_id may occur twice
     endpoint: str = ""  # name of the server it is sent to, from ``Backend.servers``
     run: str = ""  # id of the run; "" outside a run
     turn: int = 0  # number of the requested answer, from 1; a retry has the same number
     tries: int = 0  # failed attempts so far
+    priority: int = 0  # lower values go first, on an engine that schedules by priority
     pin_seconds: float = 0.0  # how long an engine with pins should keep the context after the answer
     last: bool = False  # no tool call can follow: the agent is expected to end with this turn
     hints: bool = True  # whether a scheduling server may receive hints about the agent

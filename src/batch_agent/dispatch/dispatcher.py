@@ -34,6 +34,7 @@ from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.refusals import CONFIRM_AFTER, Scope
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Server, Terms
 
@@ -205,7 +206,7 @@ class Dispatcher:
                 wait=policy.wait_out,
             )
             gives_up = step == "fail" or not self._is_worth(policy, ticket)
-            delay = None if gives_up else self._delay(ticket, verdict, error)
+            delay = None if gives_up else self._delay(ticket, verdict, error, scope)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
@@ -289,12 +290,16 @@ class Dispatcher:
             return False
         return self._is_patient(policy) or not self._is_down(ticket)
 
-    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError) -> float:
+    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError, scope: Scope) -> float:
         """Return the seconds until the request joins the queue again."""
         endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
         assert endpoint is not None
+        if ticket.row.crashes and not endpoint.given_up:  # few crashes over a long time
+            return retry_delay(len(ticket.row.crashes) + 2, None, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
+        if scope == "confirm":
+            return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:
             return retry_delay(1, None, self._chance())
         if verdict.move and failures == 1:

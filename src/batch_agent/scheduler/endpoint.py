@@ -80,7 +80,7 @@ class Endpoint:
         if server.inflight > server.most_in_flight:
             server.most_in_flight = server.inflight
         limit = self.capacity.limit
-        if limit is not None and server.inflight >= limit:
+        if limit is not None and server.inflight + self.capacity.others >= limit:
             self.capacity.filled = True
         trial = self.health.state == "down"
         if trial:

@@ -8,7 +8,7 @@ beat, so two workers never hold the same part.
 There are three kinds of pots:
 
 - Slots are divided evenly among the workers that want them. The slots of a dead worker are free when its membership
-ends.
+ends. If the number of slots is searched, the first worker searches for all of them, and its number is the limit.
 - Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
 - The budget is consumed. What a dead worker held and did not return counts as spent.
 
@@ -26,6 +26,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.scheduler.limit_search import Progress
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # prefixes of the names of pots
@@ -39,34 +40,39 @@ MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
-    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget."""
+    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget. ``search`` is the
+    state of the search for the limit; None if the limit was given."""
 
     limit: int
     held: int
     want: int
     part: int = 1
     spent: int = 0
+    search: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     """What a worker holds from now on. ``fair`` is lower if the worker should use less, because others want some. For a
-    budget, ``others_spent`` is what other workers have spent, and ``others_open`` what they hold in addition."""
+    budget, ``others_spent`` is what other workers have spent. ``others_open`` is what other workers hold, apart from
+    that. For a searched limit, ``search`` is the search of the worker that ``leads``. ``even``: all workers together
+    hold as much as the limit, or as they want."""
 
     held: int
     fair: int
     others_spent: int = 0
     others_open: int = 0
+    search: Progress | None = None
+    leads: bool = False
+    even: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up.
-    ``limit`` is the number of requests in flight that it found; None if unknown."""
+    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up."""
 
     down: bool = False
     reason: str = ""
-    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,10 @@ class Table:
 
     def _grant(self, worker: str, name: str, claim: Claim, now: float) -> Grant:
         members = {each: member for each, member in self.members.items() if name in member.claims}
+        leader = _leader(name, members)
+        search = None if leader is None else members[leader].claims[name].search
+        if search is not None:
+            claim = replace(claim, limit=search[0])
         others = [member for each, member in members.items() if each != worker]
         past = self.spent.get(name, 0) + sum(amount for pot, amount, _ in self.lingering if pot == name)
         held = past + sum(member.claims[name].held for member in others)
@@ -191,8 +201,10 @@ class Table:
                 order.index(worker)
             ]
         granted = max(claim.held, min(fair, claim.limit - held))
-        spent = self.spent_of(name) - claim.spent
-        return Grant(granted, fair, spent, held - spent if name.startswith(BUDGET) else 0)
+        spent = self.spent_of(name) - claim.spent if name.startswith(BUDGET) else 0
+        total, wanting = held + granted, any(each.claims[name].want > each.claims[name].held for each in others)
+        even = total == claim.limit or (total < claim.limit and not wanting and claim.want <= granted)
+        return Grant(granted, fair, spent, held - spent, search, leader == worker, even)
 
     # As JSON
 
@@ -208,6 +220,12 @@ class Table:
 @cache
 def _adapter() -> TypeAdapter[Table]:
     return TypeAdapter(Table)
+
+
+def _leader(pot: str, members: Mapping[str, Member]) -> str | None:
+    """Return the first of the live workers that can search for the limit of a pot, or None."""
+    able = [name for name, each in members.items() if each.until and each.claims[pot].search is not None]
+    return min(able, key=lambda name: (len(name), name), default=None)
 
 
 def steered(now: Steering, request: JsonObject) -> Steering:

@@ -249,6 +249,7 @@ class LoopContext(WorkState):
             self.job.index,
             run=r.run,
             turn=self.tally.turns + 1,
+            priority=self._priority(left),
             pin_seconds=0.0 if last or not can_call else self._pin_seconds(),
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
@@ -272,6 +273,11 @@ class LoopContext(WorkState):
             self._asking = None
         self._early = early
         return reply
+
+    def _priority(self, left: int) -> int:
+        """Return the turns left, so that the engine serves agents near their end first, and new agents can start. When
+        all have started, this order would delay the end of the batch: then all have the priority of a new agent."""
+        return self._turn_limit or 0 if self._r.dispatcher.scheduler.forecast.all_started else left
 
     def _pin_seconds(self) -> float:
         scheduler = self._r.dispatcher.scheduler
