@@ -276,7 +276,7 @@ class Router:
         return standing.works and standing.spare > 0 and standing.number > 0
 
     def seconds(self, endpoint: Endpoint) -> float:
-        """Return the seconds per turn of the endpoint; if unknown, the mean of all or the longest wait there in vain."""
+        """Return the seconds per turn of the endpoint; if unknown, the mean of all or the longest vain wait."""
         return endpoint.server.seconds or max(self.usual, endpoint.server.unanswered)
 
     def wait(self, endpoint: Endpoint, ahead: int) -> float:
