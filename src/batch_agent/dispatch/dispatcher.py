@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
@@ -41,6 +41,7 @@ from batch_agent.scheduler.server import Server, Terms
 if TYPE_CHECKING:
     from batch_agent.dispatch.members import Following
 
+T = TypeVar("T")
 SILENT = Observer()
 
 
@@ -136,7 +137,7 @@ class Dispatcher:
         self.reading = asyncio.Lock()  # held by the task that polls the load of the endpoints
         self.over: tuple[Ended, str] | None = None  # outcome and reason, once the run cannot continue
         self._impatient: set[Ticket] = set()  # tickets that do not wait out an outage
-        self._tools_waited_for: set[asyncio.Future[None]] = set()
+        self._tools_waited_for: set[asyncio.Future[Any]] = set()
         self._chance: Callable[[], float] = random.random
 
     def _endpoint(self, name: str, server: Server) -> Endpoint:
@@ -364,11 +365,11 @@ class Dispatcher:
         self.scheduler.end_agent(progress, turns)
         self.slots.pump()
 
-    async def wait_for_tools(self, ended: asyncio.Future[None]) -> None:
+    async def wait_for_tools(self, ended: asyncio.Future[T]) -> T:
         """Wait until the tools have ended. Raises if the run's time limit ends first."""
         self._tools_waited_for.add(ended)
         try:
-            await ended
+            return await ended
         finally:
             self._tools_waited_for.discard(ended)
 

@@ -162,8 +162,7 @@ class EndpointHistory:
             self._answered(attempt.sent_at)
 
     def _answered(self, sent_at: float) -> None:
-        """Settle failures after a good answer to a request sent at ``sent_at``: requests sent no later are charged to
-        their rows."""
+        """Charge the failures of requests sent no later than a request with a good answer."""
         self.alone.clear()
         for row, attempts in list(self.open.items()):  # a hedge may end before the request that was sent first
             proven = [attempt for attempt in attempts if attempt.sent_at <= sent_at]
@@ -178,15 +177,13 @@ class EndpointHistory:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """Forgive the undecided failures, because the endpoint is down. A row that may have caused the outage gets a
-        hit."""
+        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit."""
         for row, attempts in self.open.items():
             row.hits += any(attempt.outcome == "broken" for attempt in attempts)
             row.settle(_not_refused(attempts), charge=False)
         self.open.clear()
 
     def go_down(self) -> None:
-        """Record that the endpoint went down."""
         self.forgive()
         self.alone.clear()
 
@@ -214,8 +211,7 @@ def _not_refused(attempts: Iterable[Attempt]) -> int:
 def judge(
     attempt: Attempt, history: EndpointHistory, *, is_down: bool, others_healthy: bool, few_rows: bool
 ) -> Verdict:
-    """Return the verdict on one attempt. ``few_rows``: too few rows are left to distinguish a bad row from a bad
-    endpoint."""
+    """Return the verdict on one attempt. ``few_rows``: too few to tell a bad row from a bad endpoint."""
     outcome = attempt.outcome
     if outcome == "recalled":
         return Verdict("clear", move=others_healthy, at_once=True)

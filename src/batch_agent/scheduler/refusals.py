@@ -41,8 +41,6 @@ class Denial(NamedTuple):
 
 
 class Refusals:
-    __slots__ = ("_answered", "_denied_at", "_kind", "_rows")
-
     def __init__(self) -> None:
         self._answered = False
         self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
