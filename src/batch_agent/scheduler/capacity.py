@@ -115,7 +115,7 @@ class Capacity:
             return self._follow(self.search.answered(sent_at, seconds, tokens, self.filled, now))
         if limit is None or known is None or limit == self.ceiling:
             return ""
-        # A request sent before the last raise was in flight while all slots were in use, though the new slot is not yet.
+        # A request sent before the last raise was in flight while all slots were in use. The new slot may not be yet.
         if not (self.filled or sent_at < self._raised_at):
             return ""
         return self._climb(limit, now)
