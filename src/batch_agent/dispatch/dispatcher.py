@@ -160,7 +160,7 @@ class Dispatcher:
     ) -> Reply:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
         otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
-        loop = asyncio.get_running_loop()
+        loop = self.slots.loop
         queued = loop.time()
         if ticket is None:
             ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
@@ -225,7 +225,7 @@ class Dispatcher:
         """Send the question once in the slot that the ticket holds, and learn from the outcome."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        began = asyncio.get_running_loop().time()
+        began = self.slots.loop.time()
         if ticket.lease is not None:
             self.endpoints.budgets.leaves(ticket)
         deadline = self.endpoints.flights.begin(ticket, policy.timeout)
@@ -243,7 +243,7 @@ class Dispatcher:
         finally:
             self.endpoints.flights.end(ticket)
         if reply.saved is None:
-            self.endpoints.answered(ticket, asyncio.get_running_loop().time() - began, reply)
+            self.endpoints.answered(ticket, self.slots.loop.time() - began, reply)
         else:
             self.endpoints.budgets.settle(ticket, asked=False)
         return reply
@@ -256,7 +256,7 @@ class Dispatcher:
         timer: asyncio.TimerHandle | None = None
         if self._is_patient(policy):
             assert policy.wait_until is not None
-            timer = asyncio.get_running_loop().call_at(policy.wait_until, self._lose_patience, ticket)
+            timer = self.slots.loop.call_at(policy.wait_until, self._lose_patience, ticket)
         elif ticket.state != "held" and self._is_down(ticket):
             self.slots.release(ticket)
             raise self._outage(ticket)
@@ -305,7 +305,7 @@ class Dispatcher:
         return "the server" if self.backend is None else self.backend.name
 
     def _too_late(self, ticket: Ticket, began: float, policy: Policy) -> str:
-        seconds = asyncio.get_running_loop().time() - began
+        seconds = self.slots.loop.time() - began
         if ticket.recalled:
             return f"{self.name} did not answer within {seconds:.3g} s; the request was cancelled and is sent again"
         if ticket.trial:
@@ -317,7 +317,7 @@ class Dispatcher:
 
     def _is_patient(self, policy: Policy) -> bool:
         until = policy.wait_until
-        return policy.wait_out and (until is None or asyncio.get_running_loop().time() < until)
+        return policy.wait_out and (until is None or self.slots.loop.time() < until)
 
     def _lose_patience(self, ticket: Ticket) -> None:
         self._impatient.add(ticket)
