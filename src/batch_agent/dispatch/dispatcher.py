@@ -61,10 +61,7 @@ class ModelCall:
         try:
             reply = await self.backend.infer(request, self.on_tool_call)
         except Truncated as cut:
-            if request.client is None:
-                raise
-            # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
-            reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
+            reply = self.shortened(cut)
         except BackendError as error:
             error.text = error.text or self.text
             raise
@@ -74,6 +71,13 @@ class ModelCall:
                 request.on_begin()
         self.check(reply)
         return reply
+
+    def shortened(self, cut: Truncated) -> Reply:
+        """Return an answer that was cut at its token limit, if it is usable; else raise the error."""
+        if self.request.client is None:
+            raise cut
+        # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
+        return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
 
     def check(self, reply: Reply) -> None:
         """Raise a BackendError if the answer is unusable."""
@@ -228,7 +232,7 @@ class Dispatcher:
         began = self.slots.loop.time()
         if ticket.lease is not None:
             self.endpoints.budgets.leaves(ticket)
-        deadline = self.endpoints.flights.begin(ticket, policy.timeout)
+        deadline = self.endpoints.flights.begin(ticket, policy.timeout, began)
         try:
             with deadline:
                 reply = await question.send(endpoint.name)
@@ -243,7 +247,7 @@ class Dispatcher:
         finally:
             self.endpoints.flights.end(ticket)
         if reply.saved is None:
-            self.endpoints.answered(ticket, self.slots.loop.time() - began, reply)
+            self.endpoints.answered(ticket, began, reply)
         else:
             self.endpoints.budgets.settle(ticket, asked=False)
         return reply

@@ -107,10 +107,10 @@ class EndpointMonitor:
         if ticket.trial and ticket.endpoint is not None:
             self.arm(ticket.endpoint)  # for the next trial, if this one was withdrawn
 
-    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
+    def answered(self, ticket: Ticket, began: float, reply: Reply) -> None:
         endpoint, now = ticket.endpoint, self._slots.loop.time()
         assert endpoint is not None
-        server = endpoint.server
+        server, seconds = endpoint.server, now - began
         self._scheduler.answered(ticket, seconds, reply.usage, now)
         server.learn(seconds, now)
         server.refused_since = None

@@ -73,10 +73,11 @@ class Slots:
         self, progress: Progress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``release``."""
-        ticket = self.scheduler.request(progress, turns, self.loop.time(), pinned)
+        now = self.loop.time()
+        ticket = self.scheduler.request(progress, turns, now, pinned)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
-        self.pump()
+        self.pump(now)
         return ticket
 
     async def hold(self, ticket: Ticket) -> None:
@@ -227,11 +228,12 @@ class Slots:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    def pump(self) -> None:
+    def pump(self, now: float | None = None) -> None:
         """Grant every slot that can be granted, then wake the feeds if a new agent may start."""
         scheduler = self.scheduler
-        if scheduler.wanted and not self.refusal:
+        if now is None:
             now = self.loop.time()
+        if scheduler.wanted and not self.refusal:
             while (ticket := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(ticket, None)
                 if waiter is not None and not waiter.done():
@@ -241,7 +243,7 @@ class Slots:
                 self._set_alarm(scheduler.due)
         # The newest first: later stages work on earlier results, and finish the pipeline.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
-        if hungry and scheduler.has_room(self.loop.time()):
+        if hungry and scheduler.has_room(now):
             for feed in hungry:
                 feed.wake()
         else:
