@@ -17,7 +17,7 @@ from typing import Self
 
 LATE = 0.25  # seconds after which a timer counts as late
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
-FEW = 4096  # entries: a smaller heap is never compacted
+FEW = 256  # entries: a smaller heap is never compacted
 
 
 class Deadline:
