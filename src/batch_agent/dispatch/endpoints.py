@@ -192,7 +192,7 @@ class EndpointMonitor:
         assert endpoint is not None
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
             return "row"
-        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, _now(), ticket.row.denials)
+        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, self._slots.loop.time(), ticket.row.denials)
         scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), denial, left)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")

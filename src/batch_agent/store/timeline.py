@@ -50,7 +50,7 @@ class TimelineFiles:
         self._first, self._new = _count(self._folder / FIRST), _count(self._folder / NEW)
         self.write([["run", at, header]], (), None)
 
-    def write(self, samples: Sequence[Line], spans: Sequence[Span], status: JsonObject | None) -> None:
+    def write(self, samples: Sequence[Line], spans: Sequence[Line | Span], status: JsonObject | None) -> None:
         self._append(SAMPLES, samples)
         self._lines += len(samples)
         if self._lines > MOST_SAMPLES:
