@@ -42,11 +42,13 @@ class Flights:
         if self._timer is not None:
             self._timer.cancel()
 
-    def begin(self, ticket: Ticket, seconds: float | None) -> Deadline:
+    def begin(self, ticket: Ticket, seconds: float | None, now: float) -> Deadline:
         """Return the time limit of one request; ``end`` must follow. A trial must be answered within the usual time."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        deadline = self._deadlines.after(self._trial_seconds(ticket, endpoint, seconds) if ticket.trial else seconds)
+        if ticket.trial:
+            seconds = self._trial_seconds(ticket, endpoint, seconds)
+        deadline = Deadline(self._deadlines, inf if seconds is None else now + seconds)
         flights = self._at.get(endpoint)
         if flights is None:
             flights = self._at[endpoint] = {}
