@@ -10,8 +10,8 @@ quote the part of an answer that did not validate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.messages import Usage
@@ -289,3 +289,15 @@ Event = (
     | RunFinished
 )
 Sink = Callable[[Event], None]
+
+
+class TypedSink:
+    """A sink with one handler for each type of event that it needs. A run calls the handlers directly, so an event of
+    any other type costs the sink nothing."""
+
+    handlers: Mapping[type, Callable[[Any], None]]
+
+    def __call__(self, event: Event) -> None:
+        handle = self.handlers.get(type(event))
+        if handle is not None:
+            handle(event)

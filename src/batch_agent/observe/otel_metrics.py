@@ -1,7 +1,7 @@
 """The two metrics of the GenAI conventions, ``gen_ai.client.token.usage`` and ``….operation.duration``.
 
-They are counted here and passed to the SDK's exporter at intervals: recording each turn with the SDK would cost more
-than all other observation together.
+They are counted here, a few hundred turns at a time, and passed to the SDK's exporter at intervals: recording each turn
+with the SDK would cost more than all other observation together.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
+from batch_agent.events import ModelChosen, RunStarted, TurnFailed, TurnFinished, TypedSink
 from batch_agent.observe.spans import provider_of, server_of
 from batch_agent.version import __version__
 
@@ -30,6 +31,7 @@ ABOUT = {
     TOKENS: ("{token}", "Number of input and output tokens used."),
     DURATION: ("s", "GenAI operation duration."),
 }
+COUNTED_AT_ONCE = 256  # turns
 INTERVAL = 60.0  # seconds, unless OTEL_METRIC_EXPORT_INTERVAL is set
 
 Key = tuple[str, str, str]  # the metric, the run, and the type of token or of error
@@ -42,51 +44,65 @@ class _Series:
         self.bounds, self.counts = bounds, [0] * (len(bounds) + 1)
         self.sum, self.lowest, self.highest = 0.0, inf, -inf
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-        if value < self.lowest:
-            self.lowest = value
-        if value > self.highest:
-            self.highest = value
+    def add(self, values: Sequence[float]) -> None:
+        counts, bounds = self.counts, self.bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+        self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
 
 
-class OtelMetrics:
-    """A sink. ``close`` exports for the last time, and may block as long as the exporter does."""
+class OtelMetrics(TypedSink):
+    """``close`` exports for the last time, and may block as long as the exporter does."""
 
     def __init__(self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str]) -> None:
         self._exporter, self._resource = exporter, resource
         self._series: dict[Key, _Series] = {}
         self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._usual: dict[str, list[_Series]] = {}  # by run, the series of an answer
+        self._turns = deque[TurnFinished | TurnFailed]()  # not yet counted
+        self._counting = threading.Lock()
+        self.handlers = {
+            TurnFinished: self._turn_ended,
+            TurnFailed: self._turn_ended,
+            RunStarted: self._run_started,
+            ModelChosen: self._model_chosen,
+        }
         self._began = time.time_ns()
         self._over = threading.Event()
         self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))
         self._thread = threading.Thread(target=self._export_often, name="batch-agent metrics", daemon=True)
         self._thread.start()
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case TurnFinished():
-                usual = self._usual.get(event.run)
-                if usual is None:
-                    kinds = ((DURATION, ""), (TOKENS, "input"), (TOKENS, "output"))
-                    usual = self._usual[event.run] = [self._one(metric, event.run, kind) for metric, kind in kinds]
-                seconds, prompt, completion = usual
-                seconds.add(event.seconds)
-                prompt.add(event.usage.prompt_tokens)
-                completion.add(event.usage.completion_tokens)
-            case TurnFailed():
-                self._one(DURATION, event.run, event.error_type).add(event.seconds)
-            case RunStarted():
-                self._common[event.run] = {
-                    "gen_ai.operation.name": "chat",
-                    "gen_ai.provider.name": provider_of(event.backend),
-                    "gen_ai.request.model": event.model,
-                    **server_of(event.backend),
-                }
-            case ModelChosen():
-                self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
+    def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
+        self._turns.append(event)
+        if len(self._turns) >= COUNTED_AT_ONCE:
+            self._count()
+
+    def _run_started(self, event: RunStarted) -> None:
+        self._common[event.run] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": provider_of(event.backend),
+            "gen_ai.request.model": event.model,
+            **server_of(event.backend),
+        }
+
+    def _model_chosen(self, event: ModelChosen) -> None:
+        self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
+
+    def _count(self) -> None:
+        """Count the turns that are not yet counted. The run's thread and the exporter's thread both do this."""
+        with self._counting:
+            answered = defaultdict[str, list[TurnFinished]](list)  # by run
+            for _ in range(len(self._turns)):
+                event = self._turns.popleft()
+                if isinstance(event, TurnFinished):
+                    answered[event.run].append(event)
+                else:
+                    self._one(DURATION, event.run, event.error_type).add([event.seconds])
+            for run, events in answered.items():
+                self._one(DURATION, run, "").add([event.seconds for event in events])
+                self._one(TOKENS, run, "input").add([event.usage.prompt_tokens for event in events])
+                self._one(TOKENS, run, "output").add([event.usage.completion_tokens for event in events])
 
     def close(self) -> None:
         self._over.set()
@@ -112,6 +128,7 @@ class OtelMetrics:
         )
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+        self._count()
         total, known = AggregationTemporality.CUMULATIVE, list(self._series.items())
         metrics = [
             Metric(name, description, unit, Histogram([self._point(*one) for one in known if one[0][0] == name], total))

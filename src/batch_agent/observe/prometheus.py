@@ -13,7 +13,6 @@ from batch_agent.events import (
     AnswerRejected,
     CacheRead,
     ContextCompacted,
-    Event,
     HealthChanged,
     JobFinished,
     JobStarted,
@@ -22,6 +21,7 @@ from batch_agent.events import (
     ToolFinished,
     TurnFailed,
     TurnFinished,
+    TypedSink,
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
@@ -41,8 +41,8 @@ class LiveNumbers:
     journal_lag: float | None = None
 
 
-class RunNumbers:
-    """A sink. ``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
+class RunNumbers(TypedSink):
+    """``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
     stages."""
 
     def __init__(self, live: Callable[[], LiveNumbers] = LiveNumbers, own: str = "") -> None:
@@ -51,8 +51,7 @@ class RunNumbers:
         self._started = self._ended = 0
         self._cost_per_second = 0.0
         self._began: float | None = None
-        # By event type, so that uncounted events cost one look-up.
-        self._handlers: dict[type, Callable[..., None]] = {
+        self.handlers = {
             TurnFinished: self._turn_finished,
             TurnFailed: self._turn_failed,
             ToolFinished: self._tool_finished,
@@ -102,11 +101,6 @@ class RunNumbers:
         self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Seconds from sending a request to its answer.")
         self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
-
-    def __call__(self, event: Event) -> None:
-        handle = self._handlers.get(type(event))
-        if handle is not None:
-            handle(event)
 
     def _turn_finished(self, event: TurnFinished) -> None:
         self.turns.add(1, event.endpoint or self._backends.get(event.run, ""))

@@ -113,7 +113,8 @@ class HttpBackend(Backend, Generic[Head]):
             stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
         if request.traceparent:
-            headers = {**(headers or {}), "traceparent": request.traceparent}
+            own = {"traceparent": request.traceparent}
+            headers = {**headers, **own} if headers else own
         quota: Quota | None = None
 
         def on_headers(answered: Mapping[str, str]) -> None:

@@ -63,5 +63,8 @@ class Resources:
     def start_tool(self, call: ToolCall, job: Job, turn: int) -> PendingCall:
         if self.traces is None:
             return self.tools.start(call, job, turn)
-        with self.traces.calling(self.run, job.index, turn, call.id):
+        entered = self.traces.enter_call(self.run, job.index, turn, call.id)
+        try:
             return self.tools.start(call, job, turn)
+        finally:
+            self.traces.leave_call(entered)

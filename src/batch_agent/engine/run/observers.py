@@ -60,7 +60,8 @@ class Observers:
             telemetry = Telemetry(os.environ, whole)
             self._extent.push_async_callback(_in_thread, telemetry.close)
             self.traces = telemetry.traces
-            add(telemetry)
+            for sink in telemetry.sinks:
+                add(sink)
 
     async def close(self) -> None:
         """Close all observers. Takes a few seconds at most, even if one does not respond."""
