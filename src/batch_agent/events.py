@@ -10,7 +10,7 @@ quote the part of an answer that did not validate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from batch_agent.job import AgentError, AgentResult, Timings
@@ -298,6 +298,12 @@ class TypedSink:
     handlers: Mapping[type, Callable[[Any], None]]
 
     def __call__(self, event: Event) -> None:
-        handle = self.handlers.get(type(event))
-        if handle is not None:
-            handle(event)
+        self.take((event,))
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Handle many events at once."""
+        handlers = self.handlers
+        for event in events:
+            handle = handlers.get(type(event))
+            if handle is not None:
+                handle(event)

@@ -1,7 +1,7 @@
 """The two metrics of the GenAI conventions, ``gen_ai.client.token.usage`` and ``….operation.duration``.
 
-They are counted here, a few hundred turns at a time, and passed to the SDK's exporter at intervals: recording each turn
-with the SDK would cost more than all other observation together.
+They are counted here and passed to the SDK's exporter at intervals: recording each turn with the SDK would cost more
+than all other observation together.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.events import ModelChosen, RunStarted, TurnFailed, TurnFinished, TypedSink
+from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished, TypedSink
 from batch_agent.observe.spans import provider_of, server_of
 from batch_agent.version import __version__
 
@@ -31,7 +31,6 @@ ABOUT = {
     TOKENS: ("{token}", "Number of input and output tokens used."),
     DURATION: ("s", "GenAI operation duration."),
 }
-COUNTED_AT_ONCE = 256  # turns
 INTERVAL = 60.0  # seconds, unless OTEL_METRIC_EXPORT_INTERVAL is set
 
 Key = tuple[str, str, str]  # the metric, the run, and the type of token or of error
@@ -59,11 +58,10 @@ class OtelMetrics(TypedSink):
         self._exporter, self._resource = exporter, resource
         self._series: dict[Key, _Series] = {}
         self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._turns = deque[TurnFinished | TurnFailed]()  # not yet counted
-        self._counting = threading.Lock()
+        self._answered: list[TurnFinished] = []  # not yet counted
         self.handlers = {
-            TurnFinished: self._turn_ended,
-            TurnFailed: self._turn_ended,
+            TurnFinished: self._answered.append,
+            TurnFailed: self._turn_failed,
             RunStarted: self._run_started,
             ModelChosen: self._model_chosen,
         }
@@ -73,10 +71,19 @@ class OtelMetrics(TypedSink):
         self._thread = threading.Thread(target=self._export_often, name="batch-agent metrics", daemon=True)
         self._thread.start()
 
-    def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
-        self._turns.append(event)
-        if len(self._turns) >= COUNTED_AT_ONCE:
-            self._count()
+    def take(self, events: Iterable[Event]) -> None:
+        super().take(events)
+        answered = defaultdict[str, list[TurnFinished]](list)
+        for turn in self._answered:
+            answered[turn.run].append(turn)
+        self._answered.clear()
+        for run, turns in answered.items():
+            self._one(DURATION, run, "").add([turn.seconds for turn in turns])
+            self._one(TOKENS, run, "input").add([turn.usage.prompt_tokens for turn in turns])
+            self._one(TOKENS, run, "output").add([turn.usage.completion_tokens for turn in turns])
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        self._one(DURATION, event.run, event.error_type).add([event.seconds])
 
     def _run_started(self, event: RunStarted) -> None:
         self._common[event.run] = {
@@ -88,21 +95,6 @@ class OtelMetrics(TypedSink):
 
     def _model_chosen(self, event: ModelChosen) -> None:
         self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
-
-    def _count(self) -> None:
-        """Count the turns that are not yet counted. The run's thread and the exporter's thread both do this."""
-        with self._counting:
-            answered = defaultdict[str, list[TurnFinished]](list)  # by run
-            for _ in range(len(self._turns)):
-                event = self._turns.popleft()
-                if isinstance(event, TurnFinished):
-                    answered[event.run].append(event)
-                else:
-                    self._one(DURATION, event.run, event.error_type).add([event.seconds])
-            for run, events in answered.items():
-                self._one(DURATION, run, "").add([event.seconds for event in events])
-                self._one(TOKENS, run, "input").add([event.usage.prompt_tokens for event in events])
-                self._one(TOKENS, run, "output").add([event.usage.completion_tokens for event in events])
 
     def close(self) -> None:
         self._over.set()
@@ -128,7 +120,6 @@ class OtelMetrics(TypedSink):
         )
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        self._count()
         total, known = AggregationTemporality.CUMULATIVE, list(self._series.items())
         metrics = [
             Metric(name, description, unit, Histogram([self._point(*one) for one in known if one[0][0] == name], total))

@@ -146,10 +146,9 @@ class RowSpans(TypedSink):
             return
         run.ok += event.error is None
         run.failed += event.error is not None
-        row = self._sampler.row(event.run, event.index)
-        if event.error is None and not row.sampled:
+        trace, sampled, *_ = self._sampler.row(event.run, event.index)
+        if event.error is None and not sampled:
             return
-        trace = row.trace
         attributes: Attributes = {
             "gen_ai.operation.name": "invoke_agent",
             **run.common,

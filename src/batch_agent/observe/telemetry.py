@@ -7,16 +7,18 @@ loses spans, but slows nothing down. The standard variables (``OTEL_…``) confi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
-from batch_agent.events import Sink
+from batch_agent.events import TypedSink
 from batch_agent.job import AgentResult
 from batch_agent.observe.spans import RowSpans, SpanRecord
 from batch_agent.observe.trace_content import content_attributes, wants_content
-from batch_agent.observe.trace_ids import RowSampler, span_of_turn
+from batch_agent.observe.trace_ids import RowSampler, RowTrace, span_of_call, span_of_turn
+from batch_agent.tools.context import CallTrace, current_traceparent
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from batch_agent.observe.call_span import Entered
     from batch_agent.observe.otel_metrics import OtelMetrics
 
 QUEUE = 16_384  # spans that may wait for the collector, unless OTEL_BSP_MAX_QUEUE_SIZE is set
@@ -34,20 +35,15 @@ class Traces:
     """What the agents of a run need: ids for their requests and calls, and a receiver for their results."""
 
     def __init__(self, sampler: RowSampler, spans: RowSpans, *, content: bool) -> None:
-        from batch_agent.observe.call_span import enter, leave
-
         self._row, self._spans, self._content = sampler.row, spans, content
-        self._enter, self.leave_call = enter, leave
 
     def of_turn(self, run: str, index: int, turn: int) -> str:
         """Return the traceparent of a request."""
-        row = self._row(run, index)
-        return row.traceparent(span_of_turn(row.trace, turn))
+        trace, _, head, tail = self._row(run, index)
+        return f"{head}{span_of_turn(trace, turn):016x}{tail}"
 
-    def enter_call(self, run: str, index: int, turn: int, call_id: str) -> Entered:
-        """Begin the start of a tool call: tasks started before ``leave_call`` belong to the call's span, also for
-        instrumented libraries."""
-        return self._enter(self._row, (run, index, turn, call_id))
+    def of_call(self, run: str, index: int, turn: int, call_id: str) -> CallTrace:
+        return SpanOfCall(self._row(run, index), span_of_call(run, index, turn, call_id))
 
     def ended(self, run: str, result: AgentResult[object]) -> None:
         """Called when a row has its result, just before JobFinished."""
@@ -55,8 +51,33 @@ class Traces:
             self._spans.describe(run, result.index, {**content_attributes(result)})
 
 
+class SpanOfCall:
+    """The trace context of a tool call."""
+
+    def __init__(self, row: RowTrace, span: int) -> None:
+        self._trace, self._sampled, head, tail = row
+        self._span, self.traceparent = span, f"{head}{span:016x}{tail}"
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the span current, for instrumented libraries too."""
+        from opentelemetry.context import attach, detach
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+        flags = TraceFlags(int(self._sampled))
+        span = SpanContext(self._trace, self._span, is_remote=False, trace_flags=flags)
+        token = attach(set_span_in_context(NonRecordingSpan(span)))
+        own = current_traceparent.set(self.traceparent)
+        try:
+            yield
+        finally:
+            current_traceparent.reset(own)
+            detach(token)
+
+
 class Telemetry:
-    """The ``sinks`` of a run, and ``traces`` for its agents. ``close`` may block as long as the SDK waits for a collector."""
+    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` may block as long as the SDK waits for
+    a collector."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
         sampler = RowSampler.from_environment(environ)
@@ -70,8 +91,7 @@ class Telemetry:
         self.traces = Traces(sampler, self._spans, content=wants_content(environ)) if traced else None
 
     @property
-    def sinks(self) -> list[Sink]:
-        """Return the receivers of the run's events."""
+    def sinks(self) -> list[TypedSink]:
         spans = [] if self._processor is None else [self._spans]
         return [*spans, *([] if self._metrics is None else [self._metrics])]
 

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
 
 logger = logging.getLogger("batch_agent")
 
@@ -54,17 +53,8 @@ def span_of_call(run: str, index: int, turn: int, call_id: str) -> int:
     return _id(8, f"{run} {index} call {turn} {call_id}")
 
 
-class RowTrace(NamedTuple):
-    """The trace of a row. ``head`` and ``tail`` are its traceparent headers before and after the id of the span."""
-
-    trace: int
-    sampled: bool
-    head: str
-    tail: str
-
-    def traceparent(self, span: int) -> str:
-        """Return the W3C traceparent header of a span."""
-        return f"{self.head}{span:016x}{self.tail}"
+# The trace id of a row, whether it is sampled, and its traceparent headers (W3C) before and after the id of the span.
+RowTrace = tuple[int, bool, str, str]
 
 
 @lru_cache(maxsize=64)
@@ -114,7 +104,7 @@ class RowSampler:
     def _row(self, run: str, index: int) -> RowTrace:
         trace = trace_of(run, index)
         sampled = self.keeps(trace, index)
-        return RowTrace(trace, sampled, f"00-{trace:032x}-", "-01" if sampled else "-00")
+        return trace, sampled, f"00-{trace:032x}-", "-01" if sampled else "-00"
 
 
 def _share(text: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 from yarl import URL
 
@@ -32,22 +31,13 @@ def write_head(method: str, url: URL, headers: Mapping[str, str], proxy: URL | N
 
 def write_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Return header lines, without those that ``write_head`` and ``with_length`` write."""
-    lines = ""
+    lines = []
     for name, value in headers:
-        start = _line_start(name)
-        if not value.isprintable() and _LINE_END.search(value):
+        if _LINE_END.search(name) or _LINE_END.search(value):
             raise SpecError(f"the header {name!r} has a line break in it")
-        if start:
-            lines += f"{start}{value}\r\n"
-    return lines.encode("utf-8", "surrogateescape")
-
-
-@lru_cache(maxsize=256)
-def _line_start(name: str) -> str:
-    """Return the beginning of a header line; "" for a header that ``write_head`` or ``with_length`` writes."""
-    if _LINE_END.search(name):
-        raise SpecError(f"the header {name!r} has a line break in it")
-    return "" if name.lower() in _OWN else f"{name}: "
+        if name.lower() not in _OWN:
+            lines.append(f"{name}: {value}\r\n")
+    return "".join(lines).encode("utf-8", "surrogateescape")
 
 
 def with_length(head: bytes, method: str, body: bytes | None) -> bytes:

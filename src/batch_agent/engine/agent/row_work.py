@@ -247,7 +247,7 @@ class RowWork(WorkState):
         place, self._calls = self._calls, self._calls + 1
         began, ended = self._loop.time(), self._loop.create_future()
         r.emit(ToolStarted(r.clock(), r.run, index, turn, place, call.id, call.name))
-        pending = r.tools.start(call, self.job, turn)
+        pending = r.start_tool(call, self.job, turn)
         found: list[ToolOutcome] = []
 
         def tell(end: ToolOutcome | Exception) -> None:

@@ -119,7 +119,7 @@ class McpConnection:
             session = self._current()
             client = await session.client()
             try:
-                trace = current_traceparent()
+                trace = current_traceparent.get()
                 meta = cast(RequestParamsMeta, {"traceparent": trace}) if trace else None
                 result = await client.call_tool(name, arguments, progress_callback=on_progress, meta=meta)
             except MCPError as error:
