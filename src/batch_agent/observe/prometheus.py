@@ -6,6 +6,7 @@ Labels are bounded: endpoints, error types, tools and fixed values. No label nam
 from __future__ import annotations
 
 import time
+from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from batch_agent.events import (
     AnswerRejected,
     CacheRead,
     ContextCompacted,
+    Event,
     HealthChanged,
     JobFinished,
     JobStarted,
@@ -51,8 +53,9 @@ class RunNumbers(TypedSink):
         self._started = self._ended = 0
         self._cost_per_second = 0.0
         self._began: float | None = None
+        self._answered: list[TurnFinished] = []  # not yet counted
         self.handlers = {
-            TurnFinished: self._turn_finished,
+            TurnFinished: self._answered.append,
             TurnFailed: self._turn_failed,
             ToolFinished: self._tool_finished,
             JobStarted: self._row_began,
@@ -102,14 +105,17 @@ class RunNumbers(TypedSink):
         self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
 
-    def _turn_finished(self, event: TurnFinished) -> None:
-        self.turns.add(1, event.endpoint or self._backends.get(event.run, ""))
-        self.turn_time.observe(event.seconds)
-        if event.first_token is not None:
-            self.first_token.observe(event.first_token)
-        self._spent(event.usage, event.cost)
-        if event.saved is not None:
-            self.saved.add(event.saved.prompt_tokens + event.saved.completion_tokens)
+    def take(self, events: Iterable[Event]) -> None:
+        super().take(events)
+        self.turn_time.observe_all([turn.seconds for turn in self._answered])
+        self.first_token.observe_all([turn.first_token for turn in self._answered if turn.first_token is not None])
+        for turn in self._answered:
+            self._spent(turn.usage, turn.cost)
+            if turn.saved is not None:
+                self.saved.add(turn.saved.prompt_tokens + turn.saved.completion_tokens)
+        for place, turns in Count(turn.endpoint or self._backends.get(turn.run, "") for turn in self._answered).items():
+            self.turns.add(turns, place)
+        self._answered.clear()
 
     def _turn_failed(self, event: TurnFailed) -> None:
         (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
