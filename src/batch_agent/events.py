@@ -298,10 +298,20 @@ class TypedSink:
     handlers: Mapping[type, Callable[[Any], None]]
 
     def __call__(self, event: Event) -> None:
+        handle = self.handlers.get(type(event))
+        if handle is not None:
+            handle(event)
+
+
+class ListSink:
+    """A sink that handles many events at once, which is cheaper than one at a time."""
+
+    handlers: Mapping[type, Callable[[Any], None]]  # by type of event
+
+    def __call__(self, event: Event) -> None:
         self.take((event,))
 
     def take(self, events: Iterable[Event]) -> None:
-        """Handle many events at once."""
         handlers = self.handlers
         for event in events:
             handle = handlers.get(type(event))

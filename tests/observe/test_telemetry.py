@@ -12,7 +12,7 @@ import pytest
 from collector import attributes, collecting
 from tests.tools.mcp_tools.conftest import command
 
-from batch_agent import BatchAgent, Pipeline, SpecError, Tool, ToolContext
+from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext
 from batch_agent.observe.telemetry_wanted import is_wanted
 from batch_agent.observe.trace_ids import FIRST_ROWS, RowSampler, trace_of
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
@@ -87,6 +87,18 @@ async def test_run_row_turn_and_call_are_spans_with_the_conventions_names(monkey
     assert sum(point.count for point in collector.points("gen_ai.client.operation.duration")) == 2
     tokens = collector.points("gen_ai.client.token.usage")
     assert sorted(attributes(point)["gen_ai.token.type"] for point in tokens) == ["input", "output"]
+
+
+@needs_sdk
+async def test_tools_of_a_users_worker_are_called_inside_their_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(row: object, ctx: AgentContext) -> str:
+        return str(await ctx.call("look_up", key="k"))
+
+    async with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        await BatchAgent.run(worker=work, inputs=["a"], tools=[look_up], backend=ScriptedBackend(script))
+    [tool] = collector.named("execute_tool look_up")
+    assert called == [f"00-{tool.trace_id.hex()}-{tool.span_id.hex()}-01"]
 
 
 @needs_sdk

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished, TypedSink
+from batch_agent.events import Event, ListSink, ModelChosen, RunStarted, TurnFailed, TurnFinished
 from batch_agent.observe.spans import provider_of, server_of
 from batch_agent.version import __version__
 
@@ -51,7 +51,7 @@ class _Series:
         self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
 
 
-class OtelMetrics(TypedSink):
+class OtelMetrics(ListSink):
     """``close`` exports for the last time, and may block as long as the exporter does."""
 
     def __init__(self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str]) -> None:

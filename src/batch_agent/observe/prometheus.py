@@ -18,12 +18,12 @@ from batch_agent.events import (
     HealthChanged,
     JobFinished,
     JobStarted,
+    ListSink,
     ModelChosen,
     RunStarted,
     ToolFinished,
     TurnFailed,
     TurnFinished,
-    TypedSink,
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
@@ -43,7 +43,7 @@ class LiveNumbers:
     journal_lag: float | None = None
 
 
-class RunNumbers(TypedSink):
+class RunNumbers(ListSink):
     """``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
     stages."""
 

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from batch_agent.events import (
     AnswerRejected,
     JobFinished,
+    ListSink,
     ModelChosen,
     RunFinished,
     RunStarted,
     ToolFinished,
     TurnFailed,
     TurnFinished,
-    TypedSink,
 )
 from batch_agent.observe.trace_ids import (
     RowSampler,
@@ -92,7 +92,7 @@ class _Workflow:
         self.common: Attributes = {"gen_ai.provider.name": provider_of(event.backend), **server_of(event.backend)}
 
 
-class RowSpans(TypedSink):
+class RowSpans(ListSink):
     """``export`` gets the spans of a row, or a run, to be sent. ``around`` is the caller's span that contains the run:
     its trace and its id. ``own`` is the id of a run whose rows do not count."""
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
-from batch_agent.events import TypedSink
+from batch_agent.events import ListSink
 from batch_agent.job import AgentResult
 from batch_agent.observe.spans import RowSpans, SpanRecord
 from batch_agent.observe.trace_content import content_attributes, wants_content
@@ -91,7 +91,7 @@ class Telemetry:
         self.traces = Traces(sampler, self._spans, content=wants_content(environ)) if traced else None
 
     @property
-    def sinks(self) -> list[TypedSink]:
+    def sinks(self) -> list[ListSink]:
         spans = [] if self._processor is None else [self._spans]
         return [*spans, *([] if self._metrics is None else [self._metrics])]
 

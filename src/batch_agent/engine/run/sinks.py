@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from batch_agent.events import Event, Sink, TypedSink
+from batch_agent.events import Event, ListSink, Sink, TypedSink
 
 logger = logging.getLogger("batch_agent")
 
@@ -50,12 +50,12 @@ class Held(TypedSink):
 
     def __init__(self) -> None:
         self.handlers = {}
-        self._sinks: list[TypedSink] = []
+        self._sinks: list[ListSink] = []
         self._events: list[Event] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, sink: TypedSink) -> None:
+    def add(self, sink: ListSink) -> None:
         self._sinks.append(sink)
         self.handlers = {**self.handlers, **dict.fromkeys(sink.handlers, self._hold)}
 
