@@ -112,8 +112,6 @@ class HttpBackend(Backend, Generic[Head]):
             request.said.clear()  # from an earlier attempt
             stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
-        if request.traceparent:
-            headers = {**(headers or {}), "traceparent": request.traceparent}
         quota: Quota | None = None
 
         def on_headers(answered: Mapping[str, str]) -> None:
@@ -121,7 +119,8 @@ class HttpBackend(Backend, Generic[Head]):
             quota = read_quota(answered)
 
         receive = None if stream is None else _beginning(stream.feed, request.on_begin)
-        answer = await self._http.send(self.route_of(request, stream is not None), body, receive, headers, on_headers)
+        route = self.route_of(request, stream is not None)
+        answer = await self._http.send(route, body, receive, headers, on_headers, request.traceparent)
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
@@ -153,7 +152,8 @@ class HttpBackend(Backend, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        body = await self._http.send(self._chat, written(fields), None, headers, on_headers) or b""
+        sent = self._http.send(self._chat, written(fields), None, headers, on_headers, request.traceparent)
+        body = await sent or b""
         try:
             reply = self.read_whole(body, Naming(request.conversation.messages, self._chat.faults))
         except (Truncated, Rejected) as end:

@@ -74,6 +74,7 @@ class HttpClient:
         self._base = url
         self._headers: CIMultiDict[str] = CIMultiDict(own)
         self._headers.update(headers or {})
+        self._sends_traceparent = "traceparent" not in self._headers
         for name, value in self._headers.items():
             _check_header(name, value)
         values = [authorization, *(headers or {}).values()]
@@ -115,11 +116,16 @@ class HttpClient:
         receive: Receive | None = None,
         headers: Mapping[str, str] | None = None,
         on_headers: Callable[[Mapping[str, str]], None] | None = None,
+        traceparent: str = "",
     ) -> bytes | None:
         """Return the body of a good answer; None if ``receive`` consumed it as a stream. ``headers`` are added to this
-        request; ``on_headers`` gets those of a good answer before its body."""
+        request, and ``traceparent``, unless the user set that header; ``on_headers`` gets the headers of a good answer
+        before its body."""
         method, streamed = route.method, False
-        head = with_length(self._head(route, headers, body), method, body)
+        head = self._head(route, headers, body)
+        if traceparent and self._sends_traceparent:
+            head += b"traceparent: %b\r\n" % traceparent.encode()
+        head = with_length(head, method, body)
         on_head: OnHead | None = None
         if receive is not None:
             # The stream is consumed where its bytes arrive, in this task's context.
