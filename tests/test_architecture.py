@@ -86,7 +86,6 @@ SAME_NAME = {
     "Agent": "the vocabulary of ticks, for users",
     "AnswerStream": "the same role in two wires",
     "Cut": "the vocabulary of testing, for users",
-    "Head": "the same role in two wires",
     "Reduced": "the vocabulary of swarm, for users",
     "Request": "the vocabulary of testing, for users",
     "ToolUse": "the vocabulary of testing, for users",

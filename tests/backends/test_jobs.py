@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.backends.job_server import JobServer, ServedJob
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
@@ -23,7 +24,6 @@ from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import ScriptedBackend, virtual_clock
-from batch_agent.testing.job_server import JobServer, ServedJob
 
 Body = dict[str, Any]
 

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias
 
 from pydantic import JsonValue
@@ -186,9 +185,7 @@ class Backend(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         pass
 
     # Requests
@@ -235,8 +232,7 @@ class Backend(ABC):
         return Facts()
 
     async def load(self, endpoint: str = "") -> Load | None:
-        """Return how busy the endpoint is; None if it does not report that. Raises BackendError on failure, which never
-        fails a row."""
+        """Return how busy the endpoint is; None if it does not report that. A BackendError here never fails a row."""
         return None
 
     async def probe(self, endpoint: str = "") -> Probe:
@@ -247,8 +243,7 @@ class Backend(ABC):
 
     @property
     def servers(self) -> Mapping[str, Server]:
-        """Return what is known about each server behind it, by the name in ``ModelRequest.endpoint``. All dispatchers
-        of a server share this object."""
+        """Return what all dispatchers know about each server behind it, by the name in ``ModelRequest.endpoint``."""
         return {"": self._server}
 
     @cached_property

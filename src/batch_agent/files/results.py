@@ -58,8 +58,7 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
 
 
 def record_line(record: Mapping[str, object]) -> bytes:
-    """Return a record as a line. An ``input`` that cannot be written is omitted. Raises Invalid if the line still
-    cannot be written."""
+    """Return a record as a line, without an ``input`` that cannot be written. Raises Invalid for other values."""
     for attempt in (record, {**record, "input": None}):
         try:
             return to_json(attempt) + b"\n"

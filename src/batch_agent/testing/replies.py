@@ -35,9 +35,8 @@ class Scripted:
 
 @dataclass(frozen=True, slots=True)
 class Say(Scripted):
-    """A complete answer. In a stream every few characters are one chunk, with ``chunk_delay`` seconds between two
-    chunks. ``write_bytes`` splits what is sent, JSON or stream, into writes of that many bytes, ``chunk_delay`` apart,
-    even inside a line or a character."""
+    """A complete answer. In a stream every few characters are one chunk, ``chunk_delay`` seconds apart. ``write_bytes``
+    splits JSON or stream into writes of that many bytes, ``chunk_delay`` apart, even inside a line or a character."""
 
     text: str
     calls: tuple[ToolUse, ...] = ()
@@ -119,8 +118,7 @@ class Malformed(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class Body(Scripted):
-    """Sends exactly this JSON, with status 200; for a stream, a list of events, each sent separately, then
-    ``[DONE]``."""
+    """Sends exactly this JSON, with status 200; for a stream, a list of events, then ``[DONE]``."""
 
     value: JsonValue
 

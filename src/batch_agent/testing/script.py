@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.backends.http.wire import mapping
 from batch_agent.backends.simulated.instances import minimal_instance
 from batch_agent.messages import JsonObject
 from batch_agent.testing.replies import Answered, CallTools, Fail, Hang, Say, ScriptedReply, ToolUse
@@ -55,15 +56,11 @@ def default_reply(request: Request) -> ScriptedReply:
         return CallTools(ToolUse(name, arguments if isinstance(arguments, dict) else {}), finish_reason=reason)
     if request.schema is not None:
         return Say(orjson.dumps(minimal_instance(request.schema)).decode())
-    form = request.body.get("response_format")
-    if isinstance(form, dict) and form.get("type") == "json_object":
-        return Say("{}")
     return Say(f"echo: {request.text[:ECHO_CHARACTERS]}")
 
 
 def _forced_tool(request: Request, choice: JsonValue) -> tuple[str, JsonObject] | None:
-    named = choice.get("function") if isinstance(choice, dict) else None
-    wanted = named.get("name") if isinstance(named, dict) else None
+    wanted = mapping(mapping(choice).get("function")).get("name")
     for tool in request.tools:
         if choice == "required" or tool.name == wanted:
             return tool.name, tool.parameters

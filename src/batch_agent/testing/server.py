@@ -11,7 +11,6 @@ import errno
 import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import ClassVar, Self
 
 import orjson
@@ -24,7 +23,7 @@ from batch_agent.testing.player import Dropped, Live, play
 from batch_agent.testing.replies import ScriptedReply
 from batch_agent.testing.request import Refusal, Request, refusal
 from batch_agent.testing.script import Script, scripted_reply
-from batch_agent.testing.wire import AnswerWire, Wire, error_object
+from batch_agent.testing.wire import Wire, error_object
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 
@@ -106,9 +105,7 @@ class ModelServer(ABC):
         self._runner, self._port = runner, runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
             for http in list(self._open.values()):
@@ -187,7 +184,7 @@ class ModelServer(ABC):
     def wrong_with(self, request: Request) -> Refusal | None:
         return refusal(request, self._models)
 
-    def wire(self, request: Request) -> AnswerWire:
+    def wire(self, request: Request) -> Wire:
         return Wire(request, model=request.model, fingerprint=self._fingerprint)
 
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
@@ -261,11 +258,9 @@ class ScriptedServer(ModelServer):
         waiting = Sample("num_requests_waiting", "Requests in a queue; there is none", 0)
         return prometheus_text([running, waiting], model_name=(self._models or ["scripted"])[0], origin="scripted")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, trace)
-        if self._script_error is not None and error is None:
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
+        if self._script_error is not None and exception[1] is None:
             raise self._script_error
 
 

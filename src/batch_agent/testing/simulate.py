@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from batch_agent.backends.simulated.answers import Answer, chat_answer, text_answer
 from batch_agent.backends.simulated.backend import usage_of
@@ -38,10 +37,8 @@ class SimulatedServer(ModelServer):
         super().__init__(host=host, port=port, models=[self.model.name], fingerprint="simulated")
         self.runner = EngineRunner(self.model)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
         self.runner.close()
 
     async def respond(self, request: Request) -> ScriptedReply | Live:

@@ -26,7 +26,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -34,7 +33,8 @@ from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToo
 from batch_agent.backends.batch.job_ledger import JobLedger
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
-from batch_agent.backends.http.wire import Naming, object_of
+from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
+from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Reply
 
@@ -97,7 +97,7 @@ class JobService(ABC):
 
     def __init__(self, http: HttpClient, path: str) -> None:
         """``path`` is the route that creates jobs."""
-        self.http = http
+        self.http, self._path = http, path
         self.batches = http.route("POST", path, once=True)  # a job created twice is paid for twice
 
     @abstractmethod
@@ -116,18 +116,34 @@ class JobService(ABC):
         """Return the answers by request; requests that the job does not mention are missing."""
 
     @abstractmethod
-    async def cancel(self, job: str) -> None: ...
+    def answer_in(self, row: JsonObject) -> Answer:
+        """Return the answer in a result line."""
+
+    async def cancel(self, job: str) -> None:
+        await self.ask(self.http.route("POST", f"{self.path_of(job)}/cancel"), b"{}")
+
+    def path_of(self, job: str) -> str:
+        return f"{self._path}/{quote(job, safe='')}"
+
+    async def read_lines(self, path: str) -> dict[str, Answer]:
+        """Return the answers in a file of result lines, in any order. There are many, so a thread parses them."""
+        content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
+
+        def read() -> dict[str, Answer]:
+            rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
+            return {str(row.get("custom_id")): self.answer_in(row) for row in rows}
+
+        return await in_thread(read)
 
     async def ask(self, route: Route, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         return await self.http.send(route, body, headers=headers) or b""
 
-    async def listed(self, path: str, cursor: str, since: float | None) -> AsyncIterator[JsonObject]:
+    async def listed(self, query: str, cursor: str, since: float | None) -> AsyncIterator[JsonObject]:
         """Yield all jobs created since then, newest first. ``cursor`` names the parameter for the next page."""
         after = ""
         while True:
-            page = self.document(await self.ask(self.http.route("GET", path + after)))
-            jobs = page.get("data")
-            found = [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
+            page = self.document(await self.ask(self.http.route("GET", f"{self._path}?{query}{after}")))
+            found = objects_of(page.get("data"))
             for job in found:
                 made = self.made_at(job)
                 if since is not None and made is not None and made < since - CLOCKS_DIFFER:
@@ -229,17 +245,15 @@ class JobBackend(Backend):
         self._entered += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._entered -= 1
-        self._well = self._well and kind is None
+        self._well = self._well and exception[0] is None
         try:
             if not self._entered:
                 await self._leave(well=self._well)
         finally:
-            await self._service.http.__aexit__(kind, error, trace)
-            await self._wire.__aexit__(kind, error, trace)
+            await self._service.http.__aexit__(*exception)
+            await self._wire.__aexit__(*exception)
 
     def check(self, shape: RequestShape) -> None:
         self._wire.check(shape)
@@ -257,9 +271,7 @@ class JobBackend(Backend):
             raise copy(answer)  # several callers may have received the same error
         reply = self._wire.read_whole(answer, Naming(request.conversation.messages, self._wire.faults))
         reply = self._wire.finished(reply, request.shape)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
+        report_calls(reply, on_tool_call)
         return reply
 
     def has_bought(self, request: ModelRequest) -> bool:

@@ -148,7 +148,3 @@ class ResponseParser:
         elif not self.complete:
             self.complete = True
             self.reusable = self._parser.should_keep_alive()
-
-
-def _line_bytes(field: tuple[str, str]) -> int:
-    return len(field[0]) + len(field[1]) + 4

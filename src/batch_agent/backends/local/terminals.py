@@ -137,8 +137,7 @@ def _places(value: Decimal) -> int:
 
 
 def _fixed_point(low: int, high: int, places: int) -> list[str]:
-    """Return the numbers ``low`` to ``high``, each divided by ten to the power of ``places``. There is no minus
-    zero."""
+    """Return the numbers ``low`` to ``high``, each divided by 10 ** ``places``. There is no minus zero."""
     options = []
     if high >= 0:
         options.append(_natural(max(low, 0), high, places))

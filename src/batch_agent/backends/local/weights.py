@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.local import gguf
 from batch_agent.backends.local.download import DownloadFailed, Report, download_package
 from batch_agent.backends.local.hub import HubFile, fetch_file
@@ -108,14 +109,6 @@ class Model:
     path: Path
     size_bytes: int
     state: State
-
-
-def cache_dir() -> Path:
-    """Return $BATCH_AGENT_CACHE, else batch-agent in the user's cache folder."""
-    if given := os.environ.get("BATCH_AGENT_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "batch-agent"
 
 
 def find(name: str) -> AnyWeights | None:

@@ -34,8 +34,7 @@ class Answer:
         return "length" if self.cut else "tool_calls" if self.calls else "stop"
 
     def text_until(self, tokens: int) -> str:
-        """Return the text of the first ``tokens`` tokens; a character split between two tokens appears with the
-        second."""
+        """Return the text of the first ``tokens`` tokens; a character in two tokens appears with the second."""
         return self.text.encode()[: tokens * TOKEN_BYTES].decode("utf-8", "ignore")
 
     def calls_until(self, tokens: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -49,9 +48,7 @@ class SimulatedBackend(Backend):
         self._entered += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._entered -= 1
         if not self._entered:
             self.runner.close()

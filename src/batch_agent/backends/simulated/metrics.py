@@ -41,8 +41,8 @@ def engine_load(engine: Engine) -> Load:
     return Load(
         running=len(engine.running),
         waiting=engine.waiting,
-        kv_usage=pool.held / pool.size,
-        kv_tokens=pool.size * engine.model.block_size,
+        kv_usage=pool.held / pool.num_gpu_blocks,
+        kv_tokens=pool.num_gpu_blocks * engine.model.block_size,
         offloads=bool(engine.offload.size),
         generated=counters.generated_tokens,
         preemptions=counters.preemptions,
@@ -52,7 +52,7 @@ def engine_load(engine: Engine) -> Load:
 
 
 def engine_metrics(engine: Engine) -> str:
-    model, counters, pool = engine.model, engine.counters, engine.pool
+    model, counters, usage = engine.model, engine.counters, engine_load(engine).kv_usage or 0.0
     computed = counters.prompt_tokens_computed
     config = {
         "block_size": str(model.block_size),
@@ -65,7 +65,7 @@ def engine_metrics(engine: Engine) -> str:
     samples = [
         Sample("num_requests_running", "Requests in the running batch", len(engine.running)),
         Sample("num_requests_waiting", "Requests waiting in the queue", engine.waiting),
-        Sample("kv_cache_usage_perc", "Part of the KV cache held by running requests, 0 to 1", pool.held / pool.size),
+        Sample("kv_cache_usage_perc", "Part of the KV cache held by running requests, 0 to 1", usage),
         Sample("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache", counters.prefix_queries),
         Sample("prefix_cache_hits_total", "Prompt tokens found in the prefix cache", counters.prefix_hits),
         Sample(

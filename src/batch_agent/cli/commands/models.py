@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as ProgressBar
 
+from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.weights import AnyWeights, Model, Progress, Stage
 from batch_agent.cli.exit_status import ALL_OK
@@ -83,7 +84,7 @@ def _unseen(stage: Stage, done: int, total: int | None) -> None:
 
 def _record(models: list[Model]) -> JsonObject:
     return {
-        "folder": str(weights.cache_dir() / "models"),
+        "folder": str(cache_dir() / "models"),
         "models": [
             {
                 "name": model.name,

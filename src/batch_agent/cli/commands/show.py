@@ -107,10 +107,7 @@ def _show(options: argparse.Namespace, view: RunView) -> int:
     with ExitStack() as journals:
         parts = [_opened(name, part, prepared.get(name), journals) for name, part in view.parts.items()]
         for row in _chosen(parts, options):
-            put(
-                ("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, page, row.stage),
-                sys.stdout,
-            )
+            put(("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, page, row.stage))
             shown += 1
     if not shown and options.row is not None:
         raise SpecError(f"there is no row {options.row!r} in {view.name}, or it has not started")

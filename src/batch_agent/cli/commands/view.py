@@ -58,7 +58,7 @@ def _view(options: argparse.Namespace, paths: list[Path]) -> int:
         )
 
     async def ready(address: str) -> None:
-        put(address, sys.stdout)
+        put(address)
         sys.stdout.flush()
         if options.beside:
             await in_thread(sys.stdin.read)

@@ -91,8 +91,7 @@ def _heading(record: Record | None, past: Past | None, stage: str) -> str:
 
 
 def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
-    """Return the tokens of prompts and of answers: from the result, which includes failed attempts, else the sum of
-    the turns."""
+    """Return the tokens of prompts and of answers: of the result, with failed attempts, else the sum of the turns."""
     usage = (record or {}).get("usage")
     if isinstance(usage, dict):
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
