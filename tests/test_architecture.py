@@ -92,7 +92,7 @@ SAME_NAME = {
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Limits", "Line", "Model"),
+    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Line", "Model"),
     *("Options", "Outcome", "Part", "Progress", "Rates", "Reading", "Sample", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }

@@ -9,7 +9,7 @@ from datetime import datetime
 import orjson
 
 from batch_agent.backends.anthropic.answer import PAUSED
-from batch_agent.backends.batch.jobs import Answer, Candidate, JobService, Limits, Lost, State
+from batch_agent.backends.batch.jobs import Answer, JobService, State, Wave
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.wire import mapping
 from batch_agent.errors import Unavailable
@@ -17,7 +17,8 @@ from batch_agent.messages import JsonObject
 
 
 class AnthropicJobs(JobService):
-    limits = Limits(requests=100_000, body_bytes=245_000_000)  # of 256 MB, minus room for the fields around a body
+    most_requests, most_bytes = 100_000, 245_000_000  # of 256 MB, minus room for the fields around a body
+    names_jobs = False
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/messages/batches")
@@ -26,11 +27,10 @@ class AnthropicJobs(JobService):
         requests = b",".join(b'{"custom_id":"%b","params":%b}' % (own.encode(), body) for own, body in bodies.items())
         return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
 
-    async def candidates(self, lost: Lost) -> list[Candidate]:
-        """Return jobs that may be the lost one. A job cannot carry our own name, and lists the ids of its requests only
-        when it has ended; but it reports their number from the start."""
-        jobs = self.listed("limit=1000", "after_id", lost.since)
-        return [Candidate(str(job.get("id")), False) async for job in jobs if _count(job) in (None, len(lost.requests))]
+    async def candidates(self, wave: Wave) -> list[str]:
+        """Return jobs with as many requests: a job lists their ids only when it has ended."""
+        jobs = self.listed("limit=1000", "after_id", wave.since)
+        return [str(job.get("id")) async for job in jobs if _count(job) in (None, len(wave.requests))]
 
     def made_at(self, job: JsonObject) -> float | None:
         made = job.get("created_at")

@@ -51,37 +51,12 @@ PRICE = 0.5  # of the normal price, at every provider
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The most that one job may hold."""
-
-    requests: int
-    body_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class State:
     """A job's state as its provider reports it. ``failed`` is the reason why nothing of it will be done."""
 
     done: bool
     failed: BackendError | None = None
     places: Sequence[str] = ()  # locations of its answers
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A job that may exist and whose id is unknown. ``wave`` is our own name for it."""
-
-    wave: str
-    requests: Sequence[str]
-    since: float | None  # when it was about to be created, Unix time; None: unknown
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A job that may be the lost one. If it is not ``certain``, its answers decide."""
-
-    job: str
-    certain: bool
 
 
 RESULT_BYTES = 2 * 1024**3  # limit for all answers of a job
@@ -91,9 +66,11 @@ Answer = bytes | BackendError
 
 
 class JobService(ABC):
-    """One provider's batch API, over one HTTP client."""
+    """One provider's batch API, over one HTTP client. ``names_jobs``: a job carries the name that we gave it."""
 
-    limits: Limits
+    most_requests: int  # of one job
+    most_bytes: int  # of all bodies of one job
+    names_jobs: bool
 
     def __init__(self, http: HttpClient, path: str) -> None:
         """``path`` is the route that creates jobs."""
@@ -105,8 +82,9 @@ class JobService(ABC):
         """Create a job for these requests and return its id. ``wave`` is our own name for it."""
 
     @abstractmethod
-    async def candidates(self, lost: Lost) -> list[Candidate]:
-        """Return the jobs that may be the lost one; a certain match is returned alone. Empty: it was never created."""
+    async def candidates(self, wave: Wave) -> list[str]:
+        """Return the jobs that may be the one of a wave whose job's id is unknown: if jobs carry names, the one with
+        the name of the wave. Empty: it was never created."""
 
     @abstractmethod
     async def look(self, job: str) -> State: ...
@@ -224,7 +202,7 @@ class JobBackend(Backend):
             images=known.images,
             documents=known.documents,
             streaming=False,
-            default_inflight=self._service.limits.requests,
+            default_inflight=self._service.most_requests,
             patient=True,
             price=PRICE,
         )
@@ -304,9 +282,10 @@ class JobBackend(Backend):
         self._known.setdefault(own.partition("-")[0], []).append((wave, own))
 
     def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
-        limits, wave = self._service.limits, self._gathering
-        if wave is not None and (len(wave.bodies) >= limits.requests or wave.size + len(body) > limits.body_bytes):
-            wave.full, wave = True, None
+        service, wave = self._service, self._gathering
+        if wave is not None:
+            wave.full = len(wave.bodies) >= service.most_requests or wave.size + len(body) > service.most_bytes
+            wave = None if wave.full else wave
         if wave is None:
             wave = self._gathering = Wave(secrets.token_hex(8))
         own, again = digest, 0
@@ -395,17 +374,16 @@ class JobBackend(Backend):
 
     async def _find(self, wave: Wave) -> str | None:
         """Return the job of a wave that was sent without an answer; None if it is certain that there is none."""
-        lost = Lost(wave.name, wave.requests, wave.since)
         others = {other.job for other in self._waves}
         for pause in (self._look * UNLISTED_LOOKS, 0.0):
-            for candidate in await self._service.candidates(lost):
-                if candidate.certain:
-                    return candidate.job
-                if candidate.job not in others:
-                    state = await self._until_done(candidate.job)
+            for job in await self._service.candidates(wave):
+                if self._service.names_jobs:
+                    return job
+                if job not in others:
+                    state = await self._until_done(job)
                     if state.failed is None and (await self._service.answers(state)).keys() == set(wave.requests):
-                        return candidate.job
-                    others.add(candidate.job)
+                        return job
+                    others.add(job)
             await asyncio.sleep(pause)  # a new job may not be listed yet
         return None
 

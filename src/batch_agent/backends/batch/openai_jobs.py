@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import orjson
 
-from batch_agent.backends.batch.jobs import Answer, Candidate, JobService, Limits, Lost, State
+from batch_agent.backends.batch.jobs import Answer, JobService, State, Wave
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.wire import mapping, objects_of
 from batch_agent.errors import Rejected, Unavailable
@@ -20,7 +20,8 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class OpenAIJobs(JobService):
-    limits = Limits(requests=50_000, body_bytes=190_000_000)  # of 200 MB, minus room for the fields around a body
+    most_requests, most_bytes = 50_000, 190_000_000  # of 200 MB, minus room for the fields around a body
+    names_jobs = True
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/batches")
@@ -41,12 +42,10 @@ class OpenAIJobs(JobService):
         }
         return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
 
-    async def candidates(self, lost: Lost) -> list[Candidate]:
-        """Return the job that carries our name in its metadata."""
-        async for job in self.listed("limit=100", "after", lost.since):
-            metadata = job.get("metadata")
-            if isinstance(metadata, dict) and metadata.get(WAVE) == lost.wave:
-                return [Candidate(str(job["id"]), certain=True)]
+    async def candidates(self, wave: Wave) -> list[str]:
+        async for job in self.listed("limit=100", "after", wave.since):
+            if mapping(job.get("metadata")).get(WAVE) == wave.name:
+                return [str(job["id"])]
         return []
 
     def made_at(self, job: JsonObject) -> float | None:
