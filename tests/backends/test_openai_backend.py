@@ -68,10 +68,6 @@ async def test_a_tool_is_chosen_by_its_name(choice: object, sent: object) -> Non
     assert (await body_of(RequestShape(model="m", tools=(SEARCH,), tool_choice=choice)))["tool_choice"] == sent
 
 
-async def test_a_choice_without_tools_is_not_sent() -> None:
-    assert "tool_choice" not in await body_of(RequestShape(model="m", tool_choice="required"))
-
-
 async def test_only_a_request_that_reports_tool_calls_is_streamed() -> None:
     assert "stream" not in await body_of(RequestShape(model="m"))
     body = await body_of(RequestShape(model="m"), streamed=True)

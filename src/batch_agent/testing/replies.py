@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import orjson
 from pydantic import JsonValue
@@ -48,34 +49,25 @@ class Say(Scripted):
     headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of the response: rate limits, ids
 
 
+class SayOptions(TypedDict, total=False):
+    """The keywords of Say."""
+
+    latency: float
+    reasoning: str
+    finish_reason: str | None
+    usage: Usage | None
+    chunk_delay: float
+    write_bytes: int | None
+    headers: Mapping[str, str]
+
+
 class CallTools(Say):
     """An answer that calls tools: ``CallTools(ToolUse("read", {"path": "a"}), ToolUse("list"))``."""
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        *calls: ToolUse,
-        text: str = "",
-        reasoning: str = "",
-        finish_reason: str | None = None,
-        usage: Usage | None = None,
-        latency: float = 0.0,
-        chunk_delay: float = 0.0,
-        write_bytes: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(
-            text,
-            calls,
-            reasoning=reasoning,
-            finish_reason=finish_reason,
-            usage=usage,
-            latency=latency,
-            chunk_delay=chunk_delay,
-            write_bytes=write_bytes,
-            headers=headers or {},
-        )
+    def __init__(self, *calls: ToolUse, text: str = "", **options: Unpack[SayOptions]) -> None:
+        super().__init__(text, calls, **options)
 
 
 @dataclass(frozen=True, slots=True)

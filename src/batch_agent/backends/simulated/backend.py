@@ -32,10 +32,6 @@ class SimulatedBackend(Backend):
         self._tools: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
         self._pins = PinOrders()
 
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        return cls(EngineModel.from_url(url))
-
     @property
     def name(self) -> str:
         return f"simulated://{self.model.name}"
@@ -145,4 +141,4 @@ def usage_of(sequences: list[Sequence]) -> Usage:
 
 
 def from_address(address: Address) -> SimulatedBackend:
-    return SimulatedBackend.from_url(address.url.geturl())
+    return SimulatedBackend(EngineModel.from_url(address.url.geturl()))
