@@ -28,33 +28,10 @@ ROW_GROUP_ROWS = 5000
 INDEX = b'{"index":'  # start of a result line
 
 
-class ResultFile:
-    """The records of a file of result lines. It can be iterated several times.
-
-    A line that is not a record, such as the last line of a killed run, is skipped; ``torn`` counts such lines in the
-    latest pass. A missing file has no records.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.torn = 0
-
-    def __iter__(self) -> Iterator[Record]:
-        self.torn = 0
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            for line in file:
-                record = record_of(line)
-                if record is None:
-                    self.torn += 1
-                else:
-                    yield record
-
-
 class InOrderOfInput:
     """The records of files of result lines in input order. It can be iterated several times. It stores eight bytes for
-    each row, its position in a file, and no records. Of two lines for one row, the later file or line wins."""
+    each row, its position in a file, and no records. Of two lines for one row, the later file or line wins. A missing
+    file has no records. A line that is not a record, such as the last line of a killed run, is skipped."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
