@@ -19,7 +19,7 @@ from batch_agent.backends.anthropic.answer import AnswerStream, read_answer
 from batch_agent.backends.anthropic.messages import AnthropicBackend
 from batch_agent.backends.anthropic.request import WIRE
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.http.wire import Naming, report_calls
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
 
@@ -36,8 +36,14 @@ class Right(AnthropicBackend):
     def answered(self, reply: Reply) -> Reply:
         return reply
 
+    def failed(self, error: BackendError, request: ModelRequest) -> Reply:
+        raise error
+
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        return self.answered(await super().infer(self.asked(request), on_tool_call))
+        try:
+            return self.answered(await super().infer(self.asked(request), on_tool_call))
+        except BackendError as error:
+            return self.failed(error, request)
 
 
 class TestRight(MessagesContract):
@@ -81,11 +87,10 @@ def forgiving(*kinds: type[BackendError]) -> type[Right]:
     """Takes what came before these errors for an answer."""
 
     class Forgiving(Right):
-        async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-            try:
-                return await super().infer(request, on_tool_call)
-            except kinds:
+        def failed(self, error: BackendError, request: ModelRequest) -> Reply:
+            if isinstance(error, kinds):
                 return Reply("".join(request.said))
+            raise error
 
     return Forgiving
 
@@ -139,43 +144,33 @@ class ChecksNothing(Right):
 
 
 class TruncatedForFree(Right):
-    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        try:
-            return await super().infer(request, on_tool_call)
-        except Truncated as error:
-            raise Truncated(str(error), text=error.text) from None
+    def failed(self, error: BackendError, request: ModelRequest) -> Reply:
+        raise Truncated(str(error), text=error.text) if isinstance(error, Truncated) else error
 
 
 class ForgetsTheWait(Right):
-    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        try:
-            return await super().infer(request, on_tool_call)
-        except RateLimited as error:
-            raise RateLimited(str(error), status=error.status) from None
+    def failed(self, error: BackendError, request: ModelRequest) -> Reply:
+        raise RateLimited(str(error), status=error.status) if isinstance(error, RateLimited) else error
 
 
 class ReportsTwice(Right):
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         reply = await super().infer(request, on_tool_call)
-        for call in reply.tool_calls if on_tool_call is not None else ():
-            on_tool_call(call)
+        report_calls(reply, on_tool_call)
         return reply
 
 
 class ReportsAtTheEnd(Right):
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        calls: list[ToolCall] = []
-        reply = await super().infer(request, None if on_tool_call is None else calls.append)
-        for call in calls if on_tool_call is not None else ():
-            on_tool_call(call)
+        reply = await super().infer(request, on_tool_call and (lambda call: None))
+        report_calls(reply, on_tool_call)
         return reply
 
 
 class NeverStreams(Right):
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         reply = await super().infer(request)
-        for call in reply.tool_calls if on_tool_call is not None else ():
-            on_tool_call(call)
+        report_calls(reply, on_tool_call)
         return replace(reply, first_token=0.0)
 
 
@@ -221,11 +216,8 @@ class KeepsWhatAnEarlierTrySaid(Right):
 
 
 class TakesOthersWords(Right):
-    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        try:
-            return await super().infer(request, on_tool_call)
-        except BackendError as error:
-            raise Unavailable(str(error), status=error.status) from None
+    def failed(self, error: BackendError, request: ModelRequest) -> Reply:
+        raise Unavailable(str(error), status=error.status)
 
 
 class TakesACallForAnAnswer(Right):

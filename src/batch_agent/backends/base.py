@@ -48,11 +48,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RequestShape:
-    """What sibling requests share, apart from their messages.
-
-    Compared by identity: a run creates one or two of these, and a backend may cache what it derived from each (the
-    encoded head of a request body, a compiled grammar) in a WeakKeyDictionary.
-    """
+    """What sibling requests share, apart from their messages. Compared by identity: a run creates one or two of these,
+    and a backend may cache what it derived from each (the encoded head of a request body, a compiled grammar) in a
+    WeakKeyDictionary."""
 
     model: str
     max_tokens: int | None = None

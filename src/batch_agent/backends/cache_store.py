@@ -232,10 +232,8 @@ def encode_reply(reply: Reply) -> str:
 
 
 def decode_reply(text: str) -> Reply:
-    """Return a cached answer: without usage, and with the original usage as ``saved``.
-
-    Raises ValueError for text that ``encode_reply`` did not write.
-    """
+    """Return a cached answer: without usage, and with the original usage as ``saved``. Raises ValueError for text that
+    ``encode_reply`` did not write."""
     try:
         record = json.loads(text)
         sealed = record.get("sealed")  # answers cached by an earlier version have none

@@ -18,10 +18,8 @@ from batch_agent.messages import Attachment
 
 
 def result_line(result: AgentResult[object]) -> bytes:
-    """Return one result as a line of JSON, without the transcript; with the model's raw text if it failed.
-
-    Raises Invalid if the output cannot be written: its class may have its own serializers.
-    """
+    """Return one result as a line of JSON, without the transcript; with the model's raw text if it failed. Raises
+    Invalid if the output cannot be written: its class may have its own serializers."""
     record = result_record(result)
     if not result.ok:
         record["raw_text"] = result.raw_text

@@ -105,11 +105,11 @@ def check_table(path: Path, kind: str | None = None) -> None:
     Codec(path)
 
 
-def write_table(records: Iterable[Record], path: Path, kind: str | None = None) -> None:
-    """Write the records as a table. ``records`` is iterated twice. Without ``kind``, the extension is the format."""
+def write_table(records: Iterable[Record], path: Path) -> None:
+    """Write the records as a table, in the format of the extension. ``records`` is iterated twice."""
     columns = columns_of(records)
     with complete_file(path) as stream:
-        write_records(records, columns, stream, kind or format_of(path)[0])
+        write_records(records, columns, stream, format_of(path)[0])
 
 
 @contextmanager

@@ -221,8 +221,7 @@ class ModelServer(ABC):
 class ScriptedServer(ModelServer):
     """``ScriptedServer([Say("hello"), Fail(503)])`` answers in order of arrival; ``ScriptedServer(lambda request: …)``
     decides for each. With ``models`` other names get 404, with ``api_key`` other keys get 401. ``metrics`` replaces the
-    text of ``/metrics``. An exception in the script is a 500 for the client, and is raised again at exit.
-    """
+    text of ``/metrics``. An exception in the script is a 500 for the client, and is raised again at exit."""
 
     def __init__(
         self,

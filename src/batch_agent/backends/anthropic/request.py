@@ -34,10 +34,8 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
 
 class MessagesView:
     """Encodes every block once. The last question and its answer are kept apart from what is ``closed``, because they
-    may still get a mark. The user's message is ``open`` until the model has answered.
-
-    A wire with the same turns and other blocks overrides how a block is written and marked.
-    """
+    may still get a mark. The user's message is ``open`` until the model has answered. A wire with the same turns and
+    other blocks overrides how a block is written and marked."""
 
     __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
 
@@ -72,7 +70,7 @@ class MessagesView:
 
     def extend(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            blocks = self._encoded(message)
+            blocks = [written(self.written(block)) for block in _blocks(message)]
             if message.role == "system" and not (self._open or self._answer):
                 self.system += blocks
                 continue
@@ -114,9 +112,6 @@ class MessagesView:
         missing = [_result(call, NO_RESULT) | {"is_error": True} for call in self._owed]
         answered = [orjson.dumps(self.written(block)) for block in missing]
         return [*self._open[: self._results], *answered, *self._open[self._results :]]
-
-    def _encoded(self, message: Message) -> list[bytes]:
-        return [written(self.written(block)) for block in _blocks(message)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from batch_agent.backends.http.wire import objects_of
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import Rejected, SpecError
-from batch_agent.messages import JsonObject, Message, ToolSpec
+from batch_agent.messages import JsonObject, Message
 
 CACHE_POINT = b'{"cachePoint":{"type":"default"}}'
 OWN_FIELDS = ("messages", "system", "toolConfig", "inferenceConfig", "outputConfig")
@@ -113,7 +113,7 @@ def build_head(shape: RequestShape, *, native_schema: bool) -> Head:
         told = [] if shape.schema is None or form is not None else [ConverseView.written(told_schema(shape.schema))]
         return Head(
             fields=orjson.dumps(_fields(shape, form))[:-1],
-            tools=[orjson.dumps(_spec(tool)) for tool in tools],
+            tools=[orjson.dumps(_tool(tool.name, tool.description, tool.parameters)) for tool in tools],
             told=[orjson.dumps(block) for block in told],
             cached_from=model_of(shape.model).cached_from * BYTES_PER_TOKEN if caches else sys.maxsize,
             goes_on=bool(tools),
@@ -186,13 +186,9 @@ def _result(block: JsonObject) -> JsonObject:
     return {"toolUseId": block["tool_use_id"], "content": [*parts], "status": status}
 
 
-def _spec(tool: ToolSpec) -> JsonObject:
-    return _tool(tool.name, tool.description, {"type": "object", **tool.parameters})
-
-
 def _tool(name: str, description: str = "", parameters: JsonObject | None = None) -> JsonObject:
     described: JsonObject = {"description": description} if description.strip() else {}
-    schema = parameters or {"type": "object"}
+    schema: JsonObject = {"type": "object", **(parameters or {})}
     return {"toolSpec": {"name": name, **described, "inputSchema": {"json": schema}}}
 
 

@@ -124,7 +124,7 @@ class VllmBackend(EngineBackend):
         offloads = cache.get("kv_offloading_size", "None") != "None" or "Offload" in connector or "LMCache" in connector
         return EngineState(
             "vllm",
-            prefix_caching=_flag(cache.get("enable_prefix_caching")) is not False and shares(sharing),
+            prefix_caching=cache.get("enable_prefix_caching", "True") == "True" and shares(sharing),
             reports_cached=sharing.in_answer if sharing.share else None,
             by_priority=None if policy is None else policy == "priority",
             offloads=offloads if cache else None,
@@ -166,10 +166,6 @@ class VllmBackend(EngineBackend):
         if not told.samples(RUNNING):
             raise self._metrics.faults.bad("the metrics are not those of a vLLM server")
         return read_load(told)
-
-
-def _flag(text: str | None) -> bool | None:
-    return None if text is None else text == "True"
 
 
 def read_load(told: Exposition) -> Load:

@@ -52,10 +52,8 @@ class _Turn:
 
 
 class LocalBackend(Backend):
-    """The embedded engine. ``async with`` starts its process, or reuses the idle process of an earlier run.
-
-    Entering again shares the process. The last exit keeps it loaded for ``keep`` seconds, or ends it.
-    """
+    """The embedded engine. ``async with`` starts its process, or reuses the idle process of an earlier run. Entering
+    again shares the process. The last exit keeps it loaded for ``keep`` seconds, or ends it."""
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options

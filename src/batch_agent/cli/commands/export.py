@@ -73,7 +73,8 @@ def _export(options: argparse.Namespace, directory: Path) -> int:
     else:
         _export_table(records, TABLES[kind], output)
     if records.torn:
-        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
+        are = "is" if records.torn == 1 else "are"
+        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
     if kind == MESSAGES and records.failed:
         say(f"batch-agent: skipped {counted(records.failed, 'row')} that failed; --format jsonl includes them")
     return ALL_OK
@@ -102,10 +103,6 @@ def _kind_of(output: Path | None) -> str:
     if extension not in (JSONL, *TABLES):
         raise SpecError(f"the format of {output} is unknown: use .jsonl, .csv, .tsv or .parquet, or give --format")
     return extension
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 class RunRecords:

@@ -66,7 +66,7 @@ def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
         if not weights.is_present(known):
             size = f", {amount(known.size_bytes)}B" if known.size_bytes else ""
             print(f"fetching the {title}{size}, once", file=stream, flush=True)
-        yield _unseen
+        yield lambda stage, done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with ProgressBar(*columns, console=Console(file=stream), transient=True) as bar:
@@ -76,10 +76,6 @@ def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
             bar.update(task, description=f"{stage} the {title}", completed=done, total=total)
 
         yield show
-
-
-def _unseen(stage: Stage, done: int, total: int | None) -> None:
-    pass
 
 
 def _record(models: list[Model]) -> JsonObject:

@@ -50,7 +50,7 @@ def resume_command(options: argparse.Namespace) -> int:
 
 def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
     """Return how many rows are retried, by stage in a pipeline; "" if no such row failed."""
-    counts = {name: _failures(_part(place, name), error_type) for name in view.parts}
+    counts = {name: _failures(place, name, error_type) for name in view.parts}
     total = sum(counts.values())
     which = "" if error_type is None else f" with {error_type}"
     if not total:
@@ -60,12 +60,8 @@ def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
     return f"retrying {rows(total)} that failed{which}{after}"
 
 
-def _part(place: RunPlace, stage: str) -> RunPlace:
-    return place / stage if isinstance(place, Path) else place.at(place.name, stage)
-
-
-def _failures(place: RunPlace, error_type: str | None) -> int:
-    found = failures(place)
+def _failures(place: RunPlace, stage: str, error_type: str | None) -> int:
+    found = failures(place / stage if isinstance(place, Path) else place.at(place.name, stage))
     return found.total() if error_type is None else found[error_type]
 
 

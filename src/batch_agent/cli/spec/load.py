@@ -25,10 +25,8 @@ from batch_agent.spec import OLD_NAMES, BatchSpec
 
 
 def take_settings(options: argparse.Namespace) -> None:
-    """Move each ``--set`` of an option that has a flag to that flag, so that each value is in one place.
-
-    None stays in ``--set``: no flag can express it.
-    """
+    """Move each ``--set`` of an option that has a flag to that flag, so that each value is in one place. None stays in
+    ``--set``: no flag can express it."""
     left = []
     for item in options.set or ():
         name, value = _setting(item)

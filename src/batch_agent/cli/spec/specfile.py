@@ -201,7 +201,8 @@ def read_specfile(path: Path) -> SpecFile:
     if options is None:
         raise SpecError(f"{path} is empty; it needs at least a task")
     if not isinstance(options, dict):
-        raise SpecError(f"{path} must be a mapping of options, such as task: …, not {_kind(options)}")
+        kind = {list: "a list", str: "text", bool: "true or false"}.get(type(options), "a number")
+        raise SpecError(f"{path} must be a mapping of options, such as task: …, not {kind}")
     wrong = next((key for key in options if not isinstance(key, str)), None)
     if wrong is not None:
         raise SpecError(f"{path}: {wrong!r} is not the name of an option")
@@ -278,10 +279,6 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise SpecError(f"has {name!r} twice")
         value[name] = item
     return value
-
-
-def _kind(value: object) -> str:
-    return {list: "a list", str: "text", bool: "true or false"}.get(type(value), "a number")
 
 
 def _import_module(name: str, beside: Path) -> object:
