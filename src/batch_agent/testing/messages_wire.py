@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.backends.anthropic.answer import OpenBlock
 from batch_agent.backends.http.wire import json_of, mapping, objects_of
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.messages import JsonObject, Usage
@@ -34,14 +35,6 @@ class MessagesRequest(Request):
         last = self.blocks[-1] if self.blocks else []
         return "".join(content_text(block.get("content")) + str(block.get("text") or "") for block in last)
 
-    @property
-    def tool_choice(self) -> JsonValue:
-        choice = mapping(self.body.get("tool_choice"))
-        kind = choice.get("type")
-        if kind == "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}
-        return "required" if kind == "any" else kind
-
 
 class MessagesWire(Wire):
     def __init__(self, request: MessagesRequest) -> None:
@@ -62,23 +55,19 @@ class MessagesWire(Wire):
         return [self.sse({"type": "message_stop"})]
 
     def body(self, pieces: Iterable[Piece]) -> bytes:
-        events = [event for piece in pieces for event in self._events(piece)]
-        blocks: list[JsonObject] = []
-        texts: dict[str, str] = {}
+        blocks: list[OpenBlock] = []
         usage: JsonValue = None
-        for event in events:
-            if isinstance(block := event.get("content_block"), dict):
-                blocks.append(block)
-                texts = {}
-            elif isinstance(usage := event.get("usage"), dict):
-                break
-            elif isinstance(delta := event.get("delta"), dict):
-                for name in delta.keys() - {"type"}:
-                    texts[name] = texts.get(name, "") + str(delta[name])
-                blocks[-1] |= {name: text for name, text in texts.items() if name != "partial_json"}
-                if "partial_json" in texts:
-                    blocks[-1]["input"] = json_of(texts["partial_json"]) or {}
-        return orjson.dumps(self._message([*blocks], self._stop, usage))
+        for event in (event for piece in pieces for event in self._events(piece)):
+            delta = mapping(event.get("delta"))
+            if "content_block" in event:
+                blocks.append(OpenBlock(mapping(event["content_block"])))
+            elif "usage" in event:
+                usage = event["usage"]
+            elif delta:
+                blocks[-1].extend(delta)
+        whole = [block.whole() for block in blocks]
+        content = [{**block, "input": json_of(said) or {}} if "input" in block else block for block, said in whole]
+        return orjson.dumps(self._message([*content], self._stop, usage))
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
         return error_object(status, message)

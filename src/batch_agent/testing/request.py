@@ -62,28 +62,29 @@ class Request:
 
     @property
     def max_tokens(self) -> int | None:
-        return self._shape.max_tokens
+        return self.shape.max_tokens
 
     @property
     def schema(self) -> JsonObject | None:
         """Return the JSON schema that the answer must fit."""
-        return self._shape.schema
+        return self.shape.schema
 
     @property
     def tool_choice(self) -> JsonValue:
-        """Return the tool choice in the format of chat requests."""
-        return self.body.get("tool_choice")
+        """Return the tool choice: a keyword, or a tool's name."""
+        return self.shape.tool_choice
 
     @property
     def tools(self) -> list[ToolSpec]:
-        return [*self._shape.tools]
+        return [*self.shape.tools]
 
     def conversation(self) -> list[Message]:
         """Return the messages as values."""
         return self.dialect.read_messages(self.body, []) if self.messages else []
 
     @property
-    def _shape(self) -> RequestShape:
+    def shape(self) -> RequestShape:
+        """Return everything except the messages, by the names of RequestShape."""
         return self.dialect.read_kind(self.body, "").shape
 
 

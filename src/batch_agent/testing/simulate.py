@@ -76,18 +76,7 @@ class SimulatedServer(ModelServer):
             return
         messages = request.conversation()
         prompt = chat_prompt(encode_tools(request.tools), map(encode_message, messages))
-        yield (
-            prompt,
-            chat_answer(
-                self.model,
-                prompt,
-                messages,
-                request.tools,
-                tool_choice=request.body.get("tool_choice"),
-                schema=request.schema,
-                max_tokens=request.max_tokens,
-            ),
-        )
+        yield prompt, chat_answer(self.model, prompt, messages, request.shape)
 
 
 async def _pieces(

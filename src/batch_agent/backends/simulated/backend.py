@@ -78,16 +78,7 @@ class SimulatedBackend(Backend):
 
     def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
         """Return what the model answers; the engine decides how long that takes."""
-        shape = request.shape
-        return chat_answer(
-            self.model,
-            prompt,
-            request.conversation.messages,
-            shape.tools,
-            tool_choice=shape.tool_choice,
-            schema=shape.schema,
-            max_tokens=shape.max_tokens,
-        )
+        return chat_answer(self.model, prompt, request.conversation.messages, request.shape)
 
     async def _generate(
         self, prompt: bytes, answer: Answer, priority: int, order: Order | None, on_tool_call: OnToolCall | None
