@@ -195,7 +195,7 @@ def test_a_url_spells_the_parameters() -> None:
     ("url", "complaint"),
     [
         ("simulated://?kvv=1", "did you mean 'kv'"),
-        ("simulated://?zzz=1", "There are: prefill"),
+        ("simulated://?zzz=1", "Known: prefill"),
         ("simulated://?kv=many", "kv_tokens: .*integer"),
         ("simulated://?kv=1024", "raise kv_tokens or lower context_tokens"),
         ("simulated://?decode=-1", "step_seconds must be 0 or more"),

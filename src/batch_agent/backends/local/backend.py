@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.address import Address
+from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
@@ -242,8 +242,7 @@ class LocalBackend(Backend):
 
 def _sampling(shape: RequestShape) -> JsonObject:
     """Return the engine's generation options. A temperature of 0 or None means greedy."""
-    if unknown := sorted(shape.extra_body.keys() - SAMPLING):
-        raise SpecError(f"extra_body: local:// has no {unknown[0]!r}. Known: {', '.join(sorted(SAMPLING))}")
+    check_known(shape.extra_body, sorted(SAMPLING), "extra_body: local:// has no")
     for name, value in shape.extra_body.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
             raise SpecError(f"extra_body: {name} must be a {'whole ' if name == 'top_k' else ''}number, not {value!r}")
