@@ -12,6 +12,8 @@ from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.cluster.copy_in import copy_in, directory_is_new
+from batch_agent.cluster.worker import prepare_worker
+from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.store.address import StoreAddress
@@ -53,8 +55,15 @@ def _copy(source: RunPlace, target: RunPlace, view: RunView, import_from: Path |
                 raise SpecError(
                     f"{target} already holds a run: give another name, or delete it with batch-agent delete"
                 )
-            prepared = prepared_again(source, view.facts, import_from).get("")
-            if prepared is None:
-                raise prompts_changed(source)
-            return copy_in(store, view, prepared, RunRecords(source))
+            return copy_in(store, view, _prepared(source, view, import_from), RunRecords(source))
     raise SpecError("copy needs one URL of a run in Redis and one directory")
+
+
+def _prepared(directory: Path, view: RunView, import_from: Path | None) -> Prepared:
+    """Return the prepared run, from its record if it was in Redis before, else from its command."""
+    if "spec" in view.facts:
+        return prepare_worker(view.facts, import_from)
+    prepared = prepared_again(directory, view.facts).get("")
+    if prepared is None:
+        raise prompts_changed(directory)
+    return prepared

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from batch_agent.cli.spec.recorded import matched
-from batch_agent.cli.spec.transcripts import AT_ONCE, open_journal
+from batch_agent.cli.spec.transcripts import open_journal
 from batch_agent.engine.run.dryrun import DryRun
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import fingerprint_of, rows_under
@@ -33,6 +33,7 @@ from batch_agent.store.steps import Past
 ASKED = "asked"  # key in the recorded command
 MOST_WORDS = 4000  # longest text that is compared word by word
 VALUE_CHARACTERS = 60
+AT_ONCE = 256  # rows looked up in the journal together
 
 
 def asked(prepared: Prepared) -> dict[str, JsonValue]:
