@@ -21,12 +21,3 @@ MEDIA_TYPES = {
 def format_of_document(path: str | PathLike[str]) -> str | None:
     """Return the format of a document by its file name, or None for a file that is not a document."""
     return FORMATS.get(PurePath(fspath(path)).suffix.lower())
-
-
-class DocumentError(Exception):
-    """A document cannot be read. The message continues a sentence that starts with the path of the file. If ``missing``
-    is true, a package is not installed, and the file itself may be valid."""
-
-    def __init__(self, message: str, *, missing: bool = False) -> None:
-        super().__init__(message)
-        self.missing = missing

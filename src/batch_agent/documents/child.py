@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 
-from batch_agent.documents import DocumentError
+from batch_agent.documents.failure import DocumentError
 
 FILE = "/dev/fd/0"
 MEMORY_BYTES = 4 * 2**30  # limit of the address space: stops a file that unpacks to an unlimited size

@@ -14,7 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-from batch_agent.documents import MEDIA_TYPES, DocumentError, format_of_document
+from batch_agent.documents import MEDIA_TYPES, format_of_document
+from batch_agent.documents.failure import DocumentError
 from batch_agent.documents.process import open_document
 from batch_agent.errors import InputError
 from batch_agent.messages import Attachment, Document, Image

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from batch_agent.documents import DocumentError
+from batch_agent.documents.failure import DocumentError
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from io import FileIO
 from typing import Literal
 
-from batch_agent.documents import DocumentError
+from batch_agent.documents.failure import DocumentError
 
 SILENCE = 60.0  # seconds without a page after which the process is killed
 CHUNK_BYTES = 2**16

@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from batch_agent.documents import DocumentError
+from batch_agent.documents.failure import DocumentError
 
 MOST_BYTES = 64 * 2**20
 CHARSET_BYTES = 2048  # twice the length within which HTML must declare its encoding

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from batch_agent.documents import DocumentError
+from batch_agent.documents.failure import DocumentError
 
 W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"  # repeats its sibling's text

@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from batch_agent.documents import DocumentError, format_of_document
+from batch_agent.documents import format_of_document
 from batch_agent.documents.content import plain_text
+from batch_agent.documents.failure import DocumentError
 from batch_agent.errors import SpecError
 from batch_agent.files.rows import Reading, Row
 from batch_agent.job import UnreadableRow

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
-from batch_agent.documents import DocumentError, format_of_document
+from batch_agent.documents import format_of_document
+from batch_agent.documents.failure import DocumentError
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
 from batch_agent.tools.builtin.pages import read_pages

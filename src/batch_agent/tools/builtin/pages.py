@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from batch_agent.documents import DocumentError
 from batch_agent.documents.content import page_mark
+from batch_agent.documents.failure import DocumentError
 from batch_agent.documents.process import open_document
 
 
