@@ -36,7 +36,9 @@ AT_ONCE = 256  # rows looked up in the journal together
 
 def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]:
     """Return the parts of a run, prepared as when it was recorded: the stages of a pipeline by name; a plain run as "".
-    A part whose task, model, schema or tools changed is omitted. Raises SpecError if the spec cannot be read."""
+
+    A part whose task, model, schema or tools changed is omitted. Raises SpecError if the spec cannot be read.
+    """
     if "spec" in facts:  # the run was in Redis
         return {"": prepare_worker(facts, None)}
     options = command_again(
