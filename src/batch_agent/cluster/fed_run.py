@@ -23,6 +23,7 @@ from batch_agent.cluster.spec_json import pieces, spec_json
 from batch_agent.cluster.worker import WorkerRun, open_worker_session
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.recording import asked_json
 from batch_agent.engine.run.run import Run
 from batch_agent.errors import SpecError
 from batch_agent.events import (
@@ -129,6 +130,7 @@ class FedRun(Run[T]):
             },
             "first": "null" if isinstance(value, UnreadableRow) else encode_row(value).decode(),
             "pieces": {**pieces(prepared)},
+            "asked": asked_json(prepared),
         }
 
     async def _work_here(self, prepared: Prepared, session: FeederSession) -> None:
