@@ -95,7 +95,7 @@ SAME_NAME = {
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
     *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Line", "Model"),
-    *("Options", "Outcome", "Part", "Progress", "Rates", "Sample", "Slots", "Source", "Step"),
+    *("Options", "Outcome", "Part", "Progress", "Rates", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 70

@@ -16,9 +16,9 @@ from typing import ClassVar, Self
 import orjson
 from aiohttp import web
 
-from batch_agent.backends.simulated.metrics import Sample, prometheus_text
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.testing.metrics import VllmMetrics
 from batch_agent.testing.player import Dropped, Live, play
 from batch_agent.testing.replies import ScriptedReply
 from batch_agent.testing.request import Refusal, Request, refusal
@@ -253,9 +253,9 @@ class ScriptedServer(ModelServer):
     def metrics(self) -> str:
         if self._metrics is not None:
             return self._metrics()
-        running = Sample("num_requests_running", "Requests in flight", self.inflight)
-        waiting = Sample("num_requests_waiting", "Requests in a queue; there is none", 0)
-        return prometheus_text([running, waiting], model_name=(self._models or ["scripted"])[0], origin="scripted")
+        told = VllmMetrics((self._models or ["scripted"])[0], "scripted")
+        told.put("num_requests_running", "Requests in flight", self.inflight)
+        return str(told.put("num_requests_waiting", "Requests in a queue; there is none", 0))
 
     async def __aexit__(self, *exception: object) -> None:
         await super().__aexit__(*exception)

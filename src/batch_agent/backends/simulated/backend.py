@@ -12,8 +12,7 @@ from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest,
 from batch_agent.backends.engines.pin_orders import PinOrders
 from batch_agent.backends.http.wire import CallIds
 from batch_agent.backends.simulated.answers import Answer, chat_answer
-from batch_agent.backends.simulated.core import Sequence
-from batch_agent.backends.simulated.metrics import engine_load
+from batch_agent.backends.simulated.core import Engine, Sequence
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
@@ -121,6 +120,21 @@ class SimulatedBackend(Backend):
         if tokens is None:
             tokens = self._tools[shape] = encode_tools(shape.tools)
         return tokens
+
+
+def engine_load(engine: Engine) -> Load:
+    counters, pool = engine.counters, engine.pool
+    return Load(
+        running=len(engine.running),
+        waiting=engine.waiting,
+        kv_usage=pool.held / pool.num_gpu_blocks,
+        kv_tokens=pool.num_gpu_blocks * engine.model.block_size,
+        offloads=bool(engine.offload.size),
+        generated=counters.generated_tokens,
+        preemptions=counters.preemptions,
+        prefix_queries=counters.prefix_queries,
+        prefix_hits=counters.prefix_hits,
+    )
 
 
 def usage_of(sequences: list[Sequence]) -> Usage:
