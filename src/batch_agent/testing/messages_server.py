@@ -16,6 +16,7 @@ from aiohttp import web
 
 from batch_agent.backends.http.wire import objects_of
 from batch_agent.backends.simulated.tokens import count_tokens, encode
+from batch_agent.gateway.http_server import json_response
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.testing.messages_rules import wrong_with
 from batch_agent.testing.messages_wire import MessagesRequest, MessagesWire, blocks_of, error_object, signature
@@ -82,8 +83,7 @@ class MessagesServer(ScriptedServer):
         return MessagesWire(cast(MessagesRequest, request))
 
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
-        body = orjson.dumps(error_object(status, message))
-        return web.Response(status=status, body=body, content_type="application/json")
+        return json_response(error_object(status, message), status)
 
     def given_key(self, headers: Mapping[str, str]) -> str:
         return headers.get("x-api-key") or super().given_key(headers)

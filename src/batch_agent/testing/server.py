@@ -7,7 +7,6 @@ wait for. ``player`` and ``wire`` define how a reply looks on the wire.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import ClassVar, Self
 import orjson
 from aiohttp import web
 
-from batch_agent.errors import SpecError
+from batch_agent.gateway.http_server import json_response, listen
 from batch_agent.messages import JsonObject
 from batch_agent.testing.metrics import VllmMetrics
 from batch_agent.testing.player import Dropped, Live, play
@@ -94,15 +93,8 @@ class ModelServer(ABC):
         # A handler is cancelled when its client leaves; the timeout is for clients that are still sending a request.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        try:
-            site = web.TCPSite(runner, self._host, self._port)
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            if error.errno == errno.EADDRINUSE:
-                raise SpecError(f"{self.address} is in use by another program: choose another port") from None
-            raise SpecError(f"cannot listen on {self.address}: {error.strerror or error}") from None
-        self._runner, self._port = runner, runner.addresses[0][1]
+        self._port = await listen(runner, self._host, self._port)
+        self._runner = runner
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -188,7 +180,7 @@ class ModelServer(ABC):
         return Wire(request, model=request.model, fingerprint=self._fingerprint)
 
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
-        return _json(error_object(status, message, param), status)
+        return json_response(error_object(status, message, param), status)
 
     def given_key(self, headers: Mapping[str, str]) -> str:
         scheme, _, key = headers.get("Authorization", "").partition(" ")
@@ -206,7 +198,7 @@ class ModelServer(ABC):
         if refused is not None:
             return refused
         cards = [self.model_card(name) for name in self._models or [self._fingerprint]]
-        return _json(self.model_list(cards))
+        return json_response(self.model_list(cards))
 
     def model_list(self, cards: list[JsonObject]) -> JsonObject:
         return {"object": "list", "data": [*cards]}
@@ -261,7 +253,3 @@ class ScriptedServer(ModelServer):
         await super().__aexit__(*exception)
         if self._script_error is not None and exception[1] is None:
             raise self._script_error
-
-
-def _json(value: JsonObject, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
