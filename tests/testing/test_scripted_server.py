@@ -276,6 +276,7 @@ async def test_wrong_requests_get_the_answers_of_a_real_server(client: aiohttp.C
             (400, right, "[]"),
             (400, right, json.dumps({"model": "known", "messages": []})),
             (400, right, json.dumps(chat() | {"model": "known", "max_tokens": 0})),
+            (400, right, json.dumps(chat() | {"model": "known", "tools": [{"type": "function"}]})),
             (200, right, json.dumps(chat() | {"model": "known"})),
         ]
         for status, headers, body in cases:

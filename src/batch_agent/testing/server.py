@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 import orjson
 from aiohttp import web
 
+from batch_agent.gateway.client_request import BadRequest
 from batch_agent.gateway.http_server import json_response, listen
 from batch_agent.messages import JsonObject
 from batch_agent.testing.metrics import VllmMetrics
@@ -171,7 +172,11 @@ class ModelServer(ABC):
         wrong = self.wrong_with(request)
         if wrong is not None:
             return self.refuse(wrong.status, wrong.message, wrong.param)
-        return await play(await self.respond(request), http, self.wire(request))
+        try:
+            reply = await self.respond(request)
+        except BadRequest as error:  # the request cannot be read
+            return self.refuse(400, str(error), error.param)
+        return await play(reply, http, self.wire(request))
 
     def wrong_with(self, request: Request) -> Refusal | None:
         return refusal(request, self._models)
@@ -238,6 +243,8 @@ class ScriptedServer(ModelServer):
     async def respond(self, request: Request) -> ScriptedReply:
         try:
             return await scripted_reply(self._script, request)
+        except BadRequest:
+            raise
         except Exception as error:
             self._script_error = self._script_error or error
             raise web.HTTPInternalServerError(text=f"the script raised {type(error).__name__}: {error}") from error
