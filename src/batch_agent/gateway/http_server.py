@@ -55,8 +55,7 @@ class HttpServer:
         )
         self._runner = runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
-        port = await listen(runner, self._host, self._port)
-        self.url = f"http://[{self._host}]:{port}" if ":" in self._host else f"http://{self._host}:{port}"
+        self.url = await listen(runner, self._host, self._port)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -64,8 +63,8 @@ class HttpServer:
             await self._runner.cleanup()
 
 
-async def listen(runner: web.BaseRunner, host: str, port: int) -> int:
-    """Listen, and return the port. Raises SpecError, after cleaning up, if the address cannot be used."""
+async def listen(runner: web.BaseRunner, host: str, port: int) -> str:
+    """Start to listen, and return the URL. Raises SpecError, and ends the runner, if that is impossible."""
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
     except OSError as error:
@@ -73,7 +72,8 @@ async def listen(runner: web.BaseRunner, host: str, port: int) -> int:
         if error.errno == errno.EADDRINUSE:
             raise SpecError(f"{host}:{port} is in use by another program: choose another port") from None
         raise SpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return int(runner.addresses[0][1])
+    place = f"[{host}]" if ":" in host else host
+    return f"http://{place}:{runner.addresses[0][1]}"
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MAX_BODY_BYTES) -> bytes:

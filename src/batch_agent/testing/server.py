@@ -94,8 +94,8 @@ class ModelServer(ABC):
         # A handler is cancelled when its client leaves; the timeout is for clients that are still sending a request.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        self._port = await listen(runner, self._host, self._port)
-        self._runner = runner
+        await listen(runner, self._host, self._port)
+        self._runner, self._port = runner, runner.addresses[0][1]
         return self
 
     async def __aexit__(self, *exception: object) -> None:
