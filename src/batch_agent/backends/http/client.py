@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from multidict import CIMultiDict
@@ -24,7 +23,6 @@ from batch_agent.backends.http.request import with_length, write_head, write_lin
 from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import SpecError
 
-LARGE_BODY_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
 
@@ -104,10 +102,8 @@ class HttpClient:
         self._proxy, self._origin = proxy, Origin.of(self._base, proxy)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._transport.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await self._transport.__aexit__(*exception)
 
     async def send(
         self,
