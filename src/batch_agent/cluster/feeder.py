@@ -33,7 +33,8 @@ class Feeder:
     """Feeds rows and delivers results.
 
     ``started`` is called with the index and the id of each row that is fed. ``finished`` is called with each result and
-    the number of its worker.
+    the number of its worker. ``originals`` are the inputs, which the results get instead of their JSON form; rows of
+    another stage are kept in it while they are in progress.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Feeder:
         *,
         started: Started,
         finished: Finished,
-        originals: Sequence[object] | None = None,
+        originals: Sequence[object] | dict[int, object] | None = None,
     ) -> None:
         self._session, self._rows, self._plan, self._schema = session, rows, plan, schema
         self._started, self._finished, self._originals = started, finished, originals
@@ -75,7 +76,7 @@ class Feeder:
         index = 0
         while not self._stopping.is_set() and await self._room():
             try:
-                values = await self._rows.read(AT_ONCE)
+                values = await self._rows.read_ready(AT_ONCE)
             except Exception as error:
                 self.failure = error
                 self.stop()
@@ -86,6 +87,8 @@ class Feeder:
             for value in values:
                 place, value = (value.index, value.value) if isinstance(value, Placed) else (index, value)
                 index += 1
+                if isinstance(self._originals, dict):
+                    self._originals[place] = value
                 try:
                     new.append(self._compiled(place, value))
                 except JobError as error:
@@ -165,8 +168,10 @@ class Feeder:
 
     async def _deliver(self, result: AgentResult[object], worker: int) -> None:
         session = self._session
-        if self._originals is not None:
-            result = replace(result, input=self._originals[result.index])
+        index, originals = result.index, self._originals
+        if originals is not None:
+            original = originals.pop(index) if isinstance(originals, dict) else originals[index]
+            result = replace(result, input=original)
         session.ok += result.ok
         session.failed += not result.ok
         session.resumed += result.resumed

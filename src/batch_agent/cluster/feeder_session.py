@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
+from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Account, Identity
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import State
@@ -29,14 +30,14 @@ class FeederSession:
 
     has_past = False
 
-    def __init__(
-        self, store: RunStore, *, resume: bool, retry: bool | Collection[str], lease: float, keep_results_only: bool
-    ) -> None:
-        self.store, self.retry = store, retry
+    def __init__(self, store: RunStore, spec: BatchSpec) -> None:
+        self.store, self.lease = store, spec.lease
+        self.retry: bool | Collection[str] = spec.retry_failed
+        if isinstance(spec.retry_failed, str):
+            self.retry = (spec.retry_failed,)
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
-        self.lease = lease
-        self._resume, self._keep_results_only = resume, keep_results_only
+        self._resume, self._keep_results_only = spec.resume, spec.keep == "results"
         self._feed: FeederSitting | None = None
         self._threads = ThreadPoolExecutor(max_workers=CALLS, thread_name_prefix="batch-agent-feeder")
         self.ok = self.failed = self.resumed = 0

@@ -29,6 +29,7 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.ray.relay import Relay, RelayServer
 from batch_agent.ray.workers import Ray, RayWorkers, ray_package
+from batch_agent.spec import BatchSpec
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.base import Store
 from batch_agent.store.redis.store import RedisRunStore
@@ -52,15 +53,7 @@ class RayRun(FedRun[T]):
         command: Mapping[str, JsonValue] | None = None,
     ) -> None:
         spec = prepared.spec
-        super().__init__(
-            prepared,
-            self._open,
-            sinks,
-            command,
-            lease=spec.lease,
-            keep_results_only=spec.keep == "results",
-            feed_only=True,
-        )
+        super().__init__(prepared, self._open, sinks, command, feed_only=True)
         self._cluster, self._where, self._resume = cluster, spec.run_dir, spec.resume
         self._url = str(spec.run_dir) if is_store_url(spec.run_dir) else None
         self._store: RunStore | None = None
@@ -73,7 +66,7 @@ class RayRun(FedRun[T]):
 
     async def _work(self, prepared: Prepared) -> None:
         async with AsyncExitStack() as extent:
-            if await asyncio.to_thread(self._cluster.connect, user_modules(self._shared_spec)):
+            if await asyncio.to_thread(self._cluster.connect, user_modules(self.spec_json)):
                 extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
             target = await self._open_record(extent)
             await extent.enter_async_context(RayWorkers(self._cluster, target))
@@ -108,8 +101,8 @@ class RayRun(FedRun[T]):
 class DirectorySession(FeederSession):
     """A feeder's session with a run in its own directory. It also writes the files of a run directory."""
 
-    def __init__(self, directory: RunDir, store: RunStore, **options: Any) -> None:
-        super().__init__(store, **options)
+    def __init__(self, directory: RunDir, store: RunStore, spec: BatchSpec) -> None:
+        super().__init__(store, spec)
         self._directory = directory
         self._unwritten: list[AgentResult[object]] = []
         self._writing: asyncio.Future[None] | None = None

@@ -12,7 +12,7 @@ from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.cluster.copy_in import copy_in, directory_is_new
-from batch_agent.cluster.worker import prepare_worker
+from batch_agent.cluster.worker_run import prepare_worker
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows

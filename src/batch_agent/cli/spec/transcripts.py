@@ -17,7 +17,7 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import is_pipeline, load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.cli.spec.stages import load_flow
-from batch_agent.cluster.worker import prepare_worker
+from batch_agent.cluster.worker_run import prepare_worker
 from batch_agent.engine.agent.transcript import conversations, transcript
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import rows_under
