@@ -82,6 +82,7 @@ class FedRun(Run[T]):
         self._number = 0  # of the worker in this process
         local = spec.model_copy(update={"run_dir": None, "resume": False, "no_hoist": True})
         super().__init__(replace(prepared, spec=local), sinks, command, within=within)
+        self._feed.reading = True  # the worker has its own feed for the rows that it starts
         self._delivery: Delivery[object] = Delivery(local.on_result, self._hold)
 
     async def _work(self, prepared: Prepared) -> None:
@@ -105,7 +106,6 @@ class FedRun(Run[T]):
         else:
             self._lender = Lending(session.store.lent(), f"feeder-{session.feed.sitting}", session.lease)
             await self._lender.begin(prepared.backend)
-        self._feed.set_reading(True)  # the worker has its own feed for the rows that it starts
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(feeder.keep())
             self._feeder = tasks.create_task(feeder.feed())

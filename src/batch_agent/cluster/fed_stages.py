@@ -50,6 +50,7 @@ class FedStages(Run[object]):
         plan = copy.copy(prepared.plan)
         plan.total = None  # the pipeline has ended when its stages have, whatever was counted
         super().__init__(replace(prepared, spec=local, plan=plan), sinks, command, controls=controls)
+        self._feed.reading = True  # it starts no agent itself
 
     def stage(self, name: str, prepared: Prepared) -> Run[object]:
         """Return the run of a stage. Raises SpecError for options that other processes cannot use."""
@@ -85,7 +86,6 @@ class FedStages(Run[object]):
         )
         self._lender = lender = Lending(session.store.lent(), f"feeder-{session.feed.sitting}", session.lease)
         await lender.begin(*self._stage_backends)
-        self._feed.set_reading(True)  # it starts no agent itself
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(_keep(session))
             try:

@@ -54,6 +54,7 @@ class Feeder:
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self._moved = asyncio.Event()  # set when a result arrives
+        self._awaited = asyncio.Event()  # set when a result is to be waited for, or none will come
         self._held = asyncio.Event()  # cleared while the user takes no results
         self._held.set()
         self._stopping = asyncio.Event()
@@ -69,6 +70,7 @@ class Feeder:
     def stop(self) -> None:
         """Feed no more rows; started rows finish."""
         self._stopping.set()
+        self._awaited.set()
 
     async def feed(self) -> None:
         """Put the inputs into the queue while it has room."""
@@ -96,6 +98,7 @@ class Feeder:
                     await self._deliver(Failure(place, str(place), shown, False, None, AgentError.of(error)), 0)
             rows = [row for row, _ in new]
             self.outstanding += len(rows)  # before a result can arrive
+            self._awaited.set()
             answers = await session.run(partial(session.store.feed, sitting, rows, session.retry))
             for (row, name), answer in zip(new, answers, strict=True):
                 self._started(row.index, name)
@@ -105,6 +108,7 @@ class Feeder:
         if not self._stopping.is_set():
             await session.run(lambda: session.store.end_inputs(sitting))
             self.fed = True
+            self._awaited.set()
 
     def _compiled(self, index: int, value: object) -> tuple[NewRow, str]:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
@@ -156,6 +160,10 @@ class Feeder:
         position, wait = session.feed.position, min(WAIT, session.lease / 4)
         while not (self.fed and not self.outstanding):
             await self._held.wait()
+            if not (self.outstanding or self.fed or self._stopping.is_set()):
+                self._awaited.clear()
+                await self._awaited.wait()
+                continue
             found = await session.run(partial(session.store.results, sitting, position, AT_ONCE, wait))
             for each in found:
                 position = each.position

@@ -14,7 +14,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Account, Identity
 from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import State
+from batch_agent.store.rundir import State, stage_names
 from batch_agent.store.session import now_text, to_its_end, versions
 from batch_agent.store.shared import FeederSitting, RunStore
 from batch_agent.store.trail import Trail
@@ -74,7 +74,8 @@ class FeederSession:
         self._feed = await self.run(
             lambda: self.store.open_feed(self.facts, resume=self._resume, keep_results_only=self._keep_results_only)
         )
-        if previous and previous.get("fingerprint") != self.facts["fingerprint"]:
+        changed = bool(previous) and previous.get("fingerprint") != self.facts["fingerprint"]
+        if changed and not stage_names(self.facts):  # a pipeline has no rows of its own
             logger.warning(
                 "the task, model, schema or tools of the run have changed: all rows are sent again, and workers that "
                 "were started before the change leave"

@@ -49,7 +49,8 @@ class WorkerLeases(AsyncIterator[Placed]):
 
     ``over`` is the reason why it ended, or "". ``patience`` is the number of seconds to wait if the queue is empty and
     there is no feeder. ``on_lost`` is called with the index of a row whose lease is lost. ``on_away`` is called with
-    True when the store does not answer, and with False when it answers again.
+    True when the store does not answer, and with False when it answers again. ``on_need`` is called when
+    slots may be needed: at the begin, and when rows arrive after the queue was empty.
     """
 
     def __init__(self, store: RunStore, worker: int, *, lease: float, generation: int, patience: float) -> None:
@@ -59,6 +60,7 @@ class WorkerLeases(AsyncIterator[Placed]):
         self.over: Over = ""
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
+        self.on_need: Callable[[], None] = lambda: None
         self._lease, self._generation, self._patience = lease, generation, patience
         self._ready: deque[LeasedRow] = deque()
         self._taking: asyncio.Future[list[LeasedRow]] | None = None
@@ -71,16 +73,21 @@ class WorkerLeases(AsyncIterator[Placed]):
 
     def begin(self) -> None:
         """Start to renew the leases."""
+        self.on_need()
         self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
     async def __anext__(self) -> Placed:
+        waited = False
         while not self._ready:
             if self.over:
                 raise StopAsyncIteration
             if rows := await self._take():
                 self._lonely_since = None
                 self._ready.extend(rows)
+                if waited:
+                    self.on_need()
                 continue
+            waited = True
             standing = await self._run(self.store.standing)
             self._judge(standing)
             self._fed = standing.counts.fed

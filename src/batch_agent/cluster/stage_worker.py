@@ -48,6 +48,7 @@ class StagesRun(Run[object]):
         plan.total = None
         spec = prepared.spec.model_copy(update={"inputs": list(stages)})
         super().__init__(replace(self._backends.share(prepared), spec=spec, plan=plan), lender=lender)
+        self._feed.reading = True  # it starts no agent itself
         self._store, self._stores, self._shares = store, stages, lender
         self._import_from, self._patience = import_from, patience
         self._runs: dict[str, WorkerRun] = {}  # stages that this worker works on now
@@ -80,7 +81,6 @@ class StagesRun(Run[object]):
         return self._runs[stage], name
 
     async def _work(self, prepared: Prepared) -> None:
-        self._feed.set_reading(True)  # it starts no agent itself
         async with self._budget(), asyncio.TaskGroup() as tasks:
             for name, store in self._stores.items():
                 tasks.create_task(self._work_on(name, store))

@@ -48,7 +48,7 @@ class WorkerRun(Run[object]):
         lender.share_answers(prepared.backend)
         if stage:
             lender.count_stage(stage, self._metrics.spent)
-        leases.on_lost = self._drop
+        leases.on_lost, leases.on_need = self._drop, lender.soon
 
     def _drop(self, index: int) -> None:
         if self._batch is not None:

@@ -17,7 +17,7 @@ from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import ResultFile
 from batch_agent.messages import JsonObject
-from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR
+from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, of_stage
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.base import Entry, Identity, Progress
 from batch_agent.store.codec import decode
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from batch_agent.store.redis.reading import ReadRow, RedisReader
 
 RunPlace: TypeAlias = Path | StoreAddress
-INTERNAL = ("spec", "first", "pieces", "summary")  # facts for workers only, or stored in other files of a directory
+INTERNAL = ("spec", "specs", "first", "pieces", "summary")  # facts for workers only, or stored in other files of a directory
 ROWS_AT_ONCE = 256
 
 
@@ -146,7 +146,7 @@ def _view(reader: RedisReader, address: StoreAddress) -> RunView:
     rows, summary = facts.get("rows"), facts.get("summary")
     resumed = rows.get("resumed", 0) if isinstance(rows, dict) else 0
     table, _ = reader.store.lent().table()
-    tokens, cost = table.spent(BUDGET_TOKENS), table.spent(BUDGET_COST)
+    tokens, cost = (table.spent(of_stage(name, address.stage)) for name in (BUDGET_TOKENS, BUDGET_COST))
     counts = standing.counts
     latest = Progress(counts.ok, counts.failed, cast(int, resumed), tokens, cost / DOLLAR if cost else None)
     stages = {}
@@ -178,7 +178,7 @@ def _write_rows(reader: RedisReader, view: RunView, directory: Path, *, steps: b
             for row in reader.rows(steps=steps):
                 if row.result is not None:
                     count += 1
-                    record = cast(JsonObject, from_json(row.result))
+                    record: JsonObject = {**cast(JsonObject, from_json(row.result)), "index": row.index}
                     (results if record["ok"] else failures).write(_line(record))
                 number, own = _entries(row, number)
                 entries += own

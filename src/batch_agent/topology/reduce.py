@@ -95,9 +95,8 @@ class ReduceNode:
     def _send(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if any(row.covers for row in part.rows):
-                number = len(self._sent) + self._requests
-                self._sent[number] = part
-                self._inlet.put(Placed(number, {"id": part.name, "prompt": wording(self._prompt, part)}))
+                self._sent[part.index] = part
+                self._inlet.put(Placed(part.index, {"id": part.name, "prompt": wording(self._prompt, part)}))
             else:  # no request for a part without content
                 message = f"all of results {part.rows[0].first} to {part.rows[-1].last} failed"
                 self._settle(part, self._broken or AgentError.of(InputError(message)))

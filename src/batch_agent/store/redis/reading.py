@@ -16,7 +16,7 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A recorded row. ``result`` is its result as JSON; None if it has none yet."""
+    """A recorded row. ``index`` is its latest one. ``result`` is its result as JSON; None if it has none yet."""
 
     index: int
     result: bytes | None
@@ -32,11 +32,17 @@ class RedisReader:
         return int(self._command("HGET", self.store.key("run"), "sitting") or 0)
 
     def rows(self, *, steps: bool) -> Iterator[ReadRow]:
-        """Yield the ended rows in the order of their ends, then the rows that have begun."""
+        """Yield the ended rows in the order of their ends, then the rows that have begun. Once all inputs are fed, rows
+        that are no longer among them have no result."""
+        fed, sitting = self._command("HMGET", self.store.key("run"), "fed", "sitting")
         for place, fields in self._stream("results"):
             row = fields[b"row"]
-            if _place(self._command("HGET", self.store.key("rows"), row)) == place:  # else the row was retried
-                yield ReadRow(int(fields[b"index"]), fields[b"result"], self._steps(row) if steps else ())
+            known = (self._command("HGET", self.store.key("rows"), row) or b"").split(b" ")
+            if len(known) < 4 or known[3].decode() != place:  # the row was retried
+                continue
+            result = fields[b"result"] if fed != b"1" or known[0] == sitting else None
+            if steps or result is not None:
+                yield ReadRow(int(known[1]), result, self._steps(row) if steps else ())
         for _, fields in self._stream("queue") if steps else ():
             if kept := self._steps(fields[b"row"]):
                 yield ReadRow(int(fields[b"index"]), None, kept)
@@ -57,13 +63,6 @@ class RedisReader:
 
     def _command(self, *arguments: object) -> Any:
         return self.store.connection.call(lambda client: client.execute_command(*arguments))
-
-
-def _place(known: bytes | None) -> str:
-    """Return the position of a row's result, from its entry in the hash of rows."""
-    fields = b"" if known is None else known
-    parts = fields.decode().split(" ")
-    return parts[3] if len(parts) > 3 else ""
 
 
 def run_names(address: StoreAddress) -> list[str]:
