@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,9 @@ from redis_servers import RedisServer, needs_redis, redis_server
 from batch_agent import Pipeline, SpecError
 from batch_agent.cluster.worker import WorkReport
 from batch_agent.cluster.worker import work as join
+from batch_agent.files.results import to_json
+from batch_agent.store.address import StoreAddress
+from batch_agent.store.redis.store import RedisRunStore
 from batch_agent.testing import Request, Say, ScriptedServer
 
 NAMES = (f"pipeline-{number}" for number in count())
@@ -65,11 +69,11 @@ def papers(rows: int) -> Pipeline[Any]:
     """Read each paper, leave one out, check its claims, and sum them up by threes."""
     return (
         Pipeline([{"paper": f"p{row}"} for row in range(rows)])
-        .map(name="read", task="Read {paper}", output_schema=Paper)
+        .map(name="read", task="Read {paper}", output_schema=Paper, max_tokens=50)
         .filter(lambda paper: paper.title != "p1")
         .flat_map(lambda paper: paper.claims)
-        .map(name="check", task="Check {input}")
-        .reduce("Sum up {n} claims", name="survey", output_schema=Survey, tree=3)
+        .map(name="check", task="Check {input}", max_tokens=50)
+        .reduce("Sum up {n} claims", name="survey", output_schema=Survey, tree=3, max_tokens=50)
     )
 
 
@@ -101,3 +105,96 @@ async def test_a_pipeline_in_redis_gives_what_it_gives_in_a_directory(
     assert {worker.result().why for worker in workers} == {"done"}
     assert sum(worker.result().rows for worker in workers) == asked
     assert shared.statistics.usage == alone.statistics.usage
+
+
+async def test_a_resumed_pipeline_asks_only_what_is_not_done(url: str) -> None:
+    """The feeder, which is a worker too, is cancelled while the first stage still runs."""
+    began, broken = asyncio.Event(), {"p2-a"}
+
+    async def script(request: Request) -> Say:
+        text = str(request.messages[-1]["content"])
+        if text.startswith("Check"):
+            began.set()
+        if text.startswith("Read p4") and not began.is_set():
+            await began.wait()
+            await asyncio.Event().wait()
+        return Say("no", finish_reason="content_filter") if text[6:] in broken else answer(request)
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        async with papers(6).open(**without_progress(options(server, url))) as flow:
+            finishing = asyncio.create_task(flow.finish())
+            await began.wait()
+            while flow.statistics().done < 9:
+                await asyncio.sleep(0.01)
+            flow.cancel()
+            await finishing
+        first = asked_of(server)
+        with pytest.raises(SpecError, match="holds a run already"):
+            await papers(6).run(**options(server, url))
+        second = await papers(6).run(**options(server, url, resume=True, retry_failed=False))
+        assert [each.error.type for each in second.failures if each.error] == ["Rejected"]
+        between = asked_of(server)
+        broken.clear()
+        third = await papers(6).run(**options(server, url, resume=True))
+    again = {text: count for text, count in between.items() if count > 1}
+    assert set(again) <= {"Read p4"} and first["Read p4"] == 1  # it was in flight
+    assert third.failures == [] and third.reductions["survey"].covers == (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    asked = asked_of(server) - between
+    assert asked.pop("Check p2-a") == 1 and all(text.startswith("Sum up") for text in asked)
+
+
+async def test_what_cannot_travel_is_refused_before_anything_is_sent_and_the_stage_is_named(
+    server: ScriptedServer, url: str
+) -> None:
+    rows = Pipeline([{"row": 1}]).map(name="first", task="Do {row}")
+    refused: list[tuple[Pipeline[Any], dict[str, Any], str]] = [
+        (rows.map(name="second", worker=lambda row, ctx: row), {}, "second: worker: .*<lambda> has no name"),
+        (rows, {"cluster": object()}, "cluster .--ray. is for a single batch"),
+        (rows, {"run_dir": f"{url}/stage"}, "is a stage: give its run"),
+    ]
+    for pipeline, others, message in refused:
+        with pytest.raises(SpecError, match=message):
+            await pipeline.run(**{**options(server, url), **others})
+    assert server.received == 0
+
+
+async def test_the_budget_is_one_for_all_stages_and_workers(server: ScriptedServer, url: str) -> None:
+    limited = options(server, url, feed_only=True, prices={"input": 1000.0, "output": 1000.0})
+    async with asyncio.TaskGroup() as tasks:
+        workers = [tasks.create_task(work(url)) for _ in range(2)]
+        feeding = tasks.create_task(papers(12).run(**limited, max_cost=0.4))
+    outcome = feeding.result()
+    assert outcome.statistics.ended == "out of budget"
+    assert outcome.statistics.cost is not None and 0.0 < outcome.statistics.cost <= 0.4
+    assert {worker.result().why for worker in workers} == {"asked to leave"}
+    asked = server.received
+    again = await papers(12).run(**{**limited, "feed_only": False}, max_cost=40.0, resume=True)
+    assert again.statistics.ended == "complete" and len(again.reductions["survey"].covers) == 22
+    assert sum(result.resumed for results in again.results.values() for result in results) == asked
+    assert max(asked_of(server).values()) == 1
+
+
+async def test_a_worker_that_cannot_import_a_later_stage_is_refused_at_once(server: ScriptedServer, url: str) -> None:
+    async with papers(2).open(**without_progress(options(server, url, feed_only=True))) as flow:
+        store = RedisRunStore.open(StoreAddress.parse(url))
+        while (facts := store.facts()) is None:
+            await asyncio.sleep(0.01)
+        specs = facts["specs"]
+        assert isinstance(specs, dict) and isinstance(specs["survey"], dict)
+        specs["survey"]["output_schema"] = "no_such_module:Survey"
+        store.connection.call(lambda client: client.execute_command("HSET", store.key("run"), "facts", to_json(facts)))
+        with pytest.raises(SpecError, match="no_such_module"):
+            await work(url)
+        with pytest.raises(SpecError, match="is a stage: give its run"):
+            await work(f"{url}/read")
+        store.close()
+        flow.cancel()
+    assert server.received == 0
+
+
+def asked_of(server: ScriptedServer) -> Counter[str]:
+    return Counter(str(request.messages[-1]["content"]) for request in server.requests)
+
+
+def without_progress(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "progress"}

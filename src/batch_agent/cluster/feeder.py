@@ -50,7 +50,7 @@ class Feeder:
     ) -> None:
         self._session, self._rows, self._plan, self._schema = session, rows, plan, schema
         self._started, self._finished, self._originals = started, finished, originals
-        self.outstanding = 0  # rows that are queued or leased
+        self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self._moved = asyncio.Event()  # set when a result arrives
@@ -97,13 +97,12 @@ class Feeder:
                     shown = None if isinstance(value, UnreadableRow) else value
                     await self._deliver(Failure(place, str(place), shown, False, None, AgentError.of(error)), 0)
             rows = [row for row, _ in new]
-            self.outstanding += len(rows)  # before a result can arrive
-            self._awaited.set()
             answers = await session.run(partial(session.store.feed, sitting, rows, session.retry))
+            self.outstanding += answers.count(None)
+            self._awaited.set()
             for (row, name), answer in zip(new, answers, strict=True):
                 self._started(row.index, name)
                 if answer is not None:
-                    self.outstanding -= 1
                     await self._deliver(*decode_result(answer, row.index, self._schema, resumed=True))
         if not self._stopping.is_set():
             await session.run(lambda: session.store.end_inputs(sitting))

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from batch_agent.store.redis.reading import ReadRow, RedisReader
 
 RunPlace: TypeAlias = Path | StoreAddress
-INTERNAL = ("spec", "specs", "first", "pieces", "summary")  # facts for workers only, or stored in other files of a directory
+INTERNAL = (
+    "spec",
+    "specs",
+    "first",
+    "pieces",
+    "summary",
+)  # facts for workers only, or stored in other files of a directory
 ROWS_AT_ONCE = 256
 
 
