@@ -20,6 +20,7 @@ from batch_agent import Pipeline, SpecError
 from batch_agent.cluster.worker import WorkReport
 from batch_agent.cluster.worker import work as join
 from batch_agent.files.results import to_json
+from batch_agent.ray import Ray
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.store import RedisRunStore
 from batch_agent.testing import Request, Say, ScriptedServer
@@ -149,7 +150,7 @@ async def test_what_cannot_travel_is_refused_before_anything_is_sent_and_the_sta
     rows = Pipeline([{"row": 1}]).map(name="first", task="Do {row}")
     refused: list[tuple[Pipeline[Any], dict[str, Any], str]] = [
         (rows.map(name="second", worker=lambda row, ctx: row), {}, "second: worker: .*<lambda> has no name"),
-        (rows, {"cluster": object()}, "cluster .--ray. is for a single batch"),
+        (rows, {"cluster": Ray("auto"), "run_dir": None, "lease": 15.0}, "a pipeline on Ray is kept in Redis"),
         (rows, {"run_dir": f"{url}/stage"}, "is a stage: give its run"),
     ]
     for pipeline, others, message in refused:

@@ -26,7 +26,7 @@ def open_fed_run(
 
     Raises SpecError for a wrong URL, and for options that other processes cannot use.
     """
-    opened = _opener(prepared)
+    opened = store_opener(prepared)
     return FedRun(prepared, lambda: opened(""), sinks, command, feed_only=prepared.spec.feed_only)
 
 
@@ -39,10 +39,10 @@ def open_fed_stages(
     controls: Controls,
 ) -> FedStages:
     """Return the feeder's run around the stages of a pipeline. Raises SpecError as ``open_fed_run`` does."""
-    return FedStages(prepared, _opener(prepared), stages_work, sinks, command, controls=controls)
+    return FedStages(prepared, store_opener(prepared), stages_work, sinks, command, controls=controls)
 
 
-def _opener(prepared: Prepared) -> Callable[[str], RedisRunStore]:
+def store_opener(prepared: Prepared) -> Callable[[str], RedisRunStore]:
     """Return a function that opens the store of a run, or of a stage of it."""
     address = StoreAddress.parse(str(prepared.spec.run_dir))
     address.refuse_stage()

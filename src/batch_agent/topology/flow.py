@@ -94,8 +94,10 @@ class Flow:
     def _open(self, sinks: Sequence[Sink], command: Mapping[str, JsonValue] | None, open_store: OpenStore) -> Run[Any]:
         """Return the outer run, and open that of each stage."""
         whole, nodes = self._prepared, self.nodes
-        if is_store_url(whole.spec.run_dir):
-            fed = open_fed_stages(whole, self._run_stages, sinks, command, controls=self)
+        cluster = whole.spec.cluster if self._sends else None
+        if cluster is not None or is_store_url(whole.spec.run_dir):
+            open_stages = open_fed_stages if cluster is None else cluster.open_stages
+            fed = open_stages(whole, self._run_stages, sinks, command, controls=self)
             for node in nodes:
                 with _named(node.name):
                     node.run = fed.stage(node.name, node.prepared)

@@ -67,8 +67,3 @@ def check_options_of_the_whole(options: Mapping[str, Any]) -> None:
     for option in options:
         if option in OF_A_STAGE:
             raise SpecError(f"{option} is an option of a stage, not of the whole pipeline")
-    if options.get("cluster") is not None:
-        raise SpecError(
-            "cluster (--ray) is for a single batch: give the pipeline a run_dir in Redis, and start batch-agent work "
-            "on the nodes of the cluster"
-        )
