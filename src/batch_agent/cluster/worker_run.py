@@ -50,6 +50,13 @@ class WorkerRun(Run[object]):
             lender.count_stage(stage, self._metrics.spent)
         leases.on_lost, leases.on_need = self._drop, lender.soon
 
+    async def _check_first(self) -> None:
+        self._feed.set_reading(True)  # rows of other stages do not wait for evidence from this one
+        try:
+            await super()._check_first()
+        finally:
+            self._feed.set_reading(False)
+
     def _drop(self, index: int) -> None:
         if self._batch is not None:
             self._batch.drop(index)

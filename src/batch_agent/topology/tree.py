@@ -15,7 +15,7 @@ from typing import Literal
 from batch_agent.errors import SpecError
 
 Shape = Literal["auto", "flat"] | int
-LEVEL, SPLIT = 10**9, 10**12  # indexes of the first part of each level, and of parts that come of a split
+KINDS = 4  # of indexes, by their remainder: a part of the tree, the two halves of a part, and what joins them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Part:
 
     @property
     def index(self) -> int:
-        """Index of its request: the same in every session, whichever part is ready first. A worker that is at work on
-        it can go on when the pipeline is resumed."""
+        """A number that no other part has. It is the same in every session, whichever part is ready first, so that a
+        worker can finish the part while the pipeline is resumed. Numbers are dense: results are sorted by an array."""
         if self.joins is not None:
-            return SPLIT + 3 * self.joins.index + 2
+            return KINDS * self.joins.index + 3
         if self.whole is not None:
-            return SPLIT + 3 * self.whole.index + self.half
-        return self.level * LEVEL + self.number
+            return KINDS * self.whole.index + 1 + self.half
+        return KINDS * ((2 * self.number + 1 << self.level) - 1)
 
     @property
     def name(self) -> str:
