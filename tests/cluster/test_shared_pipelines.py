@@ -16,7 +16,7 @@ from pydantic import BaseModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from redis_servers import RedisServer, needs_redis, redis_server
 
-from batch_agent import Pipeline, SpecError
+from batch_agent import AgentContext, Pipeline, SpecError
 from batch_agent.cluster.worker import WorkReport
 from batch_agent.cluster.worker import work as join
 from batch_agent.files.results import to_json
@@ -106,6 +106,16 @@ async def test_a_pipeline_in_redis_gives_what_it_gives_in_a_directory(
     assert {worker.result().why for worker in workers} == {"done"}
     assert sum(worker.result().rows for worker in workers) == asked
     assert shared.statistics.usage == alone.statistics.usage
+
+
+async def name_of(paper: Paper, context: AgentContext) -> str:
+    return f"{type(paper).__name__} {paper.title}"
+
+
+async def test_a_worker_function_gets_instances_of_the_schema_before_it(server: ScriptedServer, url: str) -> None:
+    named = Pipeline([{"paper": "p0"}]).map(name="read", task="Read {paper}", output_schema=Paper)
+    outcome = await named.filter(bool).map(name="name", worker=name_of).run(**options(server, url))
+    assert outcome.outputs == ["Paper p0"]
 
 
 async def test_a_resumed_pipeline_asks_only_what_is_not_done(url: str) -> None:

@@ -19,8 +19,9 @@ from batch_agent.cluster.feeder import Feeder
 from batch_agent.cluster.feeder_session import FeederSession
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.row_json import encode_row
-from batch_agent.cluster.spec_json import pieces, spec_json
-from batch_agent.cluster.worker_run import WorkerRun, open_worker_session
+from batch_agent.cluster.spec_json import pieces, schema_json, spec_json
+from batch_agent.cluster.worker_run import ROWS, WorkerRun, open_worker_session
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.delivery import Delivery
@@ -54,7 +55,8 @@ OWN_EVENTS = (RunStarted, RunFinished, JobStarted, JobFinished, ModelChosen, Dra
 class FedRun(Run[T]):
     """``open_shared`` opens the store of the run; it blocks. With ``feed_only`` this process works on no row.
 
-    A ``stage`` of a pipeline runs ``within`` the state of the pipeline's run, and uses what ``lent`` returns.
+    A ``stage`` of a pipeline runs ``within`` the state of the pipeline's run, and uses what ``lent`` returns. Its rows
+    are instances of ``row_schema``, if they are outputs of another stage.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class FedRun(Run[T]):
         within: Shared | None = None,
         lent: Callable[[], Lending] | None = None,
         stage: str = "",
+        row_schema: type[object] | None = None,
     ) -> None:
         spec = prepared.spec
         if spec.force_resume:
@@ -75,6 +78,7 @@ class FedRun(Run[T]):
                 "force_resume works only for run directories: copy the run into one with batch-agent copy URL DIR"
             )
         self.spec_json = spec_json(prepared)  # raises before anything is sent
+        self._row_schema = row_schema
         self._open_shared, self._feed_only, self._lent, self._stage = open_shared, feed_only, lent, stage
         self._sitting = partial(FeederSession, spec=spec)
         self._fed: Feeder | None = None
@@ -88,7 +92,10 @@ class FedRun(Run[T]):
     async def _work(self, prepared: Prepared) -> None:
         session = self._session = self._sitting(await asyncio.to_thread(self._open_shared))
         first = next(iter(await self._rows.peek()), None)
-        session.facts = facts_for_workers(prepared, self.spec_json, first.value if isinstance(first, Placed) else first)
+        value = first.value if isinstance(first, Placed) else first
+        session.facts = facts_for_workers(prepared, self.spec_json, value)
+        if self._row_schema is not None:
+            session.facts[ROWS] = schema_json(self._row_schema)
         shapes, shared = prepared.shapes, self.shared
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
         await self._begin_record(prepared)
@@ -99,6 +106,7 @@ class FedRun(Run[T]):
             prepared.schema,
             started=self._row_started,
             finished=self._row_finished,
+            row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
             originals=_originals(self._prepared.spec.inputs),
         )
         if self._lent is not None:

@@ -52,8 +52,11 @@ class FedStages(Run[object]):
         super().__init__(replace(prepared, spec=local, plan=plan), sinks, command, controls=controls)
         self._feed.reading = True  # it starts no agent itself
 
-    def stage(self, name: str, prepared: Prepared) -> Run[object]:
-        """Return the run of a stage. Raises SpecError for options that other processes cannot use."""
+    def stage(self, name: str, prepared: Prepared, row_schema: type[object] | None) -> Run[object]:
+        """Return the run of a stage, whose rows are instances of ``row_schema``.
+
+        Raises SpecError for options that other processes cannot use.
+        """
         run = self._runs[name] = FedRun(
             prepared,
             partial(self._open_shared, name),
@@ -61,6 +64,7 @@ class FedStages(Run[object]):
             within=self.shared,
             lent=self._lending,
             stage=name,
+            row_schema=row_schema,
         )
         self._stage_backends.append(prepared.backend)
         return run

@@ -33,8 +33,9 @@ class Feeder:
     """Feeds rows and delivers results.
 
     ``started`` is called with the index and the id of each row that is fed. ``finished`` is called with each result and
-    the number of its worker. ``originals`` are the inputs, which the results get instead of their JSON form; rows of
-    another stage are kept in it while they are in progress.
+    the number of its worker. ``row_schema`` is that of the inputs, if they are outputs of another stage. ``originals``
+    are the inputs, which the results get instead of their JSON form; rows of another stage are kept in it while they
+    are in progress.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Feeder:
         *,
         started: Started,
         finished: Finished,
+        row_schema: OutputSchema[object] | None = None,
         originals: Sequence[object] | dict[int, object] | None = None,
     ) -> None:
         self._session, self._rows, self._plan, self._schema = session, rows, plan, schema
-        self._started, self._finished, self._originals = started, finished, originals
+        self._started, self._finished = started, finished
+        self._row_schema, self._originals = row_schema, originals
         self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
@@ -114,7 +117,7 @@ class Feeder:
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
         data = encode_row(value)
-        value = decode_row(data)
+        value = decode_row(data, self._row_schema)
         self._plan.check_first(value)
         job = self._plan.job(index, value)
         identity = self._session.keys.identity(job, self._plan.question(job))

@@ -12,8 +12,9 @@ from typing import TypeVar, cast
 from batch_agent.cluster.leases import WorkerLeases
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.row_json import decode_row
-from batch_agent.cluster.spec_json import pieces, read_spec
+from batch_agent.cluster.spec_json import imported, pieces, read_spec
 from batch_agent.cluster.worker_session import WorkerSession
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.engine.run.run import Run
@@ -24,6 +25,8 @@ from batch_agent.store.session import versions
 from batch_agent.store.shared import LEASE, RunStore
 
 T = TypeVar("T")
+
+ROWS = "row_schema"  # the fact that names the class of the rows
 
 
 class WorkerRun(Run[object]):
@@ -78,12 +81,14 @@ class WorkerRun(Run[object]):
 
 def open_worker_session(store: RunStore, worker: int, facts: JsonObject, *, patience: float) -> WorkerSession:
     """Return the session of a worker. Calls the store, so it blocks."""
+    rows = facts.get(ROWS)
     leases = WorkerLeases(
         store,
         worker,
         lease=float(cast(float, facts.get("lease", LEASE))),
         generation=store.standing().generation,
         patience=patience,
+        schema=None if rows is None else OutputSchema.of(cast("type[object]", imported(str(rows)))),
     )
     return WorkerSession(leases, str(facts["fingerprint"]), messages=facts.get("keep") != "results")
 

@@ -79,6 +79,7 @@ class Flow:
         self.nodes: list[AgentNode | ReduceNode] = []  # in the order of the stages
         self._options, self._sends = dict(options), sends
         self._backends = SharedBackends(wrap)
+        self._row_schemas: dict[str, type[object]] = {}  # of stages whose rows are instances of a class
         self._sources: list[Source] = []
         self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
@@ -100,7 +101,7 @@ class Flow:
             fed = open_stages(whole, self._run_stages, sinks, command, controls=self)
             for node in nodes:
                 with _named(node.name):
-                    node.run = fed.stage(node.name, node.prepared)
+                    node.run = fed.stage(node.name, node.prepared, self._row_schemas.get(node.name))
             return fed
         names = [node.name for node in nodes]
         run: Run[Any] = Run(
@@ -246,6 +247,8 @@ class Flow:
         for place, stage in reversed(list(enumerate(stages))):
             if isinstance(stage, Agents) and place:
                 check_fields(stages[place - 1], stage)
+                if (schema := schema_of_rows(stages[:place])) is not None:
+                    self._row_schemas[stage.name] = schema
                 out = self._agents(stage, out, RowChannel())
             elif isinstance(stage, Agents):
                 self._agents(stage, out, inputs)
@@ -317,6 +320,13 @@ def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
     own = node.run.statistics()
     total = own.done if own.ended == "complete" else own.total
     return StageCount(node.name, total, own.done, own.failed, 0 if ended else own.alive, node.failed_before)
+
+
+def schema_of_rows(before: Sequence[Stage]) -> type[object] | None:
+    """Return the class of the rows after these stages; None if it is unknown, or if they are plain data."""
+    last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
+    schema = last.options.get("output_schema") if isinstance(last, Agents | Reduce) else None
+    return schema if isinstance(schema, type) and schema is not str else None
 
 
 def check_fields(before: Stage, stage: Agents) -> None:
