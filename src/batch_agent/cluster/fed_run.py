@@ -43,6 +43,7 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentResult, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.spec import BatchSpec
 from batch_agent.store.shared import RunStore
 
 T = TypeVar("T")
@@ -73,10 +74,7 @@ class FedRun(Run[T]):
         row_schema: type[object] | None = None,
     ) -> None:
         spec = prepared.spec
-        if spec.force_resume:
-            raise SpecError(
-                "force_resume works only for run directories: copy the run into one with batch-agent copy URL DIR"
-            )
+        refuse_force(spec)
         self.spec_json = spec_json(prepared)  # raises before anything is sent
         self._row_schema = row_schema
         self._open_shared, self._feed_only, self._lent, self._stage = open_shared, feed_only, lent, stage
@@ -197,6 +195,14 @@ class FedRun(Run[T]):
             last = turn == result.turns
             usage, cost = (result.usage, result.cost) if last else (Usage(), None)
             self._emit(TurnFinished(self.shared.clock(), self.id, result.index, turn, usage, 0.0, None, cost))
+
+
+def refuse_force(spec: BatchSpec) -> None:
+    """Raise SpecError for an option that a shared store does not support."""
+    if spec.force_resume:
+        raise SpecError(
+            "force_resume works only for run directories: copy the run into one with batch-agent copy URL DIR"
+        )
 
 
 def _originals(inputs: object) -> Sequence[object] | dict[int, object] | None:

@@ -15,7 +15,7 @@ from functools import partial
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend
-from batch_agent.cluster.fed_run import FedRun, facts_for_workers
+from batch_agent.cluster.fed_run import FedRun, facts_for_workers, refuse_force
 from batch_agent.cluster.feeder_session import FeederSession
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.spec_json import spec_json
@@ -42,6 +42,7 @@ class FedStages(Run[object]):
         *,
         controls: Controls,
     ) -> None:
+        refuse_force(prepared.spec)
         self._spec_json = spec_json(prepared)
         self._given, self._open_shared, self._stages_work = prepared.spec, open_shared, stages_work
         self._runs: dict[str, FedRun[object]] = {}
