@@ -66,6 +66,10 @@ class StagesRun(Run[object]):
         self._leave("asked to leave")
         super().drain()
 
+    def cancel(self) -> None:
+        self.over = self.over or "asked to leave"
+        super().cancel()
+
     def cancel_row(self, row: str | int) -> None:
         run, row = self._stage_row(row)
         run.cancel_row(row)
@@ -128,7 +132,7 @@ class StagesRun(Run[object]):
                 await run.finish()
             finally:
                 del self._runs[stage]
-            self.finished += run.statistics().done
+                self.finished += run.statistics().done
             if run.shared.dispatcher.over is not None or self.shared.spending.exhausted:
                 return  # the feeder ends the stage
 
