@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -93,13 +94,10 @@ class FedStages(Run[object]):
         await lender.begin(*self._stage_backends)
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(_keep(session))
-            try:
+            with suppress(Interrupted):  # a stage ended early, and its record says why
                 await self._stages_work()
                 self._feed.end()
-            except Interrupted:
-                """A stage ended early, and its record says why."""
-            finally:
-                keeping.cancel()
+            keeping.cancel()
 
     def _out_of_budget(self, limit: str) -> None:
         super()._out_of_budget(limit)

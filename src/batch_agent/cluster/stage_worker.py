@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from batch_agent.cluster.leases import Over
@@ -119,12 +120,8 @@ class StagesRun(Run[object]):
         """Work on a stage whenever it has rows, until this worker leaves."""
         while (facts := await self._begun(store)) is not None:
             prepared = self._backends.share(prepare_worker(facts, self._import_from))
-            number = await in_thread(lambda: store.join({}))
-            session = await in_thread(
-                lambda number=number, facts=facts: open_worker_session(  # type: ignore[misc]
-                    store, number, facts, patience=float("inf")
-                )
-            )
+            number = await in_thread(partial(store.join, {"stage": stage}))
+            session = await in_thread(partial(open_worker_session, store, number, facts, patience=float("inf")))
             run = self._runs[stage] = WorkerRun(prepared, session, self._shares, self.shared, stage=stage)
             if self._leaving.is_set():
                 run.drain()
