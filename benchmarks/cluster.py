@@ -28,6 +28,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from benchmarks import environments, report
 from benchmarks.server import serving
 from benchmarks.shared_tools import CALLS
@@ -54,31 +56,21 @@ class Redis:
             self.port = int(probe.getsockname()[1])
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
         self._process = subprocess.Popen([*command, "--appendonly", "yes"], stdout=subprocess.DEVNULL)
-        self._said("ping", "PONG")
-
-    def _said(self, command: str, answer: str) -> None:
+        self._client = redis.Redis(port=self.port, decode_responses=True)
         for _ in range(100):
-            if answer in self.ask(command):
+            with suppress(redis.ConnectionError):
+                self._client.ping()
                 return
             time.sleep(0.1)
         raise SystemExit("redis-server did not start")
 
-    def ask(self, *words: str) -> str:
-        command = ["redis-cli", "-p", str(self.port), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
     def info(self, section: str, name: str) -> float:
-        line = next(line for line in self.ask("info", section).splitlines() if line.startswith(f"{name}:"))
-        return float(line.partition(":")[2])
+        return float(self._client.info(section)[name])
 
     def commands(self) -> dict[str, int]:
         """How often each command was run since the server began."""
-        counts = {}
-        for line in self.ask("info", "commandstats").splitlines():
-            if line.startswith("cmdstat_"):
-                name, _, facts = line.partition(":")
-                counts[name.removeprefix("cmdstat_")] = int(facts.partition("calls=")[2].partition(",")[0])
-        return counts
+        facts = self._client.info("commandstats")
+        return {name.removeprefix("cmdstat_"): each["calls"] for name, each in facts.items()}
 
     @property
     def cpu_seconds(self) -> float:
@@ -88,6 +80,7 @@ class Redis:
         return f"redis://127.0.0.1:{self.port}/0/{name}"
 
     def close(self) -> None:
+        self._client.close()
         self._process.terminate()
         self._process.wait()
 
@@ -192,11 +185,11 @@ def result_times(folder: Path, feeder: Process) -> float:
 def linear(folder: Path, counts: Sequence[int], rows_each: int) -> dict[int, float]:
     """Rows per second by number of workers."""
     rates = {}
-    with serving(SLOW) as server, redis_server() as redis:
+    with serving(SLOW) as server, redis_server() as store:
         for workers in counts:
             rows = rows_each * workers
             seconds = shared_run(
-                prepared(folder / f"linear-{workers}", server.url, rows), redis.url(f"w{workers}"), workers
+                prepared(folder / f"linear-{workers}", server.url, rows), store.url(f"w{workers}"), workers
             )
             rates[workers] = rows / seconds
             print(f"{workers} workers: {rates[workers]:,.0f} rows/s", flush=True)
@@ -206,18 +199,18 @@ def linear(folder: Path, counts: Sequence[int], rows_each: int) -> dict[int, flo
 def record(folder: Path, rows: int, repetitions: int) -> dict[str, list[float]]:
     """CPU seconds per turn, by where the record is; of the process that feeds and works, and of Redis."""
     found: dict[str, list[float]] = {"sqlite": [], "redis": [], "redis server": [], "commands per turn": []}
-    with serving() as server, redis_server() as redis:
+    with serving() as server, redis_server() as store:
         place = prepared(folder / "record", server.url, rows, agents=256, tools=True)
         for number in range(repetitions):
             for kind in ("sqlite", "redis"):
-                run = str(place / f"run-{number}") if kind == "sqlite" else redis.url(f"record-{number}")
-                before, asked = redis.cpu_seconds, sum(redis.commands().values())
+                run = str(place / f"run-{number}") if kind == "sqlite" else store.url(f"record-{number}")
+                before, asked = store.cpu_seconds, sum(store.commands().values())
                 command = [sys.executable, "-m", "benchmarks.cluster", "--child", str(place), run]
                 done = subprocess.run(command, cwd=environments.ROOT, stdout=subprocess.PIPE, text=True, check=True)
                 found[kind].append(json.loads(done.stdout)["cpu_s"] / (2 * rows))
                 if kind == "redis":
-                    found["redis server"].append((redis.cpu_seconds - before) / (2 * rows))
-                    found["commands per turn"].append((sum(redis.commands().values()) - asked) / (2 * rows))
+                    found["redis server"].append((store.cpu_seconds - before) / (2 * rows))
+                    found["commands per turn"].append((sum(store.commands().values()) - asked) / (2 * rows))
     return found
 
 
@@ -238,88 +231,127 @@ def child(folder: Path, run: str) -> dict[str, float]:
     return {"cpu_s": go(folder / "rows.jsonl", run)}
 
 
-def memory(folder: Path, rows: int, *words: str) -> dict[str, float]:
-    """MiB of the feeder and of a worker early and late, and the bytes that Redis has for each row."""
-    with serving(0.001) as server, redis_server() as redis, ExitStack() as running:
+def memory(folder: Path, rows: int, workers: int, limit: float) -> dict[str, Any]:
+    """MiB of the feeder and of the workers early and late, and the bytes that Redis has for each row.
+
+    After ``limit`` seconds the run is stopped, and the numbers are those of the rows that were finished.
+    """
+    with serving(0.001) as server, redis_server() as store, ExitStack() as running:
         place = prepared(folder / "memory", server.url, rows, agents=256)
-        empty = redis.info("memory", "used_memory")
-        work = Process("work", redis.url("memory"))
-        running.callback(work.kill)
-        feeder = feeding(place, redis.url("memory"), "--no-work", *words)
-        running.callback(feeder.kill)
-        samples: dict[str, list[float]] = {"feeder": [], "worker": []}
+        empty = store.info("memory", "used_memory")
+        processes = {f"worker {number}": Process("work", store.url("memory")) for number in range(1, workers + 1)}
+        processes["feeder"] = feeding(place, store.url("memory"), "--no-work")
+        for process in processes.values():
+            running.callback(process.kill)
+        samples: list[dict[str, float]] = []
         cpu: dict[str, float] = {}
-        began = time.monotonic()
-        while feeder.is_running and work.is_running:
-            with suppress(OSError, IndexError):
-                samples["feeder"].append(feeder.resident_mib())
-                samples["worker"].append(work.resident_mib())
-                cpu = {"feeder": feeder.cpu_seconds(), "worker": work.cpu_seconds()}
-            time.sleep(0.25)
-        feeder.wait()
-        work.wait()
-        seconds = time.monotonic() - began
-        kept = (redis.info("memory", "used_memory") - empty) / rows
-        file = redis.info("persistence", "aof_current_size") / rows
-        commands = sum(redis.commands().values()) / rows
-        cpu["redis"] = redis.cpu_seconds
-    found = {"rows": float(rows), "rows_per_second": rows / seconds, "redis_bytes_per_row": kept}
+        began, done = time.monotonic(), Lines(place)
+        while processes["feeder"].is_running and (now := time.monotonic() - began) < limit:
+            sample = {"second": now, "rows": done.count(), "redis": store.info("memory", "used_memory") / 2**20}
+            with suppress(OSError, IndexError):  # a process has just ended
+                sample |= {name: process.resident_mib() for name, process in processes.items()}
+                cpu = {name: process.cpu_seconds() for name, process in processes.items()}
+                samples.append(sample)
+            if len(samples) % 60 == 1:
+                print({name: round(value) for name, value in sample.items()}, flush=True)
+            time.sleep(1.0)
+        if is_whole := not processes["feeder"].is_running:
+            for process in processes.values():
+                process.wait()
+        finished, seconds = done.count(), time.monotonic() - began
+        kept = (store.info("memory", "used_memory") - empty) / finished
+        file = store.info("persistence", "aof_current_size") / finished
+        commands = sum(store.commands().values()) / finished
+        cpu["redis"] = store.cpu_seconds
+    found: dict[str, Any] = {"rows": finished, "is_whole": is_whole, "seconds": seconds}
+    found |= {"rows_per_second": finished / seconds, "redis_bytes_per_row": kept}
     found |= {"redis_file_bytes_per_row": file, "redis_commands_per_row": commands}
-    found |= {f"{name}_cpu_per_row_us": seconds / rows * 1e6 for name, seconds in cpu.items()}
-    for name, values in samples.items():
-        tenth = max(1, len(values) // 10)
-        found[f"{name}_early_mib"] = statistics.median(values[tenth : 2 * tenth])
-        found[f"{name}_late_mib"] = statistics.median(values[-2 * tenth : -tenth])
-    return found
+    found |= {"cpu_per_row_us": {name: used / finished * 1e6 for name, used in cpu.items()}}
+    tenth = max(1, len(samples) // 10)
+    for when, part in ("early", samples[tenth : 2 * tenth]), ("late", samples[-2 * tenth : -tenth]):
+        found[f"{when}_mib"] = {name: statistics.median(each[name] for each in part) for name in processes}
+    return found | {"samples": samples[:: max(1, len(samples) // 100)]}
+
+
+class Lines:
+    """Counts the lines of the results file of a run, reading what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._read, self._lines = folder, 0, 0
+
+    def count(self) -> int:
+        for path in self._folder.glob("results-*.jsonl*"):
+            with path.open("rb") as file:
+                file.seek(self._read)
+                while block := file.read(2**20):
+                    self._read += len(block)
+                    self._lines += block.count(b"\n")
+        return self._lines
 
 
 def calls(folder: Path, workers: int, rows: int) -> Counter[str]:
     """How often the tool ran with each argument."""
     log = folder / "calls.log"
-    with serving(0.05) as server, redis_server() as redis:
-        shared_run(prepared(folder / "calls", server.url, rows, tools=True), redis.url("calls"), workers, log)
+    with serving(0.05) as server, redis_server() as store:
+        shared_run(prepared(folder / "calls", server.url, rows, tools=True), store.url("calls"), workers, log)
     return Counter(log.read_text().splitlines())
+
+
+def linear_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.Bar], object]:
+    rates = linear(folder, (1, 2, 4), 4_000)
+    bars = [
+        report.Bar(f"{n} workers: rows per second over {n} times one", rate / (n * rates[1]), ">=", LINEAR_BAR)
+        for n, rate in rates.items()
+        if n > 1
+    ]
+    return bars, rates
+
+
+def record_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.Bar], object]:
+    costs = record(folder, 2_000, options.repetitions)
+    ratio = statistics.median(r / s for r, s in zip(costs["redis"], costs["sqlite"], strict=True))
+    return [report.Bar("CPU per turn, record in Redis over SQLite", ratio, "<=", CPU_BAR)], costs
+
+
+def memory_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.Bar], object]:
+    held = memory(folder, options.rows, options.workers, options.time_limit)
+    for name, value in held.items():
+        if name != "samples":
+            print(f"{name}: {value}")
+    bars = [
+        report.Bar(f"{held['rows']:,} rows: MiB of {name}, late over early", late / early, "<=", MEMORY_BAR)
+        for (name, late), early in zip(held["late_mib"].items(), held["early_mib"].values(), strict=True)
+    ]
+    return [report.Bar("rows finished", held["rows"], ">=", options.rows), *bars], held
+
+
+def calls_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.Bar], object]:
+    ran = calls(folder, 4, 2_000)
+    return [report.Bar("a tool with 10 different arguments over 4 workers: runs", ran.total(), "<=", 10)], ran
+
+
+PARTS = {"linear": linear_bars, "record": record_bars, "calls": calls_bars, "memory": memory_bars}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description="One run over several processes.")
+    parser.add_argument("--only", choices=PARTS, help="measure this part alone")
     parser.add_argument("--repetitions", type=int, default=3, help="of the comparison of CPU times")
     parser.add_argument("--rows", type=int, default=1_000_000, help="that go through Redis for the memory")
+    parser.add_argument("--workers", type=int, default=1, help="that work on these rows")
+    parser.add_argument("--time-limit", type=float, default=7200.0, help="seconds after which these rows are stopped")
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "RUN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(Path(options.child[0]), options.child[1])))
         return 0
-    env = report.environment()
+    env, bars, measured = report.environment(), [], {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
-        folder = Path(temporary)
-        rates = linear(folder, (1, 2, 4), 4_000)
-        costs = record(folder, 2_000, options.repetitions)
-        ran = calls(folder, 4, 2_000)
-        held = memory(folder, options.rows)
-    ratio = statistics.median(r / s for r, s in zip(costs["redis"], costs["sqlite"], strict=True))
-    bars = [
-        *(
-            report.Bar(f"{n} workers: rows per second over {n} times one", rate / (n * rates[1]), ">=", LINEAR_BAR)
-            for n, rate in rates.items()
-            if n > 1
-        ),
-        report.Bar("CPU per turn, record in Redis over SQLite", ratio, "<=", CPU_BAR),
-        *(
-            report.Bar(
-                f"{options.rows:,} rows: MiB of the {name}, late over early",
-                held[f"{name}_late_mib"] / held[f"{name}_early_mib"],
-                "<=",
-                MEMORY_BAR,
-            )
-            for name in ("feeder", "worker")
-        ),
-        report.Bar("a tool with 10 different arguments over 4 workers: runs", ran.total(), "<=", 10),
-    ]
-    measured: dict[str, Any] = {"rows_per_second": rates, "cpu_per_turn_s": costs, "memory": held, "calls": ran}
-    for name, value in held.items():
-        print(f"{name}: {value:,.1f}")
-    return report.finish(Path(__file__).stem, env, bars, measured)
+        for name in [options.only] if options.only else PARTS:
+            found, measured[name] = PARTS[name](Path(temporary), options)
+            bars += found
+    name = Path(__file__).stem
+    return report.finish(f"{name}-{options.only}" if options.only else name, env, bars, measured)
 
 
 if __name__ == "__main__":

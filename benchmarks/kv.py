@@ -271,6 +271,7 @@ def simulated(work: Work, variant: str, seed: int = 0) -> dict[str, object]:
         kv_tokens=work.kv_tokens,
         offload_tokens=work.offload_tokens,
         context_tokens=16_384,
+        policy="priority",
         answer_tokens=40,
         tool_calls_per_agent=work.turns - 1,
         name="m",

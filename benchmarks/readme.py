@@ -23,6 +23,7 @@ NAMES = (
     "fleet",
     "at_scale",
     "cluster",
+    "cluster-memory",
     "gateway",
     "ticks",
     "reduce",

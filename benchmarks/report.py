@@ -71,10 +71,12 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """What was measured; None outside a clone."""
+    """What was measured; None outside a clone, or without git."""
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+    with suppress(FileNotFoundError):
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
 
 
 def spread(values: Sequence[float]) -> dict[str, object]:

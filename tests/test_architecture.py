@@ -18,6 +18,8 @@ ORDER = [
     "foreign",
     "value_type",
     "blocking",
+    "guard",
+    "children",
     "messages",
     "errors",
     "job",
@@ -94,7 +96,7 @@ SAME_NAME = {
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
     *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Limits", "Line", "Model"),
-    *("Options", "Outcome", "Part", "Progress", "Rates", "Reading", "Sample", "Slots", "Source", "Step"),
+    *("Options", "Outcome", "Part", "Progress", "Rates", "Sample", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 70

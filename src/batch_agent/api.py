@@ -11,12 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import (
-    AsyncGenerator,
-    Coroutine,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
@@ -24,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 from batch_agent.documented import documented
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
-from batch_agent.options import EveryOption, Options
+from batch_agent.options import EveryOption, EveryShownOption, Options, ShownOptions
 from batch_agent.topology.methods import MapReduce
 
 if TYPE_CHECKING:
@@ -50,45 +45,21 @@ class BatchAgent(MapReduce):
 
     @overload
     @classmethod
-    async def run(
-        cls,
-        *,
-        output_schema: type[T],
-        worker: Worker | None = None,
-        progress: bool | None = None,
-        view: bool = False,
-        **options: Unpack[Options],
-    ) -> Results[T]: ...
+    async def run(cls, *, output_schema: type[T], **options: Unpack[EveryShownOption]) -> Results[T]: ...
+    @overload
+    @classmethod
+    async def run(cls, *, output_schema: None = None, **options: Unpack[ShownOptions]) -> Results[str]: ...
     @overload
     @classmethod
     async def run(
-        cls, *, output_schema: None = None, progress: bool | None = None, view: bool = False, **options: Unpack[Options]
-    ) -> Results[str]: ...
-    @overload
-    @classmethod
-    async def run(
-        cls,
-        *,
-        worker: Worker,
-        output_schema: None = None,
-        progress: bool | None = None,
-        view: bool = False,
-        **options: Unpack[Options],
+        cls, *, worker: Worker, output_schema: None = None, **options: Unpack[ShownOptions]
     ) -> Results[Any]: ...
     @overload
     @classmethod
     async def run(cls, spec: BatchSpec, *, progress: bool | None = None, view: bool = False) -> Results[Any]: ...
     @overload
     @classmethod
-    async def run(
-        cls,
-        *,
-        output_schema: Any,
-        worker: Worker | None = None,
-        progress: bool | None = None,
-        view: bool = False,
-        **options: Unpack[Options],
-    ) -> Results[Any]: ...
+    async def run(cls, *, output_schema: Any, **options: Unpack[EveryShownOption]) -> Results[Any]: ...
     @classmethod
     async def run(
         cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
@@ -105,7 +76,7 @@ class BatchAgent(MapReduce):
     @overload
     @classmethod
     def stream(
-        cls, *, output_schema: type[T], worker: Worker | None = None, **options: Unpack[Options]
+        cls, *, output_schema: type[T], **options: Unpack[EveryOption]
     ) -> AsyncGenerator[AgentResult[T], None]: ...
     @overload
     @classmethod
@@ -123,7 +94,7 @@ class BatchAgent(MapReduce):
     @overload
     @classmethod
     def stream(
-        cls, *, output_schema: Any, worker: Worker | None = None, **options: Unpack[Options]
+        cls, *, output_schema: Any, **options: Unpack[EveryOption]
     ) -> AsyncGenerator[AgentResult[Any], None]: ...
     @classmethod
     def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
@@ -133,13 +104,7 @@ class BatchAgent(MapReduce):
 
     @overload
     @classmethod
-    def open(
-        cls,
-        *,
-        output_schema: type[T],
-        worker: Worker | None = None,
-        **options: Unpack[Options],
-    ) -> Run[T]: ...
+    def open(cls, *, output_schema: type[T], **options: Unpack[EveryOption]) -> Run[T]: ...
     @overload
     @classmethod
     def open(cls, *, output_schema: None = None, **options: Unpack[Options]) -> Run[str]: ...
@@ -151,13 +116,7 @@ class BatchAgent(MapReduce):
     def open(cls, spec: BatchSpec, *, sinks: Sequence[Sink] = ()) -> Run[Any]: ...
     @overload
     @classmethod
-    def open(
-        cls,
-        *,
-        output_schema: Any,
-        worker: Worker | None = None,
-        **options: Unpack[Options],
-    ) -> Run[Any]: ...
+    def open(cls, *, output_schema: Any, **options: Unpack[EveryOption]) -> Run[Any]: ...
     @classmethod
     def open(cls, spec: BatchSpec | None = None, **options: Any) -> Run[Any]:
         """Return a run that you can control: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with
@@ -166,45 +125,21 @@ class BatchAgent(MapReduce):
 
     @overload
     @classmethod
-    def run_sync(
-        cls,
-        *,
-        output_schema: type[T],
-        worker: Worker | None = None,
-        progress: bool | None = None,
-        view: bool = False,
-        **options: Unpack[Options],
-    ) -> Results[T]: ...
+    def run_sync(cls, *, output_schema: type[T], **options: Unpack[EveryShownOption]) -> Results[T]: ...
+    @overload
+    @classmethod
+    def run_sync(cls, *, output_schema: None = None, **options: Unpack[ShownOptions]) -> Results[str]: ...
     @overload
     @classmethod
     def run_sync(
-        cls, *, output_schema: None = None, progress: bool | None = None, view: bool = False, **options: Unpack[Options]
-    ) -> Results[str]: ...
-    @overload
-    @classmethod
-    def run_sync(
-        cls,
-        *,
-        worker: Worker,
-        output_schema: None = None,
-        progress: bool | None = None,
-        view: bool = False,
-        **options: Unpack[Options],
+        cls, *, worker: Worker, output_schema: None = None, **options: Unpack[ShownOptions]
     ) -> Results[Any]: ...
     @overload
     @classmethod
     def run_sync(cls, spec: BatchSpec, *, progress: bool | None = None, view: bool = False) -> Results[Any]: ...
     @overload
     @classmethod
-    def run_sync(
-        cls,
-        *,
-        output_schema: Any,
-        worker: Worker | None = None,
-        progress: bool | None = None,
-        view: bool = False,
-        **options: Unpack[Options],
-    ) -> Results[Any]: ...
+    def run_sync(cls, *, output_schema: Any, **options: Unpack[EveryShownOption]) -> Results[Any]: ...
     @classmethod
     def run_sync(
         cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any

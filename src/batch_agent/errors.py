@@ -267,8 +267,7 @@ class Interrupted(JobError):
 
 
 def error_of(kind: str, message: str, stage: str, retryable: bool) -> JobError:
-    """Return a recorded error: of the class above with this type and stage; if there is none, a JobError that carries
-    them."""
+    """Return a recorded error, of the class with this type and stage, else a JobError with them."""
     classes = (known for known in _family(JobError) if known.__module__ == __name__)
     error = next((known for known in classes if (known.type, known.stage) == (kind, stage)), JobError)(message)
     error.type, error.stage, error.retryable = kind, cast("Stage", stage), retryable

@@ -21,11 +21,34 @@ Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "
 
 
 @value_type
-class RunStarted:
-    """``model`` is empty until the backend has been asked for it."""
-
+class RunEvent:
     at: float
     run: str
+
+
+@value_type
+class RowEvent(RunEvent):
+    index: int
+
+
+@value_type
+class TurnEvent(RowEvent):
+    turn: int
+
+
+@value_type
+class CallEvent(TurnEvent):
+    """``call_id`` is the model's id for the call, which need not be unique."""
+
+    call: int
+    call_id: str
+    tool: str
+
+
+@value_type
+class RunStarted(RunEvent):
+    """``model`` is empty until the backend has been asked for it."""
+
     total: int | None  # None: the inputs are an iterator of unknown length
     backend: str
     model: str
@@ -33,38 +56,24 @@ class RunStarted:
 
 
 @value_type
-class ModelChosen:
+class ModelChosen(RunEvent):
     """The user named no model, and the backend has this one."""
 
-    at: float
-    run: str
     model: str
 
 
 @value_type
-class JobStarted:
-    at: float
-    run: str
-    index: int
+class JobStarted(RowEvent):
     job_id: str
 
 
 @value_type
-class TurnStarted:
+class TurnStarted(TurnEvent):
     """The request was sent; the agent holds a slot from here to TurnFinished or TurnFailed."""
-
-    at: float
-    run: str
-    index: int
-    turn: int
 
 
 @value_type
-class TurnFinished:
-    at: float
-    run: str
-    index: int
-    turn: int
+class TurnFinished(TurnEvent):
     usage: Usage
     seconds: float
     first_token: float | None
@@ -75,14 +84,10 @@ class TurnFinished:
 
 
 @value_type
-class TurnFailed:
+class TurnFailed(TurnEvent):
     """``retry_in`` is the wait before the retry; None: no retry. ``usage`` and ``cost`` are those of an unusable
     answer, if the server reports them."""
 
-    at: float
-    run: str
-    index: int
-    turn: int
     error_type: str
     message: str
     retry_in: float | None
@@ -93,67 +98,41 @@ class TurnFailed:
 
 
 @value_type
-class AnswerRejected:
+class AnswerRejected(TurnEvent):
     """The answer of a turn does not fit the output schema; the model gets the errors and answers again."""
 
-    at: float
-    run: str
-    index: int
-    turn: int
     error_type: str
     message: str
 
 
 @value_type
-class ContextCompacted:
+class ContextCompacted(TurnEvent):
     """A conversation was cut before this turn. ``before_tokens`` is the size the prompt would have had; of the actual
     ``after_tokens``, ``cached_tokens`` were still in the server's cache."""
 
-    at: float
-    run: str
-    index: int
-    turn: int
     before_tokens: int
     after_tokens: int
     cached_tokens: int
 
 
 @value_type
-class ToolStarted:
-    """``call_id`` is the model's id for the call, which need not be unique."""
-
-    at: float
-    run: str
-    index: int
-    turn: int
-    call: int
-    call_id: str
-    tool: str
+class ToolStarted(CallEvent):
+    """The call was passed to its tool, or to a call in flight or a cached result that it shares."""
 
 
 @value_type
-class ToolFinished:
+class ToolFinished(CallEvent):
     """``source`` says how the call was served: run now, shared with one in flight, or taken from the cache."""
 
-    at: float
-    run: str
-    index: int
-    turn: int
-    call: int
-    call_id: str
-    tool: str
     seconds: float
     ok: bool
     source: Literal["run", "shared", "cache"]
 
 
 @value_type
-class JobFinished:
+class JobFinished(RowEvent):
     """The job's AgentResult without its input, output and transcript."""
 
-    at: float
-    run: str
-    index: int
     job_id: str
     error: AgentError | None
     attempts: int
@@ -186,23 +165,19 @@ class JobFinished:
 
 
 @value_type
-class LimitChanged:
+class LimitChanged(RunEvent):
     """The number of model requests allowed in flight, and why it changed."""
 
-    at: float
-    run: str
     max_inflight: int | None
     reason: str
     endpoint: str = ""
 
 
 @value_type
-class HealthChanged:
+class HealthChanged(RunEvent):
     """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure; ``since`` and
     ``next_trial`` use the same clock as ``at``, and are 0 while it works."""
 
-    at: float
-    run: str
     endpoint: str
     state: Literal["healthy", "suspect", "down", "on trial"]
     reason: str
@@ -211,11 +186,9 @@ class HealthChanged:
 
 
 @value_type
-class CacheRead:
+class CacheRead(RunEvent):
     """The KV caches of the engines behind a run, about once a second. From ``held_seconds`` on, since its start."""
 
-    at: float
-    run: str
     tokens: int | None  # that the caches hold
     usage: float | None  # 0 to 1, the part that running requests hold
     contexts: int  # tokens of the contexts of the agents that are admitted
@@ -229,41 +202,31 @@ class CacheRead:
 
 
 @value_type
-class StreamingDecided:
+class StreamingDecided(RunEvent):
     """Whether answers are streamed from now on, so that tools can start early, and why. Before the first of these
     events they are streamed, if the run allows it."""
 
-    at: float
-    run: str
     streams: bool
     reason: str
 
 
 @value_type
-class SchemaUnsupported:
+class SchemaUnsupported(RunEvent):
     """The server was found not to enforce the output schema: it is no longer sent, and answers are validated and
     repaired. Once in a run."""
 
-    at: float
-    run: str
     reason: str
 
 
 @value_type
-class DrainStarted:
+class DrainStarted(RunEvent):
     """No new row starts; running rows finish."""
-
-    at: float
-    run: str
 
 
 @value_type
-class RunFinished:
-    """``reason``: which limit ended a run that is out of budget, or why a run is unreachable or refused by the
-    server."""
+class RunFinished(RunEvent):
+    """``reason``: the limit that ended the run, or why it is unreachable or refused."""
 
-    at: float
-    run: str
     ended: Ended
     reason: str = ""
 

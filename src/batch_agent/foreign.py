@@ -1,16 +1,16 @@
 """Formats exceptions of code that is not ours (tools, validators, serializers, modules of a spec).
 
 Such code may raise anything. Its ``SystemExit``, ``GeneratorExit`` or ``CancelledError`` is not meant for our process
-or our tasks. So callers catch BaseException and let only KeyboardInterrupt through, which comes from the user. Each
-caller decides what a failure means.
+or our tasks. So ``boundary`` catches BaseException and lets only KeyboardInterrupt through, which comes from the user.
+Each caller decides what a failure means.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
 
@@ -37,9 +37,19 @@ def describe(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+@contextmanager
+def boundary(error: Callable[[str], Exception], *passing: type[BaseException]) -> Iterator[None]:
+    """Convert whatever the block raises to ``error(description)``, except KeyboardInterrupt and ``passing``."""
+    try:
+        yield
+    except BaseException as raised:
+        if isinstance(raised, (KeyboardInterrupt, *passing)):
+            raise
+        raise error(describe(raised)) from raised
+
+
 def name_of(function: object) -> str:
-    """Return the qualified name of a function, or of the class of a callable object; that of a partial includes its
-    arguments."""
+    """Return the qualified name of a function or a callable's class; a partial's with its arguments."""
     if isinstance(function, partial):
         # Values that are not JSON may be formatted differently in another process.
         with suppress(TypeError, ValueError):

@@ -56,8 +56,7 @@ class Attachment:
 
     @property
     def mark(self) -> str:
-        """Return the text that represents the picture in records, transcripts and row ids; it contains the picture's
-        hash."""
+        """Return the text for the picture in records, transcripts and row ids, with the picture's hash."""
         if not self.is_data:
             return f"[{self.kind} {self.url}]"
         self._digest = self._digest or sha256(_data(self.url)).hexdigest()
@@ -257,8 +256,7 @@ class Usage:
 
 @value_type
 class Allowance:
-    """One rate limit of a provider, from its headers: the limit per minute, what remains, and the seconds until it is
-    full again."""
+    """One rate limit of a provider, from its headers, and the seconds until it is full again."""
 
     limit: int | None = None
     remaining: int | None = None
@@ -300,11 +298,9 @@ class View(Protocol):
 
     def extend(self, messages: Sequence[Message]) -> None:
         """Append these messages."""
-        ...
 
     def fork(self) -> Self:
         """Return a copy for a conversation that continues separately."""
-        ...
 
 
 V = TypeVar("V", bound=View)
@@ -335,17 +331,12 @@ class Conversation:
     ``parent`` is the part shared by all agents of a run: it is complete, and each wire encodes it once for all of them.
     """
 
-    __slots__ = ("__weakref__", "_parent", "_views", "messages")
+    __slots__ = ("__weakref__", "_views", "messages", "parent")
 
     def __init__(self, messages: Iterable[Message] = (), parent: Conversation | None = None) -> None:
         self.messages: list[Message] = [*parent.messages, *messages] if parent is not None else list(messages)
-        self._parent = parent
+        self.parent = parent
         self._views: dict[Callable[[], View], tuple[View, int]] = {}  # with the number of messages each has encoded
-
-    @property
-    def parent(self) -> Conversation | None:
-        """Return the part that all agents of a run share."""
-        return self._parent
 
     def append(self, message: Message) -> None:
         self.messages.append(message)
@@ -360,6 +351,6 @@ class Conversation:
         return cast(V, view)
 
     def _begin(self, wire: Callable[[], View]) -> tuple[View, int]:
-        if self._parent is None:
+        if self.parent is None:
             return wire(), 0
-        return self._parent.view(wire).fork(), len(self._parent.messages)
+        return self.parent.view(wire).fork(), len(self.parent.messages)

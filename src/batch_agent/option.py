@@ -45,8 +45,7 @@ class Scope(Enum):
 
 
 class Compared(Enum):
-    """Answers depend on the option: ``resume`` reports its changes. A value that may contain a secret is kept as a
-    hash."""
+    """Answers depend on the option: ``resume`` reports changes. A possible secret is kept as a hash."""
 
     VALUE = "value"
     HASH = "hash"

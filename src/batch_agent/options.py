@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from batch_agent.backends.base import Backend
     from batch_agent.engine.agent.context import AgentContext, BlockingContext
-    from batch_agent.engine.run.elsewhere import Cluster
+    from batch_agent.engine.run.lender import Cluster
     from batch_agent.events import Sink
     from batch_agent.messages import Message
     from batch_agent.runtimes.base import CommandLineRuntime
@@ -100,3 +100,14 @@ class Options(TypedDict, total=False):
 
 class EveryOption(Options, total=False):
     worker: Worker | None
+
+
+class ShownOptions(Options, total=False):
+    """With what ``run`` and ``run_sync`` take beside the options of a run."""
+
+    progress: bool | None
+    view: bool
+
+
+class EveryShownOption(ShownOptions, EveryOption, total=False):
+    """All of these."""

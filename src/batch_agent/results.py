@@ -69,8 +69,7 @@ class Results(list[AgentResult[T]]):
         output_schema: object = None,
         page: object = None,
     ) -> None:
-        """``output_schema`` is the spec's, used to write outputs; ``page`` is the run's page, served until this is
-        dropped."""
+        """``output_schema`` is the spec's; ``page`` is the run's page, served until this is dropped."""
         super().__init__(results)
         self._summary = summary
         self._output_schema = output_schema
@@ -120,8 +119,7 @@ class Results(list[AgentResult[T]]):
         return frame
 
     def to_jsonl(self, path: str | Path) -> None:
-        """Write one line of JSON per result, compressed if the name ends in .gz or .zst. The file appears when it is
-        complete."""
+        """Write one line of JSON per result, compressed for .gz or .zst. The file appears when complete."""
         with complete_file(Path(path)) as file:
             file.writelines(self._lines())
 
@@ -166,8 +164,7 @@ class Results(list[AgentResult[T]]):
 def with_unfinished(
     results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics, id_column: str | None = None
 ) -> list[AgentResult[T]]:
-    """Return the results in input order, with an Interrupted one for each row without a result. Unread rows of an
-    iterator get none."""
+    """Return the results in input order; a listed row without a result gets an Interrupted one."""
     known = {result.index: result for result in results}
     if isinstance(inputs, Collection) and len(known) < len(inputs):
         reason = f"{statistics.ended}: {statistics.reason}" if statistics.reason else statistics.ended
@@ -211,7 +208,6 @@ def _pandas_type(column: Column, cells: Sequence[object]) -> str | None:
 
 
 def _statistics(results: Sequence[AgentResult[object]]) -> Statistics:
-    """Return the statistics that results alone contain."""
     done = [result for result in results if result.error is None or result.error.type != Interrupted.type]
     costs = [result.cost for result in results if result.cost is not None]
     return Statistics(

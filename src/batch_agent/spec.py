@@ -100,10 +100,7 @@ class BatchSpec(BaseModel):
     ] = Field(None, description="Directory for relative paths of images and documents.")
     system_prompt: Annotated[
         Text, Scope.STAGE, Compared.VALUE, Flag("TEXT", name="system", group=FlagGroup.QUESTION)
-    ] = Field(
-        "",
-        description="System prompt of all agents. Put shared text here, so that prefix caches store it once.",
-    )
+    ] = Field("", description="System prompt of all agents. Put shared text here, so that prefix caches store it once.")
     tools: Annotated[
         Sequence[Any],
         Allowed("a list of tools"),
@@ -115,14 +112,9 @@ class BatchSpec(BaseModel):
         "`mcp:SERVER` for all tools of an MCP server.",
     )
     tool_choice: Annotated[
-        JsonValue,
-        Allowed("auto, none, required, one tool's name, or None"),
-        Scope.STAGE,
-        Compared.HASH,
-        SERVERS,
+        JsonValue, Allowed("auto, none, required, one tool's name, or None"), Scope.STAGE, Compared.HASH, SERVERS
     ] = Field(
-        None,
-        description="`auto`, `none`, `required`, or a tool's name. The last two apply to the first turn only.",
+        None, description="`auto`, `none`, `required`, or a tool's name. The last two apply to the first turn only."
     )
     output_schema: Annotated[
         Any,
@@ -137,8 +129,7 @@ class BatchSpec(BaseModel):
             FlagGroup.QUESTION,
         ),
     ] = Field(
-        None,
-        description="Schema of each answer: a pydantic model, dataclass, TypedDict, `list[T]` or JSON schema.",
+        None, description="Schema of each answer: a pydantic model, dataclass, TypedDict, `list[T]` or JSON schema."
     )
     worker: Annotated[
         Callable[..., Any] | None,
@@ -195,12 +186,7 @@ class BatchSpec(BaseModel):
     )
 
     # Concurrency, retries and timeouts
-    max_inflight: Annotated[
-        Limit,
-        Scope.WHOLE,
-        Unset("adapted to the server", is_none=False),
-        Flag("N"),
-    ] = Field(
+    max_inflight: Annotated[Limit, Scope.WHOLE, Unset("adapted to the server", is_none=False), Flag("N")] = Field(
         None,
         description="Maximum number of model calls in flight. By default the run measures the server and adapts the "
         "limit: [capacity.md](capacity.md).",
@@ -305,14 +291,12 @@ class BatchSpec(BaseModel):
         description="For a run in Redis: seconds without a heartbeat after which other workers take a worker's rows.",
     )
     keep: Annotated[Literal["all", "results"], Allowed("all or results"), Scope.WHOLE, Flag("WHAT")] = Field(
-        "all",
-        description="For a run in Redis: keep `all` of a finished row, or only `results`, without its turns.",
+        "all", description="For a run in Redis: keep `all` of a finished row, or only `results`, without its turns."
     )
     feed_only: Annotated[
         Switch, Scope.WHOLE, Flag(None, "only feed rows and collect results; other processes do the work", "no_work")
     ] = Field(
-        False,
-        description="For a run in Redis: this process only feeds rows and collects results; others do the work.",
+        False, description="For a run in Redis: this process only feeds rows and collects results; others do the work."
     )
     cluster: Annotated[Any, Scope.WHOLE, NotSettable("give --ray", in_files=True)] = Field(
         None,

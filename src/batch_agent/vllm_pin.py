@@ -202,8 +202,7 @@ class Pins:
 
 
 class _Pinning:
-    """The methods of ``PinConnector``. The scheduler's copy has the pins; a worker's copy does nothing, since no KV
-    is moved."""
+    """The methods of ``PinConnector``. Only the scheduler's copy has pins: no KV is moved."""
 
     _pins: Pins | None = None
     _pool: EnginePool | None = None

@@ -194,13 +194,13 @@ async def test_a_reference_with_a_description_keeps_both_in_strict_mode() -> Non
 
 async def test_a_turns_own_fields_stand_behind_the_messages_and_its_headers_beside_them() -> None:
     def tail(request: ModelRequest) -> Tail:
-        return Tail({"priority": request.turns_left, "user": "x"}, {"X-Request-Id": f"agent-{request.agent}"})
+        return Tail({"priority": request.priority, "user": "x"}, {"X-Request-Id": f"agent-{request.agent}"})
 
     shape = RequestShape(model="m", extra_body={"user": "mine"})
     talk = Conversation([Message("user", "Hello")])
     async with WireServer(answer(OK)) as server, OpenAIBackend(server.url, tail=tail) as backend:
-        await backend.infer(ModelRequest(shape, talk, "job", turns_left=3, agent=7))
-        await backend.infer(ModelRequest(shape, talk, "job", turns_left=2, agent=7))
+        await backend.infer(ModelRequest(shape, talk, "job", priority=3, agent=7))
+        await backend.infer(ModelRequest(shape, talk, "job", priority=2, agent=7))
     first, second = (exchange.body for exchange in server.requests)
     assert first.endswith(b'],"priority":3}')
     assert second == first.replace(b'"priority":3', b'"priority":2')

@@ -103,7 +103,9 @@ async def test_a_priority_is_sent_where_the_server_goes_by_it_and_with_the_sign_
     script = serving(server_info=answer(info), v1_models=answer(MODELS), v1_chat_completions=chat)
     async with WireServer(script) as server, sglang(server, options) as backend:
         assert await backend.facts("m") == Facts(context=32768)
-        await backend.infer(ModelRequest(RequestShape("m"), Conversation([Message("user", "hi")]), "j", 3, run="r"))
+        await backend.infer(
+            ModelRequest(RequestShape("m"), Conversation([Message("user", "hi")]), "j", priority=3, run="r")
+        )
     assert server.requests[-1].json.get("priority") == sent
     assert "rid" not in server.requests[-1].json
 

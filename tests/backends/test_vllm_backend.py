@@ -94,7 +94,9 @@ def info(policy: str) -> Step:
 
 
 def turn(number: int, left: int, run: str = "r1") -> ModelRequest:
-    return ModelRequest(SHAPE, Conversation([Message("user", "hi")]), "job", left, 7, run=run, turn=number)
+    return ModelRequest(
+        SHAPE, Conversation([Message("user", "hi")]), "job", agent=7, priority=left, run=run, turn=number
+    )
 
 
 async def test_a_request_is_named_after_its_run_agent_and_turn_and_keeps_its_name_when_it_is_sent_again() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from batch_agent.backends.simulated.metrics import Sample, prometheus_text
 from batch_agent.messages import Usage
 from batch_agent.scheduler.lending import BUDGET
 from batch_agent.store.address import StoreAddress
@@ -127,7 +128,7 @@ async def test_the_budget_is_never_overspent_although_workers_are_killed(server:
 
     assert spent <= 40_000
     assert sum(result["tokens"] for result in results) <= spent
-    assert table.spent(f"{BUDGET}tokens") <= 40_000
+    assert table.spent_of(f"{BUDGET}tokens") <= 40_000
     assert sum(result["failed"] for result in results) > 0  # it ran out
     assert spent > 25_000  # most of it was used, all the same
 
@@ -180,3 +181,38 @@ async def test_slots_are_divided_and_move_when_a_worker_is_killed(server: RedisS
 
     # A killed worker's requests may still be at the server when its slots are free.
     assert models.peak_inflight <= 8 + 4
+
+
+@pytest.mark.parametrize("reports_queue", [True, False])
+async def test_a_searched_number_of_slots_is_that_of_all_workers_together(
+    server: RedisServer, reports_queue: bool
+) -> None:
+    sequences, peaks, settled = 100, {}, {}
+    for count in (1, WORKERS):
+        slots = asyncio.Semaphore(sequences)
+
+        async def script(request: Any, slots: asyncio.Semaphore = slots) -> Say:
+            async with slots:
+                await asyncio.sleep(1.0)
+            return Say("ok")
+
+        async with ScriptedServer(script, metrics=lambda: _queue(models.inflight, sequences)) as models:
+            workers = Workers(f"{server.url}/searched-{reports_queue}-{count}", models)
+            for _ in range(count):
+                backend = models.backend_url if reports_queue else models.url
+                await workers.start(rows=100_000, backend=backend)
+            async with asyncio.timeout(120):
+                await models.wait_requests(3_000)
+            peaks[count], settled[count] = models.peak_inflight, models.inflight
+            for process in workers.processes:
+                process.kill()
+            await workers.results()
+
+    assert peaks[WORKERS] <= 1.1 * max(512, peaks[1])  # four that search alone have 1,024
+    assert sequences <= settled[WORKERS] <= 1.1 * settled[1]
+
+
+def _queue(inflight: int, sequences: int) -> str:
+    running = Sample("num_requests_running", "Requests that run", min(sequences, inflight))
+    waiting = Sample("num_requests_waiting", "Requests in the queue", max(0, inflight - sequences))
+    return prometheus_text([running, waiting], model_name="m", origin="scripted")

@@ -35,7 +35,7 @@ def sent(plan: Plan, index: int, row: object) -> str:
 def test_a_long_shared_value_behind_a_varying_one_moves_to_the_end_of_the_system_prompt() -> None:
     inputs = rows(3)
     plan = plan_of(inputs, system_prompt="You are careful.")
-    assert plan.hoisted == ("document",)
+    assert tuple(plan.hoisted) == ("document",)
     assert plan.system == f'You are careful.\n\n<input name="document">\n{LONG}\n</input>'
     prompt = plan.job(1, inputs[1]).prompt
     assert prompt.startswith("Answer q1 from this: [document: ")
@@ -61,7 +61,7 @@ def test_everything_else_is_sent_as_written(inputs: object, task: str, options: 
     plan = plan_of(inputs, task, **options)
     row = {"question": "q0", "document": LONG}
     plan.check_first(row)
-    assert plan.hoisted == ()
+    assert tuple(plan.hoisted) == ()
     assert plan.system == ""
     assert plan.job(0, row).prompt == task.format(**row)
 
@@ -69,15 +69,15 @@ def test_everything_else_is_sent_as_written(inputs: object, task: str, options: 
 def test_a_value_that_is_named_twice_is_sent_once() -> None:
     inputs = rows(2)
     plan = plan_of(inputs, "{document} {question} {document}")
-    assert plan.hoisted == ("document",)
+    assert tuple(plan.hoisted) == ("document",)
     assert sent(plan, 0, inputs[0]).count(LONG) == 1
 
 
 def test_shared_structures_move_as_their_json_and_equal_is_not_enough() -> None:
     ones = [1] * 800
     same, other = {"question": "q", "document": [1] * 800}, {"question": "q", "document": [1.0] * 800}
-    assert plan_of([*rows(1, ones), same]).hoisted == ("document",)
-    assert plan_of([*rows(1, ones), other]).hoisted == ()
+    assert tuple(plan_of([*rows(1, ones), same]).hoisted) == ("document",)
+    assert tuple(plan_of([*rows(1, ones), other]).hoisted) == ()
     assert str(ones).replace(" ", "") in plan_of([*rows(1, ones), same]).system
 
 
@@ -92,13 +92,13 @@ def test_models_and_dataclasses_are_compared_by_their_fields() -> None:
         document: str
 
     for kind in (Model, Data):
-        assert plan_of([kind(question=q, document=LONG) for q in "ab"]).hoisted == ("document",)
+        assert tuple(plan_of([kind(question=q, document=LONG) for q in "ab"]).hoisted) == ("document",)
 
 
 def test_a_row_that_cannot_be_rendered_does_not_stop_the_others_and_still_fails() -> None:
     broken: list[object] = [{"question": "q"}, {"question": "q", "document": object()}, 5]
     plan = plan_of([*rows(2), *broken])
-    assert plan.hoisted == ("document",)
+    assert tuple(plan.hoisted) == ("document",)
     with pytest.raises(InputError, match="'document'"):
         plan.job(2, broken[0])
     with pytest.raises(InputError, match="'document' cannot be written"):
@@ -111,7 +111,7 @@ def test_a_field_that_cannot_be_rendered_does_not_hide_another_that_varies() -> 
     inputs: list[dict[str, object]] = [{"a": n, "b": LONG, "c": LONG} for n in range(2)]
     inputs.append({"a": 2, "b": object(), "c": "this row's own"})
     plan = plan_of(inputs, "{a}{b}{c}")
-    assert plan.hoisted == ("b",)
+    assert tuple(plan.hoisted) == ("b",)
     with pytest.raises(InputError, match="'b'"):
         plan.job(2, inputs[2])
 
@@ -136,7 +136,7 @@ def test_a_row_that_can_be_read_at_the_second_try_is_not_sent_with_the_others_va
 
     late = Late(question="q", document="its own")
     plan = plan_of([*rows(2), late])
-    assert plan.hoisted == ("document",)
+    assert tuple(plan.hoisted) == ("document",)
     Late.ready = True
     with pytest.raises(InputError, match="'document'"):
         plan.job(2, late)

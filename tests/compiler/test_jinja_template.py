@@ -100,7 +100,7 @@ def test_a_later_row_that_cannot_fill_it_fails_alone_and_so_does_a_first_one_tha
 def test_nothing_is_hoisted_and_the_text_in_front_counts_as_shared() -> None:
     rows = [{"q": n, "document": "long " * 500} for n in range(3)]
     plan = plan_of("12345678{{ q }} {{ document }}", *rows)
-    assert (plan.hoisted, plan.system, plan.prefix_tokens) == ((), "", 2)
+    assert (tuple(plan.hoisted), plan.system, plan.prefix_tokens) == ((), "", 2)
     job = plan.job(1, rows[1])
     assert plan.question(job) == job.prompt == f"123456781 {rows[1]['document']}"
 

@@ -105,7 +105,7 @@ def test_a_long_shared_value_inside_a_field_moves_to_the_system_prompt_under_its
     long = "Clause after clause. " * 100
     rows = [{"q": n, "case": {"contract": long, "number": n}} for n in range(3)]
     plan = plan_of("{q}: {case.contract} {case.number}", *rows)
-    assert plan.hoisted == ("case.contract",)
+    assert tuple(plan.hoisted) == ("case.contract",)
     assert plan.system == f'<input name="case.contract">\n{long}\n</input>'
     job = plan.job(2, rows[2])
     assert long not in job.prompt and job.prompt.endswith(" 2")

@@ -173,7 +173,7 @@ class Dispatching(RuleBasedStateMachine):
         hidden = any(server.is_hidden or server.hidden_at >= since for server in self.world.simulated.values())
         few = sum(other.kind != "refused" for other in others) < SEVERAL
         alone = few or isinstance(error, Timeout) or not self.policy.max_retries
-        if row.kind == "good" and not (hidden and alone) and not (row.ticket.row.crashes >= 2 <= row.blamed):
+        if row.kind == "good" and not (hidden and alone) and not (len(row.ticket.row.crashes) >= 2 <= row.blamed):
             self.wrong.append(f"failed: {error}, asked {row.asked}, {row.ticket.row}")
 
     @invariant()

@@ -42,7 +42,7 @@ class Server(ScriptedBackend):
     def _reply(self, request: Request) -> Any:
         if self.is_away:
             return self._away()
-        if request.tools and request.turn == 1 and int(request.text) >= 18:
+        if request.tools and request.turn == 0 and int(request.text) >= 18:
             return CallTools(ToolUse("look"), latency=0.1)
         return Say("ok", latency=0.1)
 
@@ -63,11 +63,14 @@ async def the_last_agents(server: Server) -> bool:
 
 
 async def one_row(server: Server) -> bool:
-    return all(result.ok for result in await BatchAgent.run(task="{input}", inputs=["1"], backend=server))
+    return all(
+        result.ok for result in await BatchAgent.run(task="{input}", inputs=["18"], backend=server, tools=[look])
+    )
 
 
 async def two_rows(server: Server) -> bool:
-    return all(result.ok for result in await BatchAgent.run(task="{input}", inputs=["1", "2"], backend=server))
+    results = await BatchAgent.run(task="{input}", inputs=["18", "19"], backend=server, tools=[look])
+    return all(result.ok for result in results)
 
 
 async def a_reduction(server: Server) -> bool:
@@ -84,13 +87,29 @@ Situation = Callable[[Server], Any]
 @pytest.mark.parametrize("mode", AWAY)
 @pytest.mark.parametrize(
     ("situation", "begins"),
-    [(the_last_agents, 3.0), (one_row, 0.05), (two_rows, 0.05), (a_reduction, 0.15), (one_row, 0.0), (two_rows, 0.0)],
+    [(the_last_agents, 3.0), (one_row, 3.0), (two_rows, 3.0), (a_reduction, 0.05), (one_row, 0.0), (two_rows, 0.0)],
     ids=["the last agents", "one row", "two rows", "a reduction", "one row, still loading", "two rows, still loading"],
 )
 def test_no_row_fails(situation: Situation, begins: float, mode: str, shows: bool) -> None:
     @virtual_clock
     async def scenario() -> None:
         assert await situation(Server(mode, begins, shows=shows))
+
+    scenario()
+
+
+@pytest.mark.parametrize("situation", [one_row, two_rows, the_last_agents])
+def test_no_row_fails_if_probes_find_the_server_up_and_down_by_turns(situation: Situation) -> None:
+    class Changing(Server):
+        probes = 0
+
+        async def probe(self, endpoint: str = "") -> Probe:
+            self.probes += self.is_away
+            return Probe("down", "it is away") if self.is_away and self.probes % 2 == 0 else Probe("up")
+
+    @virtual_clock
+    async def scenario() -> None:
+        assert await situation(Changing("502", 3.0, shows=True))
 
     scenario()
 

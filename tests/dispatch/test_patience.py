@@ -76,6 +76,21 @@ def test_one_denial_after_many_answers_does_not_end_the_run(number: int, status:
     scenario()
 
 
+@pytest.mark.parametrize("rows", [306, 400], ids=["at the end", "in the middle"])
+def test_denials_of_requests_in_flight_together_do_not_end_the_run(rows: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> Any:
+            if 300 <= request.number < 306:
+                return Fail(401, latency=0.1 + request.number / 100_000)
+            return Say("ok", latency=0.1)
+
+        _, statistics = await finish(ScriptedBackend(script), rows)
+        assert (statistics.ok, statistics.ended) == (rows, "complete")
+
+    scenario()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 400])
 def test_a_key_that_is_revoked_ends_the_run_and_fails_no_row(rows: int, tmp_path: Path) -> None:
     @virtual_clock
@@ -109,4 +124,4 @@ async def test_a_row_that_is_denied_each_time_while_others_are_answered_fails_al
     backend = ScriptedBackend(script)
     _, statistics = await finish(backend, 400)
     assert (statistics.ok, statistics.failures, statistics.ended) == (399, {"Rejected": 1}, "complete")
-    assert len(backend.requests) == 401
+    assert len(backend.requests) == 402

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from batch_agent import BatchAgent, Tool
-from batch_agent.backends.base import Capabilities
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
+from batch_agent.backends.simulated import EngineModel, SimulatedBackend
+from batch_agent.messages import Reply
 from batch_agent.store.lock import is_locked
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
@@ -19,6 +21,11 @@ AGENTS, TURNS, SLOTS = 16, 7, 4
 @Tool.define(effect="write")
 async def look() -> str:
     await asyncio.sleep(0.99)
+    return "seen"
+
+
+@Tool.define()
+async def look_quickly() -> str:
     return "seen"
 
 
@@ -61,6 +68,25 @@ async def test_of_a_generator_no_more_rows_start_than_keep_the_slots_busy() -> N
 @virtual_clock
 async def test_max_agents_bounds_a_batch_that_ends() -> None:
     assert await begun_before_the_first_result([str(number) for number in range(AGENTS)], max_agents=13) == 13
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(9, {9}), (2, {9, 8, 7})], ids=["many", "few"])
+async def test_many_agents_that_have_all_started_have_one_priority_at_the_engine(rows: int, expected: set[int]) -> None:
+    """If agents near their end were served first, the others would delay the end of the batch."""
+    asked: list[ModelRequest] = []
+
+    class Engine(SimulatedBackend):
+        async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+            asked.append(request)
+            return await super().infer(request, on_tool_call)
+
+    engine = Engine(EngineModel(tool_calls_per_agent=2, step_seconds=0.0001, name="m"))
+    names = [str(number) for number in range(rows)]
+    results = await BatchAgent.run(
+        task="{input}", inputs=names, tools=[look_quickly], backend=engine, model="m", max_turns=9
+    )
+    assert results.ok
+    assert {request.priority for request in asked} == expected
 
 
 async def never(request: Request) -> Say:

@@ -83,7 +83,7 @@ async def test_turns_of_one_session_go_to_one_worker_and_sessions_to_several(bac
     async with aiohttp.ClientSession() as session:
         for turn in range(4):
             for agent in range(6):
-                own = backend.own_part(asked(Conversation(), 2, agent=agent, turn=turn, turns_left=9))
+                own = backend.own_part(asked(Conversation(), 2, agent=agent, turn=turn, priority=9))
                 words = f"{secrets.token_hex(8)} " * 40  # nothing that any worker could have in its cache
                 body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": words}]}
                 body |= {"max_tokens": 2, "nvext": {**own.fields["nvext"], "extra_fields": ["worker_id"]}}
@@ -97,11 +97,11 @@ async def test_turns_of_one_session_go_to_one_worker_and_sessions_to_several(bac
 
 async def second_turn(backend: DynamoBackend, agent: int, *, hints: bool) -> Usage:
     history = Conversation([Message("user", f"{secrets.token_hex(8)} " + "Look at this. " * 80)])
-    text, _ = await said(backend, asked(history, 120, agent=agent, turn=1, turns_left=5, hints=hints))
+    text, _ = await said(backend, asked(history, 120, agent=agent, turn=1, priority=5, hints=hints))
     await asyncio.sleep(1.0)  # a tool would run now
     history.append(Message("assistant", text))
     history.append(Message("user", "Go on."))
-    _, usage = await said(backend, asked(history, 2, agent=agent, turn=2, turns_left=4, hints=hints, last=True))
+    _, usage = await said(backend, asked(history, 2, agent=agent, turn=2, priority=4, hints=hints, last=True))
     return usage
 
 

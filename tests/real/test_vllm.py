@@ -215,7 +215,7 @@ async def test_who_is_nearest_its_end_goes_first(backend: VllmBackend, shape: Re
     order: list[int] = []
 
     async def ask(left: int) -> None:
-        await infer(backend, asked(shape, f"left {left}", 1, turns_left=left, run="run", agent=left, turn=1))
+        await infer(backend, asked(shape, f"left {left}", 1, priority=left, run="run", agent=left, turn=1))
         order.append(left)
 
     async with asyncio.TaskGroup() as tasks:

@@ -180,15 +180,15 @@ def test_a_touch_is_sent_only_if_the_context_was_evicted_and_nobody_loses_one_fo
     agents.serve()
     agents.answer(ticket)
     admission = agents.admission
-    assert not admission.may_touch(progress, 0, agents.now)  # it is still there
+    assert not admission.may_touch(progress, 0)  # it is still there
     for _ in range(10):  # agents that end leave 1,000 tokens each
         other, turn = agents.start()
         agents.serve()
         agents.answer(turn)
         agents.scheduler.end_agent(other, 1)
     assert admission.is_evicted(progress)
-    assert admission.may_touch(progress, 0, agents.now)
-    assert not admission.may_touch(progress, 1, agents.now)  # a turn waits for a slot
+    assert admission.may_touch(progress, 0)
+    assert not admission.may_touch(progress, 1)  # a turn waits for a slot
     admission.touched(progress, agents.endpoint, Usage(1_000, 0, 1))
     assert not admission.is_evicted(progress)
     assert (admission.counts.touches, admission.counts.touched_tokens) == (1, 1_000)

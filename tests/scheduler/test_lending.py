@@ -115,7 +115,7 @@ def test_what_a_dead_worker_held_of_the_budget_is_spent_and_what_one_that_left_r
     grant = beat(table, "b", 20.0, Claim(LIMIT, 0, LIMIT), pot)
 
     assert (grant.held, grant.others_spent, grant.others_open) == (40, 60, 0)
-    assert table.spent(pot) == 60
+    assert table.spent_of(pot) == 60
 
 
 def test_a_part_that_does_not_fit_is_not_given_at_all() -> None:
@@ -141,7 +141,7 @@ def test_when_there_is_not_enough_for_all_the_workers_take_turns() -> None:
 def test_a_worker_hears_what_the_others_learnt() -> None:
     table = Table()
     table.beat("a", 0.0, SECONDS, {}, {"gpu-1": Learnt(down=True, reason="refused")})
-    heard = table.beat("b", 1.0, SECONDS, {}, {"gpu-1": Learnt(limit=48)})
+    heard = table.beat("b", 1.0, SECONDS, {}, {"gpu-1": Learnt()})
 
     assert heard.learnt == {"gpu-1": [Learnt(down=True, reason="refused")]}
     assert heard.workers == 2

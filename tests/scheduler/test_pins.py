@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batch_agent.scheduler.forecast import Progress, TurnForecast
-from batch_agent.scheduler.pins import LATE, SLACK_SECONDS, UNKNOWN_SECONDS, pin_seconds
+from batch_agent.scheduler.kvflow import LATE, SLACK_SECONDS, UNKNOWN_SECONDS, pin_seconds
 
 
 def forecast(turns: int, request: float, tool: float, agents: int = 4) -> TurnForecast:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.refusals import MANY, SEVERAL, Refusals
+from batch_agent.scheduler.refusals import MANY, SEVERAL, Denial, Refusals
 
 
 def denied(
-    refusals: Refusals,
-    row: object,
-    status: int,
-    said: str = "no",
-    at: float = 0.0,
-    others: int = 0,
-    again: bool = False,
+    refusals: Refusals, row: object, status: int, said: str = "no", at: float = 0.0, others: int = 0, times: int = 1
 ) -> str:
-    """``others`` are in flight; ``again``: the row was denied before."""
-    return refusals.scope(row, status, said, at, others, confirmed=again)
+    """The request was sent ``at`` and denied at once. ``others`` are in flight; ``times`` counts the row's denials."""
+    return refusals.scope(row, status, said, Denial(at, at, times), others)
 
 
 def test_a_wrong_key_or_path_concerns_all_before_the_first_answer() -> None:
@@ -23,30 +17,52 @@ def test_a_wrong_key_or_path_concerns_all_before_the_first_answer() -> None:
         assert denied(Refusals(), "a", status, others=64) == "all"
 
 
-def test_a_wrong_key_after_answers_is_confirmed_by_a_second_request() -> None:
+def test_a_wrong_key_after_answers_is_confirmed_by_later_requests() -> None:
     refusals = Refusals()
     refusals.answered(1.0)
     assert denied(refusals, "a", 401, at=2.0) == "confirm"
     refusals.answered(2.0)
     assert not refusals.is_unclear("a"), "one mistake of a gateway"
     assert denied(refusals, "a", 401, at=3.0, others=1) == "confirm"
-    assert denied(refusals, "a", 401, at=4.0, others=1, again=True) == "unclear", "those in flight will tell"
-    assert denied(refusals, "b", 401, at=4.0) == "all"
+    assert denied(refusals, "a", 401, at=4.0, others=1, times=2) == "confirm", "those in flight may be answered"
+    assert denied(refusals, "a", 401, at=5.0, others=1, times=3) == "unclear"
+    assert denied(refusals, "b", 401, at=5.0) == "all"
+
+
+def test_denials_of_requests_that_were_in_flight_together_do_not_confirm_each_other() -> None:
+    refusals = Refusals()
+    refusals.answered(1.0)
+    together = [refusals.scope(row, 401, "no", Denial(2.0, 3.0 + row / 100), 5 - row) for row in range(6)]
+    assert together == ["confirm"] * 6
+    assert refusals.scope("next", 401, "no", Denial(3.01, 3.1), 0) == "confirm", "the same mistake, a moment later"
+    assert denied(refusals, 0, 401, at=4.0, others=5, times=2) == "confirm"
+    assert denied(refusals, 1, 401, at=4.0, others=4, times=2) == "all"
+
+
+def test_an_answer_between_two_denials_starts_the_evidence_anew() -> None:
+    refusals = Refusals()
+    refusals.answered(1.0)
+    assert denied(refusals, "a", 401, at=2.0) == "confirm"
+    assert denied(refusals, "b", 401, at=2.1) == "confirm"
+    refusals.answered(2.05)
+    assert denied(refusals, "c", 401, at=4.0) == "confirm"
+    assert denied(refusals, "c", 401, at=5.0, times=2) == "all"
 
 
 def test_a_wrong_key_is_confirmed_by_the_same_row_if_no_other_is_in_flight() -> None:
     refusals = Refusals()
     refusals.answered(1.0)
     assert denied(refusals, "a", 401, at=2.0) == "confirm"
-    assert denied(refusals, "a", 401, at=3.0, again=True) == "all"
+    assert denied(refusals, "a", 401, at=3.0, times=2) == "all"
 
 
-def test_a_row_that_is_denied_again_while_others_are_answered_is_denied_alone() -> None:
+def test_a_row_that_is_denied_again_and_again_while_others_are_answered_is_denied_alone() -> None:
     refusals = Refusals()
     refusals.answered(1.0)
-    assert denied(refusals, "a", 401, at=2.0, others=9) == "confirm"
-    refusals.answered(2.5)
-    assert denied(refusals, "a", 401, at=3.0, others=9, again=True) == "row"
+    for times in (1, 2):
+        assert denied(refusals, "a", 401, at=2.0 * times, others=9, times=times) == "confirm"
+        refusals.answered(2.0 * times + 1)
+    assert denied(refusals, "a", 401, at=6.0, others=9, times=3) == "row"
 
 
 def test_a_wrong_path_after_answers_concerns_all_once_several_rows_are_denied() -> None:

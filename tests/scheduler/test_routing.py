@@ -54,7 +54,7 @@ def answer(scheduler: Scheduler, ticket: Ticket, seconds: float = 1.0, tokens: i
 def has_answered(scheduler: Scheduler, endpoint: Endpoint, seconds: float, times: int = 1) -> None:
     for _ in range(times):
         endpoint.server.learn(seconds, 0.0)
-        scheduler.router.answered(endpoint, seconds)
+        scheduler.router.answered(seconds)
 
 
 def places(tickets: list[Ticket]) -> Counter[str]:

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
+from batch_agent.scheduler.engine_load import Load as Load
 from batch_agent.scheduler.server import Server
 
 
@@ -87,12 +88,13 @@ class ModelRequest:
     shape: RequestShape
     conversation: Conversation
     job_id: str
-    turns_left: int = 0  # how close the agent is to its end; fewer turns left go first
+    turns_left: int = 0  # at most, with this one; 0 or less: not limited
     agent: int = 0  # agent number, unique in the run; a job_id may occur twice
     endpoint: str = ""  # name of the server it is sent to, from ``Backend.servers``
     run: str = ""  # id of the run; "" outside a run
     turn: int = 0  # number of the requested answer, from 1; a retry has the same number
     tries: int = 0  # failed attempts so far
+    priority: int = 0  # lower values go first, on an engine that schedules by priority
     pin_seconds: float = 0.0  # how long an engine with pins should keep the context after the answer
     last: bool = False  # no tool call can follow: the agent is expected to end with this turn
     hints: bool = True  # whether a scheduling server may receive hints about the agent
@@ -103,23 +105,6 @@ class ModelRequest:
     # The text of a streamed answer so far, for a caller that cancels the turn.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
     client: ClientBody | None = field(default=None, compare=False, repr=False)  # set for a request through the gateway
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy a server is, as it reports. None: not reported."""
-
-    running: int = 0  # requests being computed
-    waiting: int = 0  # requests in its queue
-    kv_usage: float | None = None  # 0 to 1
-    kv_tokens: int | None = None  # tokens that its cache can hold
-    preemptions: int | None = None  # since it started
-    prefix_queries: int | None = None  # prompt tokens looked up in its cache, since it started
-    prefix_hits: int | None = None  # ... and found there
-    first_token_count: int | None = None  # answers started since it started
-    first_token_seconds: float | None = None  # ... and the sum of their times to first token
-    offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size
-    generated: int | None = None  # tokens since it started
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:

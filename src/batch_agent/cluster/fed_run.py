@@ -26,6 +26,7 @@ from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.recording import asked_json
 from batch_agent.engine.run.run import Run
 from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import InputError, SpecError
@@ -218,4 +219,4 @@ def facts_for_workers(prepared: Prepared, spec: JsonObject, first: object) -> Js
     except InputError:  # this row fails alone
         shown = "null"
     model: JsonObject = {} if prepared.model is None else {"model": prepared.spec.model or prepared.model}
-    return {"spec": {**spec, **model}, "first": shown, "pieces": {**pieces(prepared)}}
+    return {"spec": {**spec, **model}, "first": shown, "pieces": {**pieces(prepared)}, "asked": asked_json(prepared)}

@@ -49,7 +49,6 @@ from batch_agent.scheduler.lending import (
     Steering,
     of_stage,
 )
-from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.store.lent import LentStore
 from batch_agent.store.shared import LEASE
 
@@ -61,15 +60,18 @@ MANY = 20  # workers; if there are more, each reports less often
 GAP = 0.1  # least seconds between two beats, when a request waits for the next beat
 PEAKS = 3  # a worker wants the most requests that it had in flight in this many beats
 UNLIMITED = 2**62
+ENDPOINTS = 32  # maximum in a worker's report
 THREADS = 8  # most concurrent calls of the store
 
 
 @dataclass(slots=True, eq=False)
 class Pot:
-    """A shared limit. ``claim`` returns what this worker holds and wants; ``apply`` sets its share."""
+    """A shared limit. ``claim`` returns what this worker holds and wants; ``apply`` sets its share. ``learn`` applies
+    the rest of a grant."""
 
     claim: Callable[[], Claim]
     apply: Callable[[int], None]
+    learn: Callable[[Grant], None] = lambda grant: None
 
 
 class Lending:
@@ -84,7 +86,6 @@ class Lending:
         self._places: dict[str, Pot] = {}
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
-        self._joined = False
         self._every = EVERY
         self._hostfiles: list[Hostfile] = []  # only in the feeder
         self._kept: dict[str, str] = {}  # path → text of the hostfiles in the store
@@ -162,8 +163,9 @@ class Lending:
         self._apply(shared, beat)
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
-        self._joined = True
-        self._every = min(EVERY * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
+        climbing = any(grant.search is not None and grant.search[1] for grant in beat.grants.values())
+        every = EVERY / 4 if climbing and beat.workers > 1 else EVERY
+        self._every = min(every * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
 
     async def _leave(self, shared: Shared) -> None:
         """Return unused shares. If the store is unreachable, all of them count as used."""
@@ -192,9 +194,8 @@ class Lending:
             if whole is not None:
                 yield f"{SLOTS}{name}", self._all_slots(f"{SLOTS}{name}", dispatcher, whole)
         for name, dispatcher, endpoint in _endpoints(shared):
-            ceiling = _own_ceiling(dispatcher, endpoint)
-            if ceiling is not None:
-                yield f"{SLOTS}{name} ", self._slots_at(f"{SLOTS}{name} ", dispatcher, endpoint, ceiling)
+            if _own_limit(dispatcher, endpoint) is not None:
+                yield f"{SLOTS}{name} ", self._slots_at(f"{SLOTS}{name} ", dispatcher, endpoint)
             rates = endpoint.server.rates
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
@@ -215,17 +216,25 @@ class Lending:
 
         return Pot(claim, apply)
 
-    def _slots_at(self, name: str, dispatcher: Dispatcher, endpoint: Endpoint, ceiling: int) -> Pot:
+    def _slots_at(self, name: str, dispatcher: Dispatcher, endpoint: Endpoint) -> Pot:
         server = endpoint.server
 
         def claim() -> Claim:
-            want = self._want(name, dispatcher, server.inflight, ceiling)
-            return Claim(ceiling, max(server.inflight, server.allotted or 0), want)
+            limit, search = _own_limit(dispatcher, endpoint) or 0, server.capacity.search
+            want = self._want(name, dispatcher, server.inflight, limit)
+            held = max(server.inflight, server.allotted or 0)
+            return Claim(limit, held, want, search=None if search is None else search.progress)
 
         def apply(share: int) -> None:
             server.allotted = share
 
-        return Pot(claim, apply)
+        def learn(grant: Grant) -> None:
+            if grant.leads:
+                server.capacity.lead(grant.held, grant.others_open, grant.even)
+            elif grant.search is not None:
+                dispatcher.endpoints.say(endpoint, server.capacity.follow(grant.search))
+
+        return Pot(claim, apply, learn)
 
     def _want(self, name: str, dispatcher: Dispatcher, inflight: int, whole: int) -> int:
         self._peaks[name].append(inflight)
@@ -236,6 +245,7 @@ class Lending:
     def _apply(self, shared: Shared, beat: Allotment) -> None:
         for name, grant in beat.grants.items():
             self._places[name].apply(min(grant.held, grant.fair))
+            self._places[name].learn(grant)
         if shared.spending.is_leased:
             _grant_budget(shared.spending, beat.grants)
         self._wake(shared)
@@ -270,10 +280,6 @@ class Lending:
                 endpoint.health.next_trial = asyncio.get_running_loop().time()
                 dispatcher.endpoints.arm(endpoint)
             self._down = self._down | {name} if down else self._down - {name}
-            numbers = [each.limit for each in others if each.limit is not None]
-            if numbers and not self._joined and endpoint.capacity.search is not None:
-                start = max(1, sum(numbers) // (len(numbers) + 1))
-                dispatcher.endpoints.search(endpoint, LimitSearch(start, settled=True), "other workers found it")
 
     def _steer(self, controls: Controls, steering: Steering) -> None:
         before, self._steered = self._steered, steering
@@ -312,10 +318,16 @@ def _hostfile_of(backend: Backend) -> Hostfile | None:
     return next((layer.hostfile for layer in _layers(backend) if isinstance(layer, Fleet)), None)
 
 
-def _own_ceiling(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
-    """Return the slot limit of an endpoint, or None if the total of its backend is the tighter limit."""
-    ceiling, whole = endpoint.capacity.ceiling, dispatcher.scheduler.max_inflight
-    if endpoint.capacity.search is not None or ceiling is None or (whole is not None and ceiling >= whole):
+def _own_limit(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
+    """Return the slot limit of an endpoint for all workers, or None if the total of its backend is the tighter limit.
+
+    After a refusal for load each worker has its own limit, and the ceiling is the limit of all.
+    """
+    capacity, whole = endpoint.capacity, dispatcher.scheduler.max_inflight
+    if capacity.search is not None:
+        return capacity.search.limit
+    ceiling = UNLIMITED if capacity.ceiling is None else capacity.ceiling
+    if endpoint.server.allotted is None and ceiling >= (UNLIMITED if whole is None else whole):
         return None
     return ceiling
 
@@ -346,8 +358,8 @@ def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
 
     most = UNLIMITED if tokens is None else tokens
     of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
-    amounts = (kept.cost, wanted.cost, part.cost, spent.cost)
-    of_cost = Claim(UNLIMITED if cost is None else _nano(cost), *map(_nano, amounts))
+    most = UNLIMITED if cost is None else _nano(cost)
+    of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost))
     yield BUDGET_TOKENS, Pot(lambda: of_tokens, _nothing)
     if cost is not None or spent.cost:
         yield BUDGET_COST, Pot(lambda: of_cost, _nothing)
@@ -384,11 +396,13 @@ def _final(name: str, claim: Claim) -> Claim:
 
 
 def _learnt(endpoint: Endpoint) -> Learnt:
-    health, capacity = endpoint.health, endpoint.capacity
-    return Learnt(health.is_down, health.reason if health.is_down else "", capacity.knee)
+    health = endpoint.health
+    return Learnt(health.is_down, health.reason if health.is_down else "")
 
 
 def _in_short(status: JsonObject) -> JsonObject:
     """Return the part of a worker's status that the status of the whole run shows."""
     kept: JsonObject = {name: status.get(name) for name in ("state", "rows", "agents", "rows_per_second", "cost")}
-    return {**kept, "host": platform.node(), "pid": os.getpid()}
+    endpoints = status.get("endpoints")
+    shown = endpoints[:ENDPOINTS] if isinstance(endpoints, list) else []
+    return {**kept, "endpoints": shown, "host": platform.node(), "pid": os.getpid()}

@@ -67,8 +67,7 @@ def _border(data: bytes, start: int, most: int) -> int:
 
 
 def _overlapping(data: bytes, start: int, end: int, overlap: int) -> int:
-    """Return the start of the next piece: up to ``overlap`` before the end of this one, at the first line or word
-    there."""
+    """Return the start of the next piece: the first line or word within ``overlap`` of this one's end."""
     earliest = _between_characters(data, max(start + 1, end - overlap))
     for border in (b"\n", b" "):
         found = data.find(border, earliest, end)

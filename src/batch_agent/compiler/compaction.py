@@ -104,8 +104,7 @@ def _reduce(
     reduced: dict[int, str],
     excess: int,
 ) -> int:
-    """Reduce results at these places to ``limit`` tokens, oldest first, until ``excess`` is saved. Returns the
-    savings."""
+    """Reduce results at these places to ``limit`` tokens until ``excess`` is saved. Returns the savings."""
     saved = 0
     for place in places:
         if saved >= excess:

@@ -39,8 +39,7 @@ def with_document(fields: Mapping[str, object], column: str) -> Mapping[str, obj
 
 
 def filled(fields: Mapping[str, object], content: DocumentContent) -> tuple[dict[str, object], dict[str, Attachment]]:
-    """Returns the fields with the document's text, or with marks of what is attached in its place, and the
-    attachments by their marks."""
+    """Return the fields with the document's text or marks of attachments, and the attachments by mark."""
     return {**fields, TEXT: content.text, PAGES: content.pages}, {part.mark: part for part in content.attached}
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json
 
 from batch_agent.errors import InputError
-from batch_agent.foreign import describe
+from batch_agent.foreign import boundary
 from batch_agent.messages import Image
 
 ALLOWED = "a dict, a string, an Image, a pydantic model or a dataclass"
@@ -40,12 +40,8 @@ def field_names(value: object) -> tuple[str, ...]:
             kind = type(value)
             return (*kind.model_fields, *kind.model_computed_fields, *(value.model_extra or ()))
         case Mapping():
-            try:
+            with boundary(_unreadable):
                 return tuple(name for name in value if isinstance(name, str))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                raise _unreadable(error) from error
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return tuple(field.name for field in dataclasses.fields(value))
         case _:
@@ -57,7 +53,7 @@ def fields_of(value: object) -> Mapping[str, object]:
         return value
     if isinstance(value, str | Image):
         return {"input": value}
-    try:
+    with boundary(_unreadable, InputError):
         match value:
             case BaseModel():
                 pictures = {name: image for name, image in value if isinstance(image, Image)}
@@ -67,10 +63,6 @@ def fields_of(value: object) -> Mapping[str, object]:
                 return dict(value)
             case _:
                 return {name: getattr(value, name) for name in field_names(value)}
-    except (InputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise _unreadable(error) from error
 
 
 def value_of(fields: Mapping[str, object], name: str) -> object:
@@ -81,14 +73,10 @@ def value_of(fields: Mapping[str, object], name: str) -> object:
     if path is None or path[1] not in fields:
         raise Unfillable(f"the input has no field {name!r} (its fields: {listed(fields)})")
     value, reached = fields[path[1]], path[1]
-    try:
+    with boundary(_unreadable, InputError):
         for step in _STEP.finditer(path[2]):
             value = _inside(value, step[1] or step[2], reached)
             reached += step[0]
-    except (InputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise _unreadable(error) from error
     return value
 
 
@@ -114,19 +102,16 @@ def _inside(value: object, key: str, reached: str) -> object:
 
 def text_of(name: str, value: object) -> str:
     """Return a field's value as it appears in a prompt, encodable as UTF-8."""
-    try:
+    if type(value) is str and value.isascii():  # the usual case
+        return value
+    with boundary(lambda raised: InputError(f"the field {name!r} cannot be written as text or JSON: {raised}")):
         if type(value) is str:
-            if not value.isascii():
-                value.encode()
+            value.encode()
             return value
         encoded = to_json(value, inf_nan_mode="null")
         if encoded.startswith(b'"'):
             return str(from_json(encoded))
         return encoded.decode()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise InputError(f"the field {name!r} cannot be written as text or JSON: {describe(error)}") from error
 
 
 def own_id(fields: Mapping[str, object], column: str | None = None) -> str | None:
@@ -144,5 +129,5 @@ def listed(names: Iterable[object]) -> str:
     return (", ".join(shown[:NAMES_SHOWN]) or "none") + more
 
 
-def _unreadable(error: BaseException) -> InputError:
-    return InputError(f"the input cannot be read as fields: {describe(error)}")
+def _unreadable(raised: str) -> InputError:
+    return InputError(f"the input cannot be read as fields: {raised}")

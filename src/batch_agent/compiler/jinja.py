@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 from batch_agent.compiler.fields import Unfillable, listed, text_of
 from batch_agent.compiler.template import Piece
 from batch_agent.errors import InputError, SpecError
-from batch_agent.foreign import describe
+from batch_agent.foreign import boundary, describe
 
 ROW = "row"
 GLOBALS = ("namespace", "range")
@@ -92,12 +92,8 @@ def _marked(value: object) -> object:
 
 
 def _plain(name: str, value: object) -> object:
-    try:
+    with boundary(lambda raised: InputError(f"the field {name!r} cannot be written as text or JSON: {raised}")):
         return to_jsonable_python(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise InputError(f"the field {name!r} cannot be written as text or JSON: {describe(error)}") from error
 
 
 def _render(template: Template, data: Mapping[str, object], fields: Mapping[str, object]) -> str:

@@ -31,8 +31,7 @@ def has_pictures(fields: Mapping[str, object]) -> bool:
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
-    """Return the fields with a mark in place of each picture, and the pictures. ``named`` are fields with pictures that
-    cannot be detected."""
+    """Return the fields with marks in place of pictures, and the pictures. ``named``: further fields."""
     pictures: dict[str, Attachment] = {}
     marked: dict[str, object] = {}
     for name, value in fields.items():

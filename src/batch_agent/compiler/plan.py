@@ -7,7 +7,7 @@ one to ``check_first`` and turns each into a Job with ``job``.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Collection, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -62,96 +62,77 @@ class Description:
     warning: str | None  # a likely mistake
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
-    """What the agents of a run share, and how an input becomes a job. Created by ``compile_plan``.
+    """What the agents of a run share, and how an input becomes a job. Created by ``compile_plan``."""
 
-    ``system``: the shared system text; ``own_system``: the same before hoisting; ``shared``: the conversation that
-    every agent starts from; ``hoisted``: the fields that moved there; ``total``: the number of inputs, if known;
-    ``warning``: a likely mistake, set once the first input was seen.
-    """
+    spec: BatchSpec
+    system: str  # the shared system text
+    own_system: str  # the same before hoisting
+    hoisted: Mapping[str, Constant]  # the fields that moved there
+    total: int | None  # number of inputs, if known
+    template: TaskTemplate | None  # None until an iterator's first item was seen
+    unhoisted: TaskTemplate | None  # None if it is the same
+    head: str
+    warning: str | None  # a likely mistake, set once the first input was seen
+    tool_tokens: int
+    sizing: Sizing
+    look: Look
+    read: Read
+    shared: Conversation = field(init=False)  # that every agent starts from
+    shared_tokens: int = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        spec: BatchSpec,
-        system: str,
-        own_system: str,
-        hoisted: Mapping[str, Constant],
-        total: int | None,
-        template: TaskTemplate | None,
-        unhoisted: TaskTemplate | None,
-        head: str,
-        warning: str | None,
-        tool_tokens: int,
-        sizing: Sizing,
-        look: Look,
-        read: Read,
-    ) -> None:
-        self.system = system
-        self.own_system = own_system
-        self.shared = Conversation([Message("system", system)] if system else [])
-        self.hoisted = tuple(hoisted)
-        self._hoisted = hoisted
-        self.total = total
-        self._spec = spec
-        self._template = template  # None until an iterator's first item was seen
-        self._unhoisted = unhoisted  # None if it is the same
-        self._head = head
-        self._shared_tokens = estimate_tokens(system) + tool_tokens
-        self._sizing = sizing
-        self._look = look
-        self._read = read
-        self._named_images = frozenset(spec.images)
-        self.warning = warning
+    def __post_init__(self) -> None:
+        self.shared = Conversation([Message("system", self.system)] if self.system else [])
+        self.shared_tokens = estimate_tokens(self.system) + self.tool_tokens
 
     def check_first(self, first: object) -> None:
-        """Decide with the first readable input which braces of the task are fields. Raises SpecError if one is missing
-        there."""
-        if self._template is None and not isinstance(first, UnreadableRow):
-            self._template = _parse(self._spec, first)
-            self._head = self._template.head
-            self.warning = _unused(self._template, _own(self._spec, first), self.total, self._spec.id_column)
+        """Decide with the first readable input which braces are fields. Raises SpecError if one is missing."""
+        if self.template is None and not isinstance(first, UnreadableRow):
+            self.template = _parse(self.spec, first)
+            self.head = self.template.head
+            self.warning = _unused(self.template, _own(self.spec, first), self.total, self.spec.id_column)
 
     def fit(self, context: int) -> None:
         """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
-        self._sizing = replace(self._sizing, budget=replace(self._sizing.budget, model_max_context=context))
+        self.sizing = replace(self.sizing, budget=replace(self.sizing.budget, model_max_context=context))
 
     @property
     def prefix_tokens(self) -> int:
         """Return the estimated tokens that all first requests share: system, tools, the task up to the first field."""
-        return self._shared_tokens + estimate_tokens(self._head)
+        return self.shared_tokens + estimate_tokens(self.head)
 
     def shows(self, value: object) -> bool:
         """Return whether an input has pictures, so that creating its job may read files."""
         if type(value) is dict and has_pictures(value):
             return True
-        return bool(self._named_images) or isinstance(value, Image) or self.reads(value)
+        return bool(self.spec.images) or isinstance(value, Image) or self.reads(value)
 
     def reads(self, value: object) -> bool:
         """Return whether an input has a document, which takes time to read."""
-        return _has_document(self._spec, value)
+        return _has_document(self.spec, value)
 
     def job(self, index: int, value: object) -> Job:
         """Return one input as a job. Raises InputError or Oversized, which concern only this input."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
-        template = self._template
+        template = self.template
         if template is None:
             raise InternalError("job() was called before check_first()")
         value, fields, images = self._seen(value)
-        check_same(self._hoisted, fields)
-        prompt, own = with_pictures(template.render(fields), images), own_id(fields, self._spec.id_column)
+        check_same(self.hoisted, fields)
+        prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
         job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
-        if self._spec.affinity is not None:
-            job = replace(job, affinity=_affinity(self._spec.affinity, fields))
+        if self.spec.affinity is not None:
+            job = replace(job, affinity=_affinity(self.spec.affinity, fields))
         tokens = self._tokens(prompt) + sum(image.tokens for image in images.values())
-        if self._sizing.fits(tokens):
+        if self.sizing.fits(tokens):
             return job
-        if self._sizing.how == "fail" or not isinstance(template, Template):
-            self._sizing.budget.check(tokens)
+        if self.sizing.how == "fail" or not isinstance(template, Template):
+            self.sizing.budget.check(tokens)
             return job
-        cut = self._sizing.cut(template.names, _texts(template, fields), tokens)
-        if self._sizing.how == "truncate":
+        cut = self.sizing.cut(template.names, _texts(template, fields), tokens)
+        if self.sizing.how == "truncate":
             return replace(job, prompt=_fill(template, cut[0]), shortened=True)
         parts = [
             Job(
@@ -171,56 +152,55 @@ class Plan:
         """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
         attachment; and the attachments."""
         fields, attached = fields_of(value), dict[str, Attachment]()
-        if self._spec.document_column is not None:
-            fields = with_document(fields, self._spec.document_column)
+        if self.spec.document_column is not None:
+            fields = with_document(fields, self.spec.document_column)
         if (document := document_in(fields)) is not None:
-            fields, attached = filled(fields, self._read(document))
+            fields, attached = filled(fields, self.read(document))
             value = {**fields, TEXT: document} if attached else fields
-        if not self._named_images and not has_pictures(fields):  # the usual case
+        if not self.spec.images and not has_pictures(fields):  # the usual case
             return value, fields, attached or NO_PICTURES
-        fields, pictures = see(fields, self._named_images, self._look)
+        fields, pictures = see(fields, self.spec.images, self.look)
         return value, fields, {**attached, **pictures}
 
     def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
         """Return the jobs that merge the answers to a job's parts: one message with all of them, or several messages if
         they do not fit, whose answers are merged in turn."""
-        template = self._template
+        template = self.template
         assert isinstance(template, Template)
         texts = _texts(template, self._seen(job.input)[1])
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
-        room = self._sizing.room - self._tokens(merge_prompt(task, ()))
+        room = self.sizing.room - self._tokens(merge_prompt(task, ()))
         return [
             Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), job.identified)
             for group in groups(answers, room)
         ]
 
     def _tokens(self, prompt: str) -> int:
-        return self._shared_tokens + estimate_tokens(prompt)
+        return self.shared_tokens + estimate_tokens(prompt)
 
     def question(self, job: Job) -> str:
-        """Return the job's prompt as it reads without hoisting: jobs with equal questions ask the same, however their
-        runs were compiled."""
-        if self._spec.worker is not None:
+        """Return the job's prompt without hoisting, so that equal questions of other runs compare equal."""
+        if self.spec.worker is not None:
             return _whole_row(job.input, job.images)
-        return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
+        return job.prompt if self.unhoisted is None else self.asks(job.input)[1]
 
     def asks(self, value: object) -> tuple[str | None, str]:
         """Return an input's own id and its question, for comparison. Raises InputError."""
-        template = self._unhoisted or self._template
+        template = self.unhoisted or self.template
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
         value, fields, images = self._seen(value)
-        sent = self._template
+        sent = self.template
         # Text that was cut off is not part of the question.
-        if self._sizing.how == "truncate" and isinstance(sent, Template):
+        if self.sizing.how == "truncate" and isinstance(sent, Template):
             own = _texts(sent, fields)
             tokens = self._tokens(_fill(sent, own))
-            if not self._sizing.fits(tokens):
-                fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
-        if self._spec.worker is not None:
-            return own_id(fields, self._spec.id_column), _whole_row(value, images)
-        return own_id(fields, self._spec.id_column), with_pictures(template.render(fields), images)
+            if not self.sizing.fits(tokens):
+                fields = {**fields, **self.sizing.cut(sent.names, own, tokens)[0]}
+        if self.spec.worker is not None:
+            return own_id(fields, self.spec.id_column), _whole_row(value, images)
+        return own_id(fields, self.spec.id_column), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """Return the plan for display; ``sample`` is the first inputs to render."""
@@ -231,14 +211,14 @@ class Plan:
             self.check_first(value)
             try:
                 prompts.append(self.job(index, value).prompt)
-                if len(prompts) == 1 and self._template is not None:
-                    pieces = self._template.pieces(self._seen(value)[1])
+                if len(prompts) == 1 and self.template is not None:
+                    pieces = self.template.pieces(self._seen(value)[1])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
-        layout = layout_of(self.prefix_tokens, self._head, prompts, pieces)
+        layout = layout_of(self.prefix_tokens, self.head, prompts, pieces)
         return Description(
             rows=self.total,
-            hoisted=self.hoisted,
+            hoisted=tuple(self.hoisted),
             system=self.system,
             first_prompt=prompts[0] if prompts else "",
             first_pieces=tuple(pieces),
@@ -259,8 +239,7 @@ def compile_plan(
     look: Look = lambda image: image,
     read: Read = _unread,
 ) -> Plan:
-    """Compile the spec. ``inject_schema`` is False if the backend enforces the schema; ``look`` prepares pictures,
-    ``read`` reads documents."""
+    """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
@@ -394,8 +373,7 @@ def _jinja(task: str) -> TaskTemplate:
 
 
 def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
-    """Return a warning if the task uses no field. An id only names a row, and rows without fields ask the same question
-    repeatedly."""
+    """Return a warning if the task uses no field except the id: all rows would ask the same question."""
     own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None

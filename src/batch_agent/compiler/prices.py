@@ -60,7 +60,6 @@ class Prices:
     per_second: float = 0.0
 
     def times(self, factor: float) -> Prices:
-        """Return the prices at a discount."""
         tiers = tuple(
             Rates(factor * t.input, factor * t.cached, factor * t.cache_write, factor * t.output, t.above)
             for t in self.tiers

@@ -20,7 +20,7 @@ from pydantic_core import from_json, to_json
 
 from batch_agent.compiler.typed_dict import modern_typed_dicts
 from batch_agent.errors import Invalid, NotJSON, OutputError, SpecError
-from batch_agent.foreign import describe, message_of
+from batch_agent.foreign import boundary, message_of
 from batch_agent.messages import JsonObject
 
 T = TypeVar("T")
@@ -44,8 +44,6 @@ class Reader(Protocol[T_co]):
 
 class OutputSchema(Generic[T_co]):
     """What each answer must be. ``json_schema`` is for models and backends, ``name`` for wires that require one."""
-
-    __slots__ = ("_reader", "json_schema", "json_text", "name")
 
     def __init__(self, reader: Reader[T_co], json_schema: JsonObject) -> None:
         self._reader = reader
@@ -158,15 +156,11 @@ def _no_retrieval(uri: str) -> NoReturn:
 
 
 def _guarded(read: Callable[[V], T], value: V) -> T:
-    try:
+    with boundary(lambda raised: Invalid(f"the schema's own validation raised {raised}"), OutputError):
         try:
             return read(value)
         except ValidationError as error:
             raise _explained(error, value) from None
-    except (OutputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise Invalid(f"the schema's own validation raised {describe(error)}") from error
 
 
 def _explained(error: ValidationError, value: object) -> OutputError:

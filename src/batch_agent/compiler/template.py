@@ -46,11 +46,9 @@ class TaskTemplate(Protocol):
     def head(self) -> str: ...
     def render(self, fields: Mapping[str, object]) -> str:
         """Return one row's message. Raises InputError."""
-        ...
 
     def pieces(self, fields: Mapping[str, object]) -> Sequence[Piece]:
         """Return the same in pieces, with filled-in values marked."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +153,7 @@ def _doubled(text: str, partners: Partners) -> tuple[set[int], set[int]]:
 
 
 def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields: Collection[str]) -> None:
-    """Refuse ``{{ text }}``, which fills a field in other languages. Doubled once more it is an escape:
-    ``{{{{text}}}}``."""
+    """Refuse ``{{ text }}``, a field in other languages; ``{{{{text}}}}`` is an escape."""
     for at in sorted(kept):
         close = partners[at]
         if close is None or text[at] != "{" or text[at - 1 : at] == "{":
@@ -198,8 +195,7 @@ def _is_field(name: str, fields: Collection[str]) -> bool:
 
 
 def _nearest(name: str, fields: Collection[str], cutoff: float) -> str:
-    """Return the field with this name except for case, spaces and punctuation; else one with mostly the same
-    letters."""
+    """Return the field with the same letters and digits, else one with mostly the same letters."""
     plain = {_plain(field): field for field in fields}
     if (same := plain.get(_plain(name))) is not None and _plain(name):
         return same

@@ -7,12 +7,31 @@ our own cancellation, the task would end silently and lose its work.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batch_agent.errors import JobError, StoreError, WorkerFailed
+from batch_agent.foreign import describe
 
 
 def cancelled_by_us() -> bool:
     """Return whether a CancelledError caught now was requested for the running task."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+@contextmanager
+def worker_boundary(what: str) -> Iterator[None]:
+    """Convert whatever the user's code in this block raises to a WorkerFailed that begins with ``what``: it fails only
+    its row. Errors of this package and cancellations of the running task are raised unchanged."""
+    try:
+        yield
+    except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
+            raise
+        raise WorkerFailed(f"{what} {describe(error)}") from error
 
 
 async def outlast(task: asyncio.Task[None]) -> None:

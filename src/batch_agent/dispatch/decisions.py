@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
-from batch_agent.scheduler.blame import Attempt, Step, Verdict, next_step
+from batch_agent.scheduler.blame import Attempt, Crash, Step, Verdict, next_step
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 
@@ -97,7 +97,8 @@ class Decisions:
         if found is None or found.state != "down":
             return True
         endpoint.server.history.alone.pop(row, None)
-        row.crashes += can_crash
+        if can_crash:
+            row.crashes.append(Crash(endpoint.server.history, attempt.ended_at))
         return False
 
     async def _decided(self, ticket: Ticket) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
@@ -34,12 +34,14 @@ from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.refusals import CONFIRM_AFTER, Scope
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Server, Terms
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.members import Following
 
+T = TypeVar("T")
 SILENT = Observer()
 
 
@@ -135,7 +137,7 @@ class Dispatcher:
         self.reading = asyncio.Lock()  # held by the task that polls the load of the endpoints
         self.over: tuple[Ended, str] | None = None  # outcome and reason, once the run cannot continue
         self._impatient: set[Ticket] = set()  # tickets that do not wait out an outage
-        self._tools_waited_for: set[asyncio.Future[None]] = set()
+        self._tools_waited_for: set[asyncio.Future[Any]] = set()
         self._chance: Callable[[], float] = random.random
 
     def _endpoint(self, name: str, server: Server) -> Endpoint:
@@ -204,7 +206,7 @@ class Dispatcher:
                 wait=policy.wait_out,
             )
             gives_up = step == "fail" or not self._is_worth(policy, ticket)
-            delay = None if gives_up else self._delay(ticket, verdict, error)
+            delay = None if gives_up else self._delay(ticket, verdict, error, scope)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
@@ -288,12 +290,16 @@ class Dispatcher:
             return False
         return self._is_patient(policy) or not self._is_down(ticket)
 
-    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError) -> float:
+    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError, scope: Scope) -> float:
         """Return the seconds until the request joins the queue again."""
         endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
         assert endpoint is not None
+        if ticket.row.crashes and not endpoint.given_up:  # few crashes over a long time
+            return retry_delay(len(ticket.row.crashes) + 2, None, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
+        if scope == "confirm":
+            return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:
             return retry_delay(1, None, self._chance())
         if verdict.move and failures == 1:
@@ -359,11 +365,11 @@ class Dispatcher:
         self.scheduler.end_agent(progress, turns)
         self.slots.pump()
 
-    async def wait_for_tools(self, ended: asyncio.Future[None]) -> None:
+    async def wait_for_tools(self, ended: asyncio.Future[T]) -> T:
         """Wait until the tools have ended. Raises if the run's time limit ends first."""
         self._tools_waited_for.add(ended)
         try:
-            await ended
+            return await ended
         finally:
             self._tools_waited_for.discard(ended)
 

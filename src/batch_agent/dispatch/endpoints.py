@@ -22,9 +22,10 @@ from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.engine_load import Reading
+from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.rates import is_spent
+from batch_agent.scheduler.refusals import Denial, Scope
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.slots import Slots
@@ -125,7 +126,7 @@ class EndpointMonitor:
         self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
-            self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
+            self.say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
 
     def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
@@ -171,7 +172,7 @@ class EndpointMonitor:
                 return
         elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
             # The limit that we found ourselves was too high: requests wait in the server's queue.
-            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
+            self.say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
         if not health.is_down:
             health.fail(str(error), now)
             if verdict.endpoint == "down":
@@ -185,15 +186,14 @@ class EndpointMonitor:
         if verdict.probe:
             self.probe(endpoint)
 
-    def scope(self, ticket: Ticket, error: BackendError) -> str:
-        """Return which rows a refusal concerns; ``confirm`` means: send the same request once more. May end the run."""
+    def scope(self, ticket: Ticket, error: BackendError) -> Scope:
+        """Return which rows a refusal concerns; ``confirm`` means: send the request again. May end the run."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
             return "row"
-        left = endpoint.server.inflight - 1
-        refusals, confirmed = endpoint.server.refusals, ticket.row.denials > 1
-        scope = refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left, confirmed=confirmed)
+        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, _now(), ticket.row.denials)
+        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), denial, left)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
         return scope
@@ -223,18 +223,18 @@ class EndpointMonitor:
 
     # What is known of endpoints
 
-    def loaded(self, endpoint: Endpoint, load: Reading) -> None:
+    def loaded(self, endpoint: Endpoint, load: Load) -> None:
         """Apply a load reading of the server."""
-        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
+        self.say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
         self._scheduler.admission.read(endpoint, load)
         self._wake(endpoint)
 
     def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:
         endpoint.capacity.start_search(search)
         self._scheduler.touch(endpoint)
-        self._say(endpoint, why)
+        self.say(endpoint, why)
 
-    def _say(self, endpoint: Endpoint, reason: str) -> None:
+    def say(self, endpoint: Endpoint, reason: str) -> None:
         if reason:
             self._on_limit(endpoint, reason)
 
@@ -298,7 +298,7 @@ class EndpointMonitor:
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
-            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
+            self.say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
         else:
             # Even one request alone is refused: this says nothing about how many the server takes later.
             endpoint.capacity.restart(server.most_in_flight)
@@ -405,7 +405,7 @@ class EndpointMonitor:
         health, server = endpoint.health, endpoint.server
         if server.held_until and server.held_until <= now:
             server.held_until = 0.0
-        self._say(endpoint, endpoint.capacity.ramp(server.inflight, now))
+        self.say(endpoint, endpoint.capacity.ramp(server.inflight, now))
         self._scheduler.touch(endpoint)
         if health.state == "on trial":
             if now >= health.trial_ends:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
 
@@ -35,7 +34,7 @@ from batch_agent.backends.base import (
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
-from batch_agent.fleet.following import Hostfile, Select, changes
+from batch_agent.fleet.following import Hostfile, Select, changes, free_name
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.fleet.server import FleetServer
@@ -70,7 +69,7 @@ class Fleet(Backend):
         self._servers: dict[str, FleetServer] = {}
         self._listeners: dict[Listener, None] = {}
         self._loop, self._users = OneLoop("fleet"), 0
-        self._hostfile: Hostfile | None = None
+        self.hostfile: Hostfile | None = None  # that it follows
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()  # closing servers that have left
         if isinstance(endpoints, str):
@@ -106,13 +105,8 @@ class Fleet(Backend):
             sends=sends,
             name=f"fleet://{path}{'?' if wanted else ''}{wanted}",
         )
-        fleet._hostfile = hostfile
+        fleet.hostfile = hostfile
         return fleet
-
-    @property
-    def hostfile(self) -> Hostfile | None:
-        """The hostfile that it follows."""
-        return self._hostfile
 
     def __repr__(self) -> str:
         return f"Fleet({self._name!r}, {len(self._present)} endpoints)"
@@ -153,12 +147,7 @@ class Fleet(Backend):
         return {server.name: server.known for server in self._present}
 
     def add(
-        self,
-        url: Given,
-        *,
-        model: str | None = None,
-        context: int | None = None,
-        weight: float | None = None,
+        self, url: Given, *, model: str | None = None, context: int | None = None, weight: float | None = None
     ) -> str:
         """Add a server, also to running runs. Returns its name."""
         self._check_loop()
@@ -168,8 +157,7 @@ class Fleet(Backend):
         return server.name
 
     def remove(self, url: str) -> None:
-        """Remove a server: it gets no more requests, and is closed when its last one is answered. ``url`` is what it
-        was added with, or its name."""
+        """Remove a server, by its name or address. It is closed after its last answer."""
         self._check_loop()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
@@ -211,12 +199,8 @@ class Fleet(Backend):
         return FleetServer(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
 
     def _register(self, server: FleetServer) -> None:
-        """Add the server to the fleet under a unique name: in-process engines share one name, and a removed server may
-        still be working."""
-        name, number = server.name, 1
-        while server.name in self._servers:
-            number += 1
-            server.name = f"{name}#{number}"
+        """Add the server under a unique name: in-process engines share one, and a removed server may still work."""
+        server.name = free_name(server.name, self._servers)
         self._servers[server.name] = server
 
     def _remove(self, servers: Iterable[FleetServer]) -> None:
@@ -284,14 +268,12 @@ class Fleet(Backend):
 
     async def __aenter__(self) -> Self:
         self._bind()
-        if not self._users and self._hostfile is not None:
-            self._watching = asyncio.get_running_loop().create_task(self._hostfile.follow(self._follow))
+        if not self._users and self.hostfile is not None:
+            self._watching = asyncio.get_running_loop().create_task(self.hostfile.follow(self._follow))
         self._users += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._loop.check():
             return self._forget_loop()
         self._users -= 1
@@ -362,7 +344,6 @@ class Fleet(Backend):
             self._tell()
 
     async def _ask(self, servers: Sequence[FleetServer]) -> dict[str, list[str] | BackendError]:
-        """Request the models of all servers at once."""
         answers: dict[str, list[str] | BackendError] = {}
 
         async def ask(server: FleetServer) -> None:
@@ -437,10 +418,5 @@ def from_address(address: Address) -> Fleet:
     for key, value in parse_qsl(address.url.query, keep_blank_values=True):
         select.setdefault(key, []).append(value)
     return Fleet.from_hostfile(
-        path,
-        select,
-        api_key=address.api_key,
-        headers=address.headers,
-        environ=address.environ,
-        sends=address.sends,
+        path, select, api_key=address.api_key, headers=address.headers, environ=address.environ, sends=address.sends
     )

@@ -107,8 +107,6 @@ class Wanted:
 
 
 class Driver:
-    """Sends requests of one size to one server."""
-
     def __init__(self, backend: Backend, endpoint: AgentEndpoint, model: str, wanted: Wanted) -> None:
         self._backend, self._endpoint, self._words = backend, endpoint, wanted.tokens_in
         self._seed = os.urandom(8).hex()  # prompts differ from those of an earlier bench, which may be cached

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
@@ -95,3 +96,9 @@ def changes(
     kept = [(one, line) for one, line in zip(known, lines, strict=True) if line is not None]
     gone = [one for one, line in zip(known, lines, strict=True) if line is None]
     return kept, gone, [host for hosts in left.values() for host in hosts]
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Return the name, so that a key has the same home in every process; with a number if it is taken."""
+    numbered = chain([name], (f"{name}#{number}" for number in count(2)))
+    return next(each for each in numbered if each not in taken)

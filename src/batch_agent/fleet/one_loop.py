@@ -17,8 +17,7 @@ class OneLoop:
         self._lock = threading.Lock()  # two threads may call at the same time
 
     def bind(self) -> bool:
-        """Bind to the running loop. Raises SpecError if another loop uses it. Returns True if the previous loop was
-        closed: its state is invalid."""
+        """Bind to the running loop. Raises SpecError if another uses it. True: the previous one was closed."""
         loop = asyncio.get_running_loop()
         with self._lock:
             void = self._release_from(loop)

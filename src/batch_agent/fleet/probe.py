@@ -1,5 +1,4 @@
-"""Probes many servers at once: whether each is up, which models it serves, how busy it is. The number of sockets is
-limited."""
+"""Probes many servers at once, with a limited number of sockets: state, models, load."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 from batch_agent.backends.base import Probe
@@ -53,9 +51,7 @@ class Prober:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._clients.clear()
         await self._entered.aclose()
 

@@ -120,7 +120,6 @@ class Proxy:
         return json_response({"up": self._upstreams.up, "waiting": waiting, "endpoints": [*endpoints]})
 
     def _metrics(self) -> str:
-        """Return the text for Prometheus."""
         requests = Counter("batch_agent_proxy_requests_total", "Requests sent to an endpoint.", ("endpoint",))
         failures = Counter("batch_agent_proxy_failures_total", "Requests that failed at an endpoint.", ("endpoint",))
         for upstream in self._upstreams.present:

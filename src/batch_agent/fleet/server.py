@@ -31,11 +31,7 @@ class FleetServer:
     @property
     def known(self) -> Server:
         """Return what is known about the server, with the traits given to the fleet."""
-        known = self.backend.servers[""]
-        usual = self.backend.capabilities.default_inflight
-        known.default_inflight = None if usual is None else max(1, round(usual * self.traits.weight))
-        known.weight, known.models, known.context = self.traits.weight, self.models, self.traits.context
-        return known
+        return self.traits.apply(self.backend.servers[""], self.backend.capabilities.default_inflight, self.found)
 
     def serves(self, model: str) -> bool:
         return not model or self.models is None or model in self.models

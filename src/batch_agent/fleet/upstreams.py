@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NoReturn
@@ -17,7 +17,7 @@ from typing import NoReturn
 from batch_agent.backends.base import Probe
 from batch_agent.backends.http.probe import Entries
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.fleet.following import changes
+from batch_agent.fleet.following import changes, free_name
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.probe import Prober
 from batch_agent.messages import JsonObject
@@ -77,7 +77,7 @@ class Upstreams:
         self._known: dict[str, Upstream] = {}  # by endpoint name, including those that are leaving
         servers: dict[str, Server] = {}
         for host in hosts:
-            servers[_free_name(host, servers)] = self._server(host)
+            servers[free_name(host.address, servers)] = self._server(host)
         self.dispatcher = Dispatcher(
             self, servers=servers, max_outage=inf, trust_probes=True, on_health=self._health_changed
         )
@@ -116,7 +116,7 @@ class Upstreams:
             upstream.host = host
             self._set_traits(upstream)
         for host in new:
-            self._begin(host, self.dispatcher.add(_free_name(host, self._known), self._server(host)))
+            self._begin(host, self.dispatcher.add(free_name(host.address, self._known), self._server(host)))
         for upstream in gone:
             self.dispatcher.leave(upstream.endpoint)
         for name, upstream in tuple(self._known.items()):
@@ -126,12 +126,7 @@ class Upstreams:
             logger.warning("the hostfile has changed: %s endpoints", len(self.present))
 
     def _server(self, host: AgentEndpoint) -> Server:
-        traits = Traits.read(host.tags)
-        models = None if traits.model is None else frozenset({traits.model})
-        return Server(host.address, weight=traits.weight, models=models, default_inflight=self._limit(traits))
-
-    def _limit(self, traits: Traits) -> int:
-        return max(1, round(self._max_inflight * traits.weight))
+        return Traits.read(host.tags).apply(Server(host.address), self._max_inflight, None)
 
     def _begin(self, host: AgentEndpoint, endpoint: Endpoint) -> None:
         self._known[endpoint.name] = Upstream(host, endpoint)
@@ -143,12 +138,8 @@ class Upstreams:
 
     def _set_traits(self, upstream: Upstream) -> None:
         """Apply what the hostfile's line and the server state about the endpoint."""
-        traits, server = Traits.read(upstream.host.tags), upstream.endpoint.server
-        server.weight, server.default_inflight = traits.weight, self._limit(traits)
-        if traits.model is not None:
-            server.models = frozenset({traits.model})
-        else:
-            server.models = None if upstream.models is None else frozenset(upstream.models)
+        found = None if upstream.models is None else frozenset(upstream.models)
+        Traits.read(upstream.host.tags).apply(upstream.endpoint.server, self._max_inflight, found)
         self.dispatcher.retune(upstream.endpoint)
 
     # Probes
@@ -212,12 +203,3 @@ class Upstreams:
         present = self.present
         first = f"{present[0].host.place}: {present[0].endpoint.health.reason}"
         return f"none of the {len(present)} endpoints is up; the first of them: {first}"
-
-
-def _free_name(host: AgentEndpoint, taken: Collection[str]) -> str:
-    """Return the address, so that a key has the same home in every proxy; a repeated line gets a number."""
-    name, number = host.address, 1
-    while name in taken:
-        number += 1
-        name = f"{host.address}#{number}"
-    return name

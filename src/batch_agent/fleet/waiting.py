@@ -52,8 +52,7 @@ class Waited:
 
 
 def needed(total: int, min_hosts: int | None = None, min_fraction: float | None = None) -> int:
-    """Return how many of ``total`` must be up: all, or what the floors require. Raises SpecError if it is
-    impossible."""
+    """Return how many of ``total`` must be up, by default all. Raises SpecError if it is impossible."""
     if not total:
         raise SpecError("there is no endpoint to wait for: the hostfile lists none")
     if min_hosts is not None and min_hosts > total:

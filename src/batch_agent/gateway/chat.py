@@ -12,18 +12,19 @@ from batch_agent.gateway.client_request import (
     ClientRequest,
     Envelope,
     RequestKind,
-    image_of,
-    joined,
     mapping_of,
     number,
     objects,
     own_document,
+    read_choice,
+    read_content,
+    read_schema,
     sse,
     string,
     texts,
     whole,
 )
-from batch_agent.messages import Content, JsonObject, Message, Part, Reply, ToolCall, ToolSpec, Usage
+from batch_agent.messages import JsonObject, Message, Reply, ToolCall, ToolSpec, Usage
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 FINISHES = {
@@ -49,7 +50,8 @@ class ChatDialect:
 
     def read_kind(self, body: JsonObject, model: str) -> RequestKind:
         lost = [] if body.get("n") in (None, 1) else ["n"]
-        schema, name = _schema(mapping_of(body.get("response_format"), "response_format"))
+        form = mapping_of(body.get("response_format"), "response_format")
+        schema, name = read_schema(form, mapping_of(form.get("json_schema"), "response_format"))
         shape = RequestShape(
             model=string(body.get("model"), "model") or model,
             max_tokens=whole(body, "max_completion_tokens", "max_tokens"),
@@ -58,7 +60,7 @@ class ChatDialect:
             seed=_seed(body.get("seed")),
             stop=texts(body.get("stop"), "stop"),
             tools=tuple(_tools(body, lost)),
-            tool_choice=_tool_choice(body.get("tool_choice")),
+            tool_choice=read_choice(body.get("tool_choice"), inside="function"),
             schema=schema,
             schema_name=name,
         )
@@ -123,7 +125,7 @@ def _message(message: JsonObject, lost: list[str]) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise BadRequest(f"a message has the role {role!r}: it must be one of {', '.join(sorted(ROLES))}", "messages")
-    content = _content(message.get("content"), lost)
+    content = read_content(message.get("content"), lost)
     if role in ("system", "developer"):
         return Message("system", content)
     if role == "user":
@@ -134,23 +136,6 @@ def _message(message: JsonObject, lost: list[str]) -> Message:
         return Message("assistant", content, calls, reasoning=reasoning if isinstance(reasoning, str) else "")
     call_id = string(message.get("tool_call_id"), "tool_call_id")
     return Message("tool", content, (), call_id, tool_name=string(message.get("name"), "name"))
-
-
-def _content(content: JsonValue, lost: list[str]) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[Part] = []
-    for part in objects(content, "content"):
-        match part.get("type"):
-            case "text" | "input_text" | "output_text":
-                parts.append(string(part.get("text"), "text"))
-            case "refusal":
-                parts.append(string(part.get("refusal"), "refusal"))
-            case "image_url":
-                parts.append(image_of(part.get("image_url"), "image_url"))
-            case other:
-                lost.append(f"a part of the type {other!r}")
-    return joined(parts)
 
 
 def _call(call: JsonObject) -> ToolCall:
@@ -173,22 +158,6 @@ def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
         yield ToolSpec(name, string(function.get("description"), "description"), parameters)
 
 
-def _tool_choice(choice: JsonValue) -> JsonValue:
-    """Return a keyword, or a tool's name."""
-    if choice is None or isinstance(choice, str):
-        return choice
-    function = mapping_of(mapping_of(choice, "tool_choice").get("function"), "tool_choice")
-    return string(function.get("name"), "tool_choice") or "auto"
-
-
-def _schema(form: JsonObject) -> tuple[JsonObject | None, str]:
-    described = mapping_of(form.get("json_schema"), "response_format")
-    schema = described.get("schema") if form.get("type") == "json_schema" else None
-    if form.get("type") == "json_object":
-        schema = {"type": "object"}
-    return (schema if isinstance(schema, dict) else None), string(described.get("name"), "name") or "answer"
-
-
 def _seed(value: JsonValue) -> int | None:
     if value is None or type(value) is int:
         return value
@@ -199,7 +168,6 @@ def _seed(value: JsonValue) -> int | None:
 
 
 def _deltas(message: JsonObject) -> Iterator[JsonObject]:
-    """Yield the fields of a message, one after another."""
     yield {"role": "assistant", "content": ""}
     for name, value in message.items():
         if name == "tool_calls":
@@ -218,9 +186,6 @@ def _written_usage(usage: Usage) -> JsonObject:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": usage.cache_write_tokens,
-        },
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.cache_write_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }

@@ -50,31 +50,24 @@ class ClientDialect(Protocol):
     @property
     def wire(self) -> str:
         """Return the backends' name for the same wire."""
-        ...
 
     def read_kind(self, body: JsonObject, model: str) -> RequestKind:
         """Return everything except the conversation; ``model`` is the default model. Raises BadRequest."""
-        ...
 
     def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
         """Return the conversation; adds to ``lost`` what messages cannot represent. Raises BadRequest."""
-        ...
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
         """Return the whole answer as one JSON document."""
-        ...
 
     def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
         """Yield the same answer as server-sent events."""
-        ...
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
         """Return an error document."""
-        ...
 
     def error_event(self, status: int, message: str) -> bytes:
         """Return the error as an event inside a stream that has begun."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,6 +210,46 @@ def joined(parts: Sequence[Part]) -> Content:
     if any(isinstance(part, Image) for part in parts):
         return tuple(parts)
     return "".join(part for part in parts if isinstance(part, str))
+
+
+# The formats that chat completions and responses share
+
+
+def read_content(content: JsonValue, lost: list[str]) -> Content:
+    """Return the text and the pictures of a message; adds other parts to ``lost``."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Part] = []
+    for part in objects(content, "content"):
+        match part.get("type"):
+            case "text" | "input_text" | "output_text":
+                parts.append(string(part.get("text"), "text"))
+            case "refusal":
+                parts.append(string(part.get("refusal"), "refusal"))
+            case "image_url":
+                parts.append(image_of(part.get("image_url"), "image_url"))
+            case "input_image" if part.get("image_url") is not None:
+                parts.append(image_of(part.get("image_url"), "image_url"))
+            case other:
+                lost.append(f"a part of the type {other!r}")
+    return joined(parts)
+
+
+def read_schema(form: JsonObject, described: JsonObject) -> tuple[JsonObject | None, str]:
+    """Return the schema of the answer, if the request asks for JSON, and its name."""
+    kind, schema = form.get("type"), described.get("schema")
+    if kind != "json_schema":
+        schema = {"type": "object"} if kind == "json_object" else None
+    return (schema if isinstance(schema, dict) else None), string(described.get("name"), "name") or "answer"
+
+
+def read_choice(choice: JsonValue, inside: str = "") -> JsonValue:
+    """Return a tool choice: a keyword, or a tool's name, which may be ``inside`` another object."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    named = mapping_of(choice, "tool_choice")
+    named = mapping_of(named.get(inside), "tool_choice") if inside else named
+    return string(named.get("name"), "tool_choice") or "auto"
 
 
 # Writing

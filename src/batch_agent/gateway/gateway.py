@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 import orjson
@@ -23,15 +22,7 @@ from aiohttp import web
 from batch_agent.backends.http.wire import json_of
 from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.plan import tool_text
-from batch_agent.errors import (
-    BackendError,
-    BatchAgentError,
-    Interrupted,
-    RateLimited,
-    Rejected,
-    SpecError,
-    Timeout,
-)
+from batch_agent.errors import BackendError, BatchAgentError, Interrupted, RateLimited, Rejected, SpecError, Timeout
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
 from batch_agent.gateway.http_server import (
@@ -68,18 +59,15 @@ class RowAccess(Protocol):
     @property
     def model(self) -> str:
         """Return the run's model, the default for requests."""
-        ...
 
     @property
     def wires(self) -> frozenset[str]:
         """Return the wires in which the backend accepts a request unchanged."""
-        ...
 
     async def models(self) -> Sequence[str]: ...
 
     async def answer(self, request: ClientRequest) -> Reply:
         """Return the recorded answer. Raises JobError or SpecError."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -102,12 +90,10 @@ class Gateway:
         await self._server.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         for key in list(self._guests):
             self.dismiss(key)
-        await self._server.__aexit__(kind, error, trace)
+        await self._server.__aexit__(*exception)
 
     @property
     def url(self) -> str:

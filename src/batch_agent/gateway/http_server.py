@@ -9,7 +9,6 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import ip_address
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -39,12 +38,7 @@ class HttpServer:
     ``patience`` seconds before its headers are complete is dropped."""
 
     def __init__(
-        self,
-        handler: Handler,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        patience: float = PATIENCE_SECONDS,
+        self, handler: Handler, *, host: str = "127.0.0.1", port: int = 0, patience: float = PATIENCE_SECONDS
     ) -> None:
         self._handler, self._host, self._port, self._patience = handler, host, port, patience
         self._runner: web.ServerRunner | None = None
@@ -73,16 +67,13 @@ class HttpServer:
         self.url = f"http://{place}:{runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body of a request. Raises BodyRefused if it has more than ``most`` bytes, or if none arrive for
-    ``patience`` seconds."""
+    """Return the body. Raises BodyRefused above ``most`` bytes, or without any for ``patience`` seconds."""
     if not request.can_read_body:
         return b""
     too_large = BodyRefused(413, f"the body is larger than {most // 1024**2} MiB")

@@ -31,13 +31,7 @@ STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "function_call": "tool_us
     "max_output_tokens": "max_tokens"
 }
 KNOWN_STOPS = {"end_turn", "tool_use", "max_tokens", "stop_sequence", "pause_turn", "refusal"}
-SERVER_TOOLS = (
-    "web_search",
-    "web_fetch",
-    "code_execution",
-    "tool_search",
-    "mcp_toolset",
-)  # run by the provider
+SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")  # run by the provider
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 KINDS = {
     400: "invalid_request_error",
@@ -168,7 +162,6 @@ def _messages(message: JsonObject, lost: list[str]) -> Iterator[Message]:
 
 
 def _parts(block: JsonObject, lost: list[str]) -> list[Part]:
-    """Return text and pictures of one block."""
     match block.get("type"):
         case "text":
             return [string(block.get("text"), "text")]

@@ -66,13 +66,7 @@ def _items(reply: Reply, request: ClientRequest, name: str) -> Iterator[JsonObje
         yield {"id": f"rs_{name}", "type": "reasoning", "summary": [summary]}
     if reply.text or not reply.tool_calls:
         text: JsonObject = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-        yield {
-            "id": f"msg_{name}",
-            "type": "message",
-            "status": "completed",
-            "role": "assistant",
-            "content": [text],
-        }
+        yield {"id": f"msg_{name}", "type": "message", "status": "completed", "role": "assistant", "content": [text]}
     for place, call in enumerate(reply.tool_calls):
         head: JsonObject = {"id": f"fc_{name}_{place}", "status": "completed", "call_id": call.id, "name": call.name}
         if call.name in request.kind.custom_tools:

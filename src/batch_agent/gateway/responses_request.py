@@ -14,15 +14,16 @@ from pydantic import JsonValue
 from batch_agent.backends.base import RequestShape
 from batch_agent.gateway.client_request import (
     BadRequest,
-    image_of,
-    joined,
     mapping_of,
     number,
     objects,
+    read_choice,
+    read_content,
+    read_schema,
     string,
     whole,
 )
-from batch_agent.messages import Content, JsonObject, Message, Part, Role, ToolCall, ToolSpec
+from batch_agent.messages import Content, JsonObject, Message, Role, ToolCall, ToolSpec
 
 ROLES: dict[JsonValue, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_TOOL: JsonObject = {  # a tool with text input, as shown to a model that knows only functions
@@ -36,18 +37,16 @@ SERVER_TOOLS = ("web_search", "file_search", "code_interpreter", "image_generati
 
 def read_shape(body: JsonObject, model: str, lost: list[str]) -> RequestShape:
     form = mapping_of(mapping_of(body.get("text"), "text").get("format"), "text.format")
-    schema = form.get("schema") if form.get("type") == "json_schema" else None
-    if form.get("type") == "json_object":
-        schema = {"type": "object"}
+    schema, name = read_schema(form, form)
     return RequestShape(
         model=string(body.get("model"), "model") or model,
         max_tokens=whole(body, "max_output_tokens"),
         temperature=number(body, "temperature"),
         top_p=number(body, "top_p"),
         tools=tuple(_tools(body, lost)),
-        tool_choice=_tool_choice(body.get("tool_choice")),
-        schema=schema if isinstance(schema, dict) else None,
-        schema_name=string(form.get("name"), "name") or "answer",
+        tool_choice=read_choice(body.get("tool_choice")),
+        schema=schema,
+        schema_name=name,
     )
 
 
@@ -107,7 +106,7 @@ def _add(messages: list[Message], item: JsonObject, lost: list[str]) -> None:
             role = ROLES.get(item.get("role"))
             if role is None:
                 raise BadRequest(f"an item has the role {item.get('role')!r}", "input")
-            content = _content(item.get("content"), lost)
+            content = read_content(item.get("content"), lost)
             if role == "assistant":
                 _go_on(messages, text=content)
             else:
@@ -123,7 +122,7 @@ def _add(messages: list[Message], item: JsonObject, lost: list[str]) -> None:
             given = orjson.dumps({"input": string(item.get("input"), "input")}).decode()
             _go_on(messages, call=ToolCall(_call_id(item), string(item.get("name"), "name"), given))
         case "function_call_output" | "custom_tool_call_output":
-            messages.append(Message("tool", _content(item.get("output"), lost), (), _call_id(item)))
+            messages.append(Message("tool", read_content(item.get("output"), lost), (), _call_id(item)))
         case other:
             lost.append(f"an item of the type {other!r}")
 
@@ -140,23 +139,6 @@ def _go_on(messages: list[Message], text: Content = "", reasoning: str = "", cal
 
 def _call_id(item: JsonObject) -> str:
     return string(item.get("call_id"), "call_id") or string(item.get("id"), "id")
-
-
-def _content(content: JsonValue, lost: list[str]) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[Part] = []
-    for part in objects(content, "content"):
-        match part.get("type"):
-            case "input_text" | "output_text" | "text":
-                parts.append(string(part.get("text"), "text"))
-            case "refusal":
-                parts.append(string(part.get("refusal"), "refusal"))
-            case "input_image" if part.get("image_url") is not None:
-                parts.append(image_of(part.get("image_url"), "image_url"))
-            case other:
-                lost.append(f"a part of the type {other!r}")
-    return joined(parts)
 
 
 def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
@@ -177,10 +159,3 @@ def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
 def _with_grammar(tool: JsonObject, description: str) -> str:
     definition = mapping_of(tool.get("format"), "format").get("definition")
     return f"{description}\n\nThe input follows this grammar:\n{definition}" if definition else description
-
-
-def _tool_choice(choice: JsonValue) -> JsonValue:
-    """Return a keyword, or a tool's name."""
-    if choice is None or isinstance(choice, str):
-        return choice
-    return string(mapping_of(choice, "tool_choice").get("name"), "tool_choice") or "auto"

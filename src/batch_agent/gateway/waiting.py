@@ -8,7 +8,6 @@ that comes sooner gets its proper status.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -21,8 +20,6 @@ COMMENT, SPACE = b": keep-alive\n\n", b" "
 class Waiting:
     """Entered while the answer is pending. ``response`` is the one that was started, if any."""
 
-    __slots__ = ("_over", "_request", "_streamed", "_task", "_timer", "response")
-
     def __init__(self, request: web.BaseRequest, *, streamed: bool) -> None:
         self._request, self._streamed = request, streamed
         self._over = False
@@ -34,9 +31,7 @@ class Waiting:
         self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self._begin)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._over = True
         assert self._timer is not None
         self._timer.cancel()

@@ -111,8 +111,7 @@ class CommandLineRuntime(ABC):
         """Write configuration files into the home. Returns environment variables."""
 
     def check(self) -> str:
-        """Return the path of the program. Raises SpecError if it is missing, or if the working directory is
-        unusable."""
+        """Return the program's path. Raises SpecError if it is missing or the directory is unusable."""
         check_source(self._source, self.isolation)
         found = shutil.which(self.binary)
         if found is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 
+from batch_agent.backends.address import check_known
 from batch_agent.errors import SpecError
 from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.runtimes.claude_code import ClaudeCodeRuntime
@@ -34,9 +34,5 @@ def runtime_of(given: object) -> CommandLineRuntime | None:
     if kind is None:
         raise SpecError(f"runtime: {name!r} is none of {', '.join(RUNTIMES)}")
     known = [field.name for field in fields(kind) if field.init]
-    for option in options:
-        if option not in known:
-            near = get_close_matches(str(option), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(known))}"
-            raise SpecError(f"runtime: {name} has no option {option!r}{hint}")
+    check_known(map(str, options), known, f"runtime: {name} has no option")
     return kind(**options)

@@ -1,18 +1,15 @@
-"""One command-line agent as a process group: started under a guard, given its prompt, read line by line, ended as a
-whole."""
+"""One command-line agent as a guarded process: given its prompt, read line by line, ended as a whole."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from batch_agent.runtimes import guard
+from batch_agent.children import open_guarded
 
 LINE_BYTES = 16 * 1024 * 1024  # of one event; a longer one is ignored
 TAIL_LINES = 20  # of standard error, for the message of a failed row
@@ -37,35 +34,13 @@ async def run_agent(
 ) -> ProcessEnd:
     """Run the command until it ends; standard error goes to the file ``errors``. If this is cancelled, or this process
     dies, everything that the command started is killed."""
-    watched, alive = os.pipe()
-    try:
-        with errors.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, str(watched), *command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=file,
-                cwd=cwd,
-                env=dict(env),
-                pass_fds=(watched,),
-                limit=LINE_BYTES,
-            )
-        os.close(watched)
-        watched = -1
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_feed(process, prompt.encode("utf-8", "replace")))
-                tasks.create_task(_read(process, on_line))
-                status = await process.wait()
-        finally:
-            os.close(alive)  # the guard kills what is left
-            alive = -1
-            if process.returncode is None:
-                await asyncio.shield(process.wait())
-    finally:
-        for end in (watched, alive):
-            if end >= 0:
-                os.close(end)
+    pipe = asyncio.subprocess.PIPE
+    with errors.open("wb") as file:
+        opened = open_guarded(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=file, limit=LINE_BYTES)
+        async with opened as process, asyncio.TaskGroup() as tasks:
+            tasks.create_task(_feed(process, prompt.encode("utf-8", "replace")))
+            tasks.create_task(_read(process, on_line))
+            status = await process.wait()
     return ProcessEnd(status, tail_of(errors))
 
 
@@ -90,7 +65,6 @@ async def _read(process: asyncio.subprocess.Process, on_line: Callable[[bytes], 
 
 
 def tail_of(file: Path) -> str:
-    """Return the last lines of a file."""
     with suppress(OSError), file.open("rb") as opened:
         opened.seek(max(0, file.stat().st_size - 64 * 1024))
         lines = deque(opened.read().decode("utf-8", "replace").splitlines(), TAIL_LINES)

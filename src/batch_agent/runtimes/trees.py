@@ -25,8 +25,7 @@ DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-
 
 @dataclass(frozen=True, slots=True)
 class AgentTree:
-    """``cwd`` is where the agent works. ``git`` is the git command that sees its changes since ``base``; empty: changes
-    are not recorded."""
+    """``cwd``: where the agent works; ``git``: the command that sees changes since ``base``, or empty."""
 
     cwd: Path
     git: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from math import inf, log2
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.engine_load import Reading
+from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.forecast import Progress, TurnForecast
 from batch_agent.scheduler.residency import FULL
 from batch_agent.scheduler.working_set import LONG_WAIT, ContextGrowth, WorkingSet
@@ -34,7 +34,7 @@ EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the c
 Waiting = TypeVar("Waiting", bound=Hashable)
 
 
-def kv_tokens_left(load: Reading, server: Server) -> int | None:
+def kv_tokens_left(load: Load, server: Server) -> int | None:
     """Return the tokens of an engine's KV cache that one dispatcher may use. None if the engine does not report its
     size, or keeps evicted blocks in a larger memory.
 
@@ -74,7 +74,7 @@ class Admission(Generic[Waiting]):
         self.is_on = False  # the capacity of at least one endpoint is known
         self.counts = KvCounts()
 
-    def read(self, endpoint: Endpoint, load: Reading) -> None:
+    def read(self, endpoint: Endpoint, load: Load) -> None:
         """Update the working set from the engine's load report."""
         if self.enabled:
             self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
@@ -103,7 +103,6 @@ class Admission(Generic[Waiting]):
         return sum(tokens for each in self._sets.values() for _, tokens in each.members.values())
 
     def drop(self, endpoint: Endpoint) -> None:
-        """Remove an endpoint."""
         gone = self._sets.pop(endpoint, None)
         if gone is not None:
             self._home = {progress: home for progress, home in self._home.items() if home is not gone}
@@ -157,7 +156,7 @@ class Admission(Generic[Waiting]):
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
         return home is not None and progress not in home.residency
 
-    def may_touch(self, progress: Progress, waiting: int, now: float) -> bool:
+    def may_touch(self, progress: Progress, waiting: int) -> bool:
         """Return whether to send a request that recomputes the agent's context while its tool runs. True if the context
         was evicted, no turn waits here or in the engine, and no other agent's context would be evicted for it."""
         home = self._home.get(progress)
@@ -182,7 +181,7 @@ class Admission(Generic[Waiting]):
         if progress.live:
             self._set_of(endpoint).use(progress, usage.prompt_tokens)
 
-    def go_on(self, progress: Progress, waited: float, now: float) -> None:
+    def go_on(self, progress: Progress, waited: float) -> None:
         """Record that an agent is ready for its next turn after ``waited`` seconds at a tool. It must be admitted again
         if its context is no longer expected in the cache."""
         if self._growth.expect(progress.turns, progress.expected - progress.tokens):

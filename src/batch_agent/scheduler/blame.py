@@ -11,8 +11,9 @@ A failure that either side may have caused is undecided until there is evidence:
 - If the endpoint goes down, its undecided failures are forgiven. A row with a failure that can crash a server gets a
   hit. A row with two hits is a suspect, and is tried last and alone.
 - With too few rows to decide, the endpoint is probed. If it is down, the row is forgiven. If it was up just before the
-  row was sent and is down afterwards, the row has crashed it; after a few crashes it fails. If it is up, the row is
-  charged, but not before it has been tried for ``LEAST_TRYING``: a probe does not show every fault of a server.
+  row was sent and is down afterwards, the row may have crashed it; after a few crashes it fails. If it is up, the row
+  is charged. Neither happens before it has been tried for ``LEAST_TRYING``: a probe does not show every fault of a
+  server, and a server with changing faults looks as if the row had crashed it.
 
 A refusal for load is never charged while other requests hold slots at the endpoint.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from batch_agent.errors import BackendError, EmptyAnswer, Rejected, Timeout, Truncated
 
@@ -38,9 +39,9 @@ Outcome = Literal[
     "recalled",  # withdrawn by the dispatcher; no evidence about either side
 ]
 
-SEVERAL = 3  # number of rows whose failures put an endpoint down without a probe
+SEVERAL = 3  # rows whose failures put an endpoint down without a probe; endpoints whose crashes fail a row at once
 SUSPECT = 2  # hits and crashes after which a row is tried last and alone
-LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of a probe alone
+LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of probes alone
 MOST_REFUSED = 20  # refusals of one row for load, alone at the endpoint while others were answered, before it fails
 DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
 
@@ -58,6 +59,13 @@ def outcome_of(error: BackendError) -> Outcome:
     return "silent" if isinstance(error, Timeout) else "broken"
 
 
+class Crash(NamedTuple):
+    """An endpoint that was up before the row was sent there alone, and down afterwards."""
+
+    endpoint: EndpointHistory
+    at: float
+
+
 @dataclass(slots=True, eq=False)
 class RowHistory:
     """The failures of one turn, over all endpoints, since it was first sent."""
@@ -65,14 +73,21 @@ class RowHistory:
     charges: int = 0
     undecided: int = 0
     hits: int = 0  # endpoints that went down right after a failure of this row that can crash a server
-    crashes: int = 0  # endpoints that were up before the row was sent there alone, and down afterwards
+    crashes: list[Crash] = field(default_factory=list)
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
     denials: int = 0
     failures: int = 0  # since it was last forgiven; the delay grows with this number
 
     @property
     def suspect(self) -> bool:
-        return self.hits + self.crashes >= SUSPECT
+        return self.hits + len(self.crashes) >= SUSPECT
+
+    def is_poison(self, max_retries: int) -> bool:
+        """Return whether the row crashes servers, and not the servers fail by themselves."""
+        if len(self.crashes) <= max(1, max_retries - SUSPECT):
+            return False
+        lasted = self.crashes[-1].at - self.crashes[0].at
+        return lasted >= LEAST_TRYING or len({crash.endpoint for crash in self.crashes}) >= SEVERAL
 
     def settle(self, number: int, *, charge: bool) -> None:
         """Decide ``number`` of its undecided failures."""
@@ -147,8 +162,7 @@ class EndpointHistory:
             self._answered(attempt.sent_at)
 
     def _answered(self, sent_at: float) -> None:
-        """Settle failures after a good answer to a request sent at ``sent_at``: requests sent no later are charged to
-        their rows."""
+        """Charge the failures of requests sent no later than a request with a good answer."""
         self.alone.clear()
         for row, attempts in list(self.open.items()):  # a hedge may end before the request that was sent first
             proven = [attempt for attempt in attempts if attempt.sent_at <= sent_at]
@@ -163,15 +177,13 @@ class EndpointHistory:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """Forgive the undecided failures, because the endpoint is down. A row that may have caused the outage gets a
-        hit."""
+        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit."""
         for row, attempts in self.open.items():
             row.hits += any(attempt.outcome == "broken" for attempt in attempts)
             row.settle(_not_refused(attempts), charge=False)
         self.open.clear()
 
     def go_down(self) -> None:
-        """Record that the endpoint went down."""
         self.forgive()
         self.alone.clear()
 
@@ -199,8 +211,7 @@ def _not_refused(attempts: Iterable[Attempt]) -> int:
 def judge(
     attempt: Attempt, history: EndpointHistory, *, is_down: bool, others_healthy: bool, few_rows: bool
 ) -> Verdict:
-    """Return the verdict on one attempt. ``few_rows``: too few rows are left to distinguish a bad row from a bad
-    endpoint."""
+    """Return the verdict on one attempt. ``few_rows``: too few to tell a bad row from a bad endpoint."""
     outcome = attempt.outcome
     if outcome == "recalled":
         return Verdict("clear", move=others_healthy, at_once=True)
@@ -235,7 +246,7 @@ def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool 
     are charged, so wait until they are decided. ``move``: it will go to another endpoint, which gives evidence too."""
     if not retryable or row.charges > max_retries:
         return "fail"
-    if row.crashes > max(1, max_retries - SUSPECT) or row.refused > MOST_REFUSED:
+    if row.is_poison(max_retries) or row.refused > MOST_REFUSED:
         return "fail"
     if not row.undecided or row.charges + row.undecided <= max_retries:
         return "retry"

@@ -54,8 +54,6 @@ class Ledger:
     that may be spent, as written on disk; None for a run without a record. ``others`` is what other workers of the run
     have spent, and ``others_open`` what they may spend in addition."""
 
-    __slots__ = ("_open", "lease", "max_cost", "max_tokens", "others", "others_open", "reserved", "spent")
-
     def __init__(self, *, max_tokens: int | None = None, max_cost: float | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_cost = max_cost
@@ -63,18 +61,13 @@ class Ledger:
         self.reserved = Amount()
         self.others = self.others_open = NOTHING
         self.lease: Amount | None = None
-        self._open = 0
-
-    @property
-    def in_flight(self) -> int:
-        return self._open
+        self.in_flight = 0
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
-        """Return a message about the limit that leaves no room for this call, or None if it fits. ``beside`` will be
-        sent first."""
+        """Return a message about the limit that this call exceeds, or None. ``beside`` is sent first."""
         needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
         # Part of the rest that may be in flight.
-        several = self._open or beside != NOTHING or self.others_open != NOTHING
+        several = self.in_flight or beside != NOTHING or self.others_open != NOTHING
         most = AT_RISK if self.lease is not None and several else 1.0
         if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
             return (
@@ -119,12 +112,12 @@ class Ledger:
 
     def reserve(self, amount: Amount) -> None:
         self.reserved += amount
-        self._open += 1
+        self.in_flight += 1
 
     def settle(self, reserved: Amount, spent: Amount) -> None:
-        self._open -= 1
+        self.in_flight -= 1
         # Sums of floats drift. With nothing in flight, nothing is reserved.
-        self.reserved = self.reserved - reserved if self._open else Amount()
+        self.reserved = self.reserved - reserved if self.in_flight else Amount()
         self.spent += spent
 
 
@@ -146,8 +139,6 @@ class Estimator:
 
     An answer has at most ``max_tokens``. Without that option it is expected to be as long as the longest so far.
     """
-
-    __slots__ = ("_answers", "_counted", "_densest", "_least", "_longest", "_template_tokens")
 
     def __init__(self) -> None:
         self._answers = 0  # number of answers that the server has counted
@@ -203,8 +194,6 @@ class TimeShare:
     ``_each`` is the total share of a call that was in flight from the start. So a call's share is the difference of
     ``_each`` between its end and its beginning. Seconds without any call are not assigned.
     """
-
-    __slots__ = ("_at", "_each", "_open")
 
     def __init__(self) -> None:
         self._at = 0.0

@@ -14,14 +14,17 @@ before the limit fell give no evidence about the new limit. The limit grows back
 - One below the refused number, the limit stays for some rounds before that number is tried again.
 
 After an outage the limit starts at one and doubles with each round, up to the last limit with good answers.
+
+If several processes work on one run, the searched number is that of all of them together. One of them searches
+(``leads``), and the others adopt its number. Answers count only while the processes hold as many slots as the number.
 """
 
 from __future__ import annotations
 
 from math import sqrt
 
-from batch_agent.scheduler.engine_load import LoadGuide, Reading
-from batch_agent.scheduler.limit_search import LimitSearch
+from batch_agent.scheduler.engine_load import Load, LoadGuide
+from batch_agent.scheduler.limit_search import RAMP_SECONDS, LimitSearch, Progress
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of slow growth; rounds until the pace doubles
@@ -32,37 +35,23 @@ WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square r
 class Capacity:
     """Methods that may change the limit return the reason, or "" if it did not change."""
 
-    __slots__ = (
-        "_answered",
-        "_gain",
-        "_guide",
-        "_known",
-        "_pace",
-        "_pause",
-        "_probe_at",
-        "_proven",
-        "_refused_at",
-        "ceiling",
-        "filled",
-        "generation",
-        "limit",
-        "search",
-    )
-
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
 
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
         self.generation = -1  # a request stores the generation in which it was sent, and passes it to ``overloaded``
         self._guide = LoadGuide()
+        self.leads = True  # this process searches, and no other one of its run
+        self.others = 0  # slots that other processes of the run hold, while the number is searched
+        self.uneven = False  # they have not all adopted the latest number yet
         self.resize(ceiling)
         if search is not None:
             self.start_search(search)
 
     def resize(self, ceiling: int | None) -> None:
-        """Start again with a new ceiling."""
         self.ceiling = self.limit = ceiling
         self.search: LimitSearch | None = None  # while the number is searched
+        self.others = 0
         self.filled = False  # all slots were in use at some time since the limit changed or the engine was read
         self._proven: int | None = ceiling  # the last limit with good answers, except while it grows back
         self._known: int | None = None  # the limit doubles up to this; None: nothing was refused
@@ -80,8 +69,7 @@ class Capacity:
         self.limit = self._proven = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
-        """Lower the limit after a request of ``generation`` was refused for load. ``wait`` is the Retry-After in
-        seconds."""
+        """Lower the limit: a request of ``generation`` was refused for load. ``wait``: the Retry-After."""
         if generation != self.generation:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
@@ -96,7 +84,7 @@ class Capacity:
             # so that it does not always compete with a large share at its maximum.
             self._probe_at = now + wait * min(MOST_WAITS, WAITS * sqrt(refused_at))
         self.limit = max(1, refused_at // 2)
-        self.search = None  # the server itself reported its limit
+        self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = False
         self._climb_from(gain)
         return "the server is overloaded"
@@ -121,6 +109,8 @@ class Capacity:
             return "answers are good"
         self._proven = limit
         if self.search is not None:
+            if self.uneven or not self.leads:
+                return ""
             return self._follow(self.search.answered(sent_at, seconds, tokens, self.filled, now))
         if limit is None or known is None or limit == self.ceiling or not self.filled:
             return ""
@@ -143,28 +133,61 @@ class Capacity:
 
     def ramp(self, inflight: int, now: float) -> str:
         """Let the search raise the limit by the clock."""
-        return "" if self.search is None else self._follow(self.search.ramp(inflight, now))
+        if self.search is None or not self.leads:
+            return ""
+        if self.uneven:
+            if self.search.ramp_at is not None:
+                self.search.ramp_at = max(self.search.ramp_at, now + RAMP_SECONDS)
+            return ""
+        return self._follow(self.search.ramp(inflight + self.others, now))
 
     def _follow(self, reason: str) -> str:
         if reason and self.search is not None:
             self.limit, self.filled = self.search.limit, False
+            self.uneven = self.others > 0
         return reason
 
-    def loaded(self, load: Reading, inflight: int) -> str:
+    def lead(self, held: int, others: int, even: bool) -> None:
+        """Search for all processes of the run. This one holds ``held`` slots, and ``others`` are held by the others.
+        ``even``: together they hold as many as the limit, or as they want."""
+        if self.search is None:
+            return
+        self.search.share = held / (held + others) if held else 1.0
+        even = even or not others
+        if even and (self.uneven or not self.leads):
+            self.search.forget()
+            self.filled = False
+        self.leads, self.others, self.uneven = True, others, not even
+
+    def follow(self, progress: Progress) -> str:
+        """Adopt the search of another process."""
+        if self.search is None:
+            return ""
+        self.leads, self.others = False, 0
+        self.search.adopt(progress)
+        if self._known is not None or self.limit == self.search.limit:
+            return ""
+        self.limit = self._proven = self.search.limit
+        return "another worker found it"
+
+    def loaded(self, load: Load, inflight: int) -> str:
         """Change the limit after a load report of the engine."""
         limit = self.limit
+        if self.search is not None:
+            self.search.guided = True
+            if self.uneven or not self.leads:
+                return ""
         if limit is None:
             return ""
         most = self.ceiling if self._known is None else max(limit, self._known)
-        change = self._guide.read(load, limit if self.filled else inflight, limit, most)
+        change = self._guide.read(load, limit if self.filled else inflight + self.others, limit, most)
         self.filled = False
-        if self.search is not None:
-            self.search.guided = True
         if change is None:
             return ""
         self.limit, reason = change
         if self.search is not None:
             self.search.move(self.limit)
+            self.uneven = self.others > 0
         return reason
 
     @property

@@ -227,7 +227,7 @@ class Scheduler:
         answered_at = progress.answered_at
         self.forecast.go_on(progress, turns, now)
         if self.admission.is_on and answered_at is not None:
-            self.admission.go_on(progress, now - answered_at, now)
+            self.admission.go_on(progress, now - answered_at)
         ticket = Ticket(progress, pinned=pinned)
         if pinned is not None and len(self.endpoints) > 1:
             self._lanes.add(ticket, pinned)
@@ -328,8 +328,7 @@ class Scheduler:
         return None
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
-        """Return a turn that waits for a model of this endpoint. If the endpoint is down, only for a model that no
-        other serves."""
+        """Return a turn for a model of this endpoint; if it is down, for one that no other serves."""
         router, works = self.router, self.router.works(endpoint)
         for model in self._parking.names:
             if router.serves(endpoint, model) and (works or not router.is_served(model)):
@@ -337,8 +336,7 @@ class Scheduler:
         return None
 
     def _trial(self, now: float) -> Endpoint | None:
-        """Return an endpoint that is down and may be tried: one found worth it or, if no endpoint works, any that is
-        due."""
+        """Return a down endpoint that may be tried: one found worth it or, if none works, any that is due."""
         if not (self._queue or self.aside or self.suspects):
             return None
         trials = self.router.trials
@@ -352,8 +350,7 @@ class Scheduler:
         return min(due, key=lambda each: (not each.health.is_sound(now), each.health.trials), default=None)
 
     def _match_trial(self, trial: Endpoint, now: float) -> tuple[Ticket, Endpoint] | None:
-        """Return the next ticket for a trial of this endpoint, or a ticket that has to go elsewhere with its
-        endpoint."""
+        """Return the next ticket for a trial of this endpoint, or one that has to go elsewhere."""
         while (ticket := self._next(trial=True)) is not None:
             # While other endpoints work, a turn that has failed is not used for a trial.
             again = ticket.avoid and self.router.working
@@ -367,8 +364,7 @@ class Scheduler:
         return None
 
     def _free(self, now: float) -> bool:
-        """Return whether an endpoint is free for the rest of the batch. A much slower one gets no more turns if the
-        others will finish before it."""
+        """Return whether an endpoint is free, without slow ones that would delay the end of the batch."""
         router = self.router
         left = self.forecast.turns_to_come - self.inflight
         while True:
@@ -493,7 +489,7 @@ class Scheduler:
         if self.admission.enabled and endpoint is not None and not ticket.chore:
             self.admission.answered(progress, endpoint, usage, seconds, now)
         if len(self.endpoints) > 1 and endpoint is not None:
-            self.router.answered(endpoint, seconds)
+            self.router.answered(seconds)
             if not ticket.chore:
                 self.router.learn_prefix(usage, seconds, first=progress.home is None)
                 progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens

@@ -18,18 +18,6 @@ class Endpoint:
     """``is_hungry`` returns whether its dispatcher waits for a slot. ``on_change`` is called when another dispatcher
     has changed the state of the server."""
 
-    __slots__ = (
-        "capacity",
-        "given_up",
-        "health",
-        "inflight",
-        "is_hungry",
-        "leaving",
-        "name",
-        "on_change",
-        "server",
-    )
-
     def __init__(self, server: Server | None = None, terms: Terms | None = None, name: str = "") -> None:
         self.server = Server() if server is None else server
         self.name = name  # the backend's name for it
@@ -43,7 +31,6 @@ class Endpoint:
         self.health: Health = self.server.health
 
     def close(self) -> None:
-        """End the use by this dispatcher."""
         self.server.leave(self)
 
     def tell_others(self) -> None:
@@ -93,7 +80,7 @@ class Endpoint:
         if server.inflight > server.most_in_flight:
             server.most_in_flight = server.inflight
         limit = self.capacity.limit
-        if limit is not None and server.inflight >= limit:
+        if limit is not None and server.inflight + self.capacity.others >= limit:
             self.capacity.filled = True
         trial = self.health.state == "down"
         if trial:

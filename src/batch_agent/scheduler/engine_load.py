@@ -11,7 +11,7 @@ token keeps growing at the same limit.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of the running requests: a short queue, a long one, the rest of a long one
 OURS = 0.45  # part of the engine's requests; below this, other runs have the larger part
@@ -24,30 +24,24 @@ CALM, PAUSE = 10, 3  # readings without growth after that, and readings until it
 SLOWER, SLOWER_SECONDS = 2.0, 0.5  # factor, plus seconds, over the time to the first token when the limit last changed
 
 
-class Reading(Protocol):
-    """The part of a backend's ``Load`` that is used here."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a server is, as it reports. None: not reported."""
 
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_usage(self) -> float | None: ...
-    @property
-    def kv_tokens(self) -> int | None: ...
-    @property
-    def offloads(self) -> bool: ...
-    @property
-    def preemptions(self) -> int | None: ...
-    @property
-    def first_token_count(self) -> int | None: ...
-    @property
-    def first_token_seconds(self) -> float | None: ...
+    running: int = 0  # requests being computed
+    waiting: int = 0  # requests in its queue
+    kv_usage: float | None = None  # 0 to 1
+    kv_tokens: int | None = None  # tokens that its cache can hold
+    preemptions: int | None = None  # since it started
+    prefix_queries: int | None = None  # prompt tokens looked up in its cache, since it started
+    prefix_hits: int | None = None  # ... and found there
+    first_token_count: int | None = None  # answers started since it started
+    first_token_seconds: float | None = None  # ... and the sum of their times to first token
+    offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size
+    generated: int | None = None  # tokens since it started
 
 
 class LoadGuide:
-    __slots__ = ("_answers", "_calm", "_first", "_grown", "_limit", "_long", "_preemptions", "_seconds", "_slow")
-
     def __init__(self) -> None:
         self._long = False  # the queue was long at the last reading
         self._grown = False  # it was long once: from then on the limit grows by steps
@@ -58,7 +52,7 @@ class LoadGuide:
         self._first: float | None = None  # seconds to the first token when the limit last changed
         self._slow = False
 
-    def read(self, load: Reading, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
+    def read(self, load: Load, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
         """Return a new limit, at most ``most``, and the reason; or None if it does not change."""
         running, waiting = load.running, load.waiting
         long = waiting > max(LEAST, running * LONG) and running > 0
@@ -86,12 +80,12 @@ class LoadGuide:
             return None
         return more, "the queue stays short" if short else "others have more of the engine"
 
-    def _thrashes(self, load: Reading) -> bool:
+    def _thrashes(self, load: Load) -> bool:
         before, now = self._preemptions, load.preemptions
         self._preemptions = now
         return before is not None and now is not None and now - before > load.running * THRASHES
 
-    def _is_slower(self, load: Reading, limit: int) -> bool:
+    def _is_slower(self, load: Load, limit: int) -> bool:
         """Return whether the first token was slow at two readings in a row while the limit stayed the same."""
         answers, seconds = load.first_token_count, load.first_token_seconds
         if answers is None or seconds is None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
 
 ENDING = 1.7  # the batch is ending if the work left per slot takes at most this many times the longest remaining agent
+FEW = 8  # this many agents do not fill an engine, so the order in which it serves them hardly matters
 FIRST_GUESS = 4  # minimum turns expected of an agent until one has ended
 LEARN_AGAIN = 8  # estimates are updated when another eighth of the agents has ended
 
@@ -41,6 +42,7 @@ class TurnForecast:
     def __init__(self) -> None:
         self.rows: int | None = None  # rows still to be started; None: unknown
         self.live_turns = 0.0  # sum of the expected turns of all live agents
+        self.started = 0  # agents, in all
         # Indexed by turns taken; the last index is the most that any agent has taken.
         self._live = [0]
         self._went_on = [0]
@@ -52,12 +54,12 @@ class TurnForecast:
         self._turn_seconds = self._rest_seconds = 0.0
 
     def start(self) -> None:
+        self.started += 1
         self._live[0] += 1
         self.live_turns += self._turns_left[0]
 
     def go_on(self, progress: Progress, turns: int, now: float) -> None:
-        """Record that the agent has taken ``turns`` and requests the next one. A repeated request for the same turn is
-        ignored."""
+        """Record that the agent has taken ``turns`` and requests the next one. Repeats are ignored."""
         if progress.answered_at is not None:
             self._rest_count += 1
             self._rest_seconds += now - progress.answered_at
@@ -102,6 +104,11 @@ class TurnForecast:
         return sum(self._live)
 
     @property
+    def all_started(self) -> bool:
+        """Whether every agent of the batch has started, and there are more than a few."""
+        return self.rows == 0 and self.started > FEW
+
+    @property
     def furthest(self) -> int:
         """The most turns that any agent has taken."""
         return len(self._live) - 1
@@ -143,8 +150,7 @@ class TurnForecast:
         return self.slack(turns, slots) <= ENDING
 
     def _see(self, progress: Progress, turns: int) -> bool:
-        """Record that the agent continued after each turn up to ``turns``. Returns True if no agent was as far
-        before."""
+        """Record that the agent continued up to ``turns``. Returns True if no agent was as far before."""
         self._live[progress.turns] -= 1
         self.live_turns -= self._turns_left[progress.turns]
         further = turns >= len(self._live)

@@ -83,7 +83,6 @@ class Health:
         self.state = "healthy"
 
     def fail(self, reason: str, now: float) -> None:
-        """Record a failure that the endpoint may have caused."""
         self.heard, self.up_at = now, -inf
         self.reason = reason
         if self.state == "healthy":
@@ -128,15 +127,13 @@ class Health:
         self.trial_ends = now + (self.trial_seconds(now) or inf)
 
     def pause(self, now: float, since: float | None = None) -> float:
-        """Return the seconds until the next trial. They are partly random, so that the trials of many runs do not
-        coincide."""
+        """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
         longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * PAUSE_SHARE)
         return longest * (1 - JITTER * self._chance())
 
     def trial_seconds(self, now: float) -> float | None:
-        """Return the time limit of a trial; None if the server has never answered, so that its usual time is
-        unknown."""
+        """Return the time limit of a trial; None if the server has never answered."""
         if not self.answered or self.patient:
             return None
         return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)

@@ -8,7 +8,7 @@ beat, so two workers never hold the same part.
 There are three kinds of pots:
 
 - Slots are divided evenly among the workers that want them. The slots of a dead worker are free when its membership
-ends.
+ends. If the number of slots is searched, the first worker searches for all of them, and its number is the limit.
 - Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
 - The budget is consumed. What a dead worker held and did not return counts as spent.
 
@@ -19,10 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Self, cast
+from functools import cache
+from typing import cast
+
+from pydantic import JsonValue, TypeAdapter
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.scheduler.limit_search import Progress
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # prefixes of the names of pots
@@ -36,40 +40,44 @@ MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
-    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget."""
+    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget. ``search`` is the
+    state of the search for the limit; None if the limit was given."""
 
     limit: int
     held: int
     want: int
     part: int = 1
     spent: int = 0
+    search: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     """What a worker holds from now on. ``fair`` is lower if the worker should use less, because others want some. For a
-    budget, ``others_spent`` is what other workers have spent, and ``others_open`` what they hold in addition."""
+    budget, ``others_spent`` is what other workers have spent. ``others_open`` is what other workers hold, apart from
+    that. For a searched limit, ``search`` is the search of the worker that ``leads``. ``even``: all workers together
+    hold as much as the limit, or as they want."""
 
     held: int
     fair: int
     others_spent: int = 0
     others_open: int = 0
+    search: Progress | None = None
+    leads: bool = False
+    even: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up.
-    ``limit`` is the number of requests in flight that it found; None if unknown."""
+    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up."""
 
     down: bool = False
     reason: str = ""
-    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """Requests to all workers. ``number`` grows with every request. ``rows`` are requests for single rows, each with
-    its number."""
+    """Requests to all workers. ``number`` grows with each; ``rows`` are those for single rows."""
 
     number: int = 0
     sitting: int = 0  # the number at which the run began or was resumed
@@ -94,18 +102,18 @@ class Member:
     until: float
     claims: dict[str, Claim] = field(default_factory=dict)
     learnt: dict[str, Learnt] = field(default_factory=dict)
-    status: JsonObject = field(default_factory=dict)  # shown to users
+    status: dict[str, JsonValue] = field(default_factory=dict)  # shown to users
 
 
+@dataclass(slots=True)
 class Table:
     """The shared state of all pots. Only one worker changes it at a time."""
 
-    def __init__(self) -> None:
-        self.members: dict[str, Member] = {}
-        self.steering = Steering()
-        self._spent: dict[str, int] = {}  # amounts spent by workers that have left
-        self._lingering: list[tuple[str, int, float]] = []  # pot, amount, end of counting
-        self._exhausted = (0, "")  # session in which the budget was too small for a worker's next call; reason
+    members: dict[str, Member] = field(default_factory=dict)
+    steering: Steering = field(default_factory=Steering)
+    spent: dict[str, int] = field(default_factory=dict)  # amounts spent by workers that have left
+    lingering: list[tuple[str, int, float]] = field(default_factory=list)  # pot, amount, end of counting
+    exhausted: tuple[int, str] = (0, "")  # session in which the budget was too small for a worker's next call; reason
 
     # Workers
 
@@ -133,9 +141,9 @@ class Table:
         others = [each for name, each in self.members.items() if name != worker and each.until]
         known = {name: [each.learnt[name] for each in others if name in each.learnt] for name in learnt}
         if (told := learnt.get(BUDGET)) is not None and told.down:
-            self._exhausted = (self.steering.sitting, told.reason)
-        if self._exhausted[1] and self._exhausted[0] == self.steering.sitting:
-            known[BUDGET] = [Learnt(down=True, reason=self._exhausted[1])]
+            self.exhausted = (self.steering.sitting, told.reason)
+        if self.exhausted[1] and self.exhausted[0] == self.steering.sitting:
+            known[BUDGET] = [Learnt(down=True, reason=self.exhausted[1])]
         return Allotment(grants, known, self.steering, 1 + len(others))
 
     def leave(self, worker: str, now: float) -> None:
@@ -144,15 +152,14 @@ class Table:
         for name, claim in {} if member is None else member.claims.items():
             self._let_go(name, claim, now)
 
-    def spent(self, name: str) -> int:
+    def spent_of(self, name: str) -> int:
         """Return what is spent of a budget, including what dead workers did not return."""
         members = self.members.values()
-        return self._spent.get(name, 0) + sum(
+        return self.spent.get(name, 0) + sum(
             each.claims[name].spent if each.until else each.claims[name].held for each in members if name in each.claims
         )
 
     def live(self, now: float) -> dict[str, Member]:
-        """Return the workers whose membership has not ended."""
         return {name: member for name, member in self.members.items() if member.until > now}
 
     def _expire(self, now: float) -> None:
@@ -164,20 +171,24 @@ class Table:
                 member.until, member.learnt, member.status = 0.0, {}, {}
             if not member.until and not member.claims:
                 del self.members[worker]
-        self._lingering = [each for each in self._lingering if each[2] > now]
+        self.lingering = [each for each in self.lingering if each[2] > now]
 
     def _let_go(self, name: str, claim: Claim, now: float) -> None:
         if name.startswith(BUDGET):
-            self._spent[name] = self._spent.get(name, 0) + claim.spent
+            self.spent[name] = self.spent.get(name, 0) + claim.spent
         elif name.startswith(RATE) and claim.held:
-            self._lingering.append((name, claim.held, now + MINUTE + SLACK))
+            self.lingering.append((name, claim.held, now + MINUTE + SLACK))
 
     # Shares
 
     def _grant(self, worker: str, name: str, claim: Claim, now: float) -> Grant:
         members = {each: member for each, member in self.members.items() if name in member.claims}
+        leader = _leader(name, members)
+        search = None if leader is None else members[leader].claims[name].search
+        if search is not None:
+            claim = replace(claim, limit=search[0])
         others = [member for each, member in members.items() if each != worker]
-        past = self._spent.get(name, 0) + sum(amount for pot, amount, _ in self._lingering if pot == name)
+        past = self.spent.get(name, 0) + sum(amount for pot, amount, _ in self.lingering if pot == name)
         held = past + sum(member.claims[name].held for member in others)
         order = in_turn((each for each, member in members.items() if member.until), now)
         claims = [members[each].claims[name] for each in order]
@@ -190,46 +201,31 @@ class Table:
                 order.index(worker)
             ]
         granted = max(claim.held, min(fair, claim.limit - held))
-        spent = self.spent(name) - claim.spent
-        return Grant(granted, fair, spent, held - spent if name.startswith(BUDGET) else 0)
+        spent = self.spent_of(name) - claim.spent if name.startswith(BUDGET) else 0
+        total, wanting = held + granted, any(each.claims[name].want > each.claims[name].held for each in others)
+        even = total == claim.limit or (total < claim.limit and not wanting and claim.want <= granted)
+        return Grant(granted, fair, spent, held - spent, search, leader == worker, even)
 
     # As JSON
 
     def to_json(self) -> JsonObject:
-        return cast(
-            JsonObject,
-            {
-                "members": {name: asdict(member) for name, member in self.members.items()},
-                "steering": asdict(self.steering),
-                "spent": self._spent,
-                "lingering": self._lingering,
-                "exhausted": self._exhausted,
-            },
-        )
+        return cast(JsonObject, asdict(self))
 
     @classmethod
-    def from_json(cls, value: Mapping[str, object]) -> Self:
+    def from_json(cls, value: Mapping[str, object]) -> Table:
         """Return the table that ``to_json`` wrote; an empty one for {}."""
-        table = cls()
-        members = cast("dict[str, dict[str, object]]", value.get("members", {}))
-        for name, each in members.items():
-            claims = cast("dict[str, dict[str, int]]", each["claims"])
-            learnt = cast("dict[str, dict[str, object]]", each["learnt"])
-            table.members[name] = Member(
-                cast(float, each["until"]),
-                {pot: Claim(**claim) for pot, claim in claims.items()},
-                {place: Learnt(**known) for place, known in learnt.items()},  # type: ignore[arg-type]
-                cast(JsonObject, each["status"]),
-            )
-        if steering := cast("dict[str, object]", value.get("steering", {})):
-            rows = cast("list[tuple[int, str, str]]", steering["rows"])
-            table.steering = Steering(**{**steering, "rows": tuple(tuple(row) for row in rows)})  # type: ignore[arg-type]
-        table._spent = dict(cast("dict[str, int]", value.get("spent", {})))
-        lingering = cast("list[tuple[str, int, float]]", value.get("lingering", []))
-        sitting, why = cast("tuple[int, str]", value.get("exhausted", (0, "")))
-        table._exhausted = (sitting, why)
-        table._lingering = [(pot, amount, until) for pot, amount, until in lingering]
-        return table
+        return _adapter().validate_python(value)
+
+
+@cache
+def _adapter() -> TypeAdapter[Table]:
+    return TypeAdapter(Table)
+
+
+def _leader(pot: str, members: Mapping[str, Member]) -> str | None:
+    """Return the first of the live workers that can search for the limit of a pot, or None."""
+    able = [name for name, each in members.items() if each.until and each.claims[pot].search is not None]
+    return min(able, key=lambda name: (len(name), name), default=None)
 
 
 def of_stage(pot: str, stage: str) -> str:

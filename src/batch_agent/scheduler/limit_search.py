@@ -35,32 +35,11 @@ PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # throughput that 50% more must bring, and 
 PROBE_SECONDS = 60.0
 FLEET_PROBE_SECONDS = 15.0  # in a fleet a wrong number costs more, because the rows could go elsewhere
 
+Progress = tuple[int, bool, int, float]  # the limit, whether it still climbs, the best limit so far, and its throughput
+
 
 class LimitSearch:
     """``limit`` is the current number. Methods that may change it return the reason, or "" if it did not change."""
-
-    __slots__ = (
-        "_answers",
-        "_best",
-        "_best_rate",
-        "_by_clock",
-        "_climbing",
-        "_count",
-        "_down",
-        "_fast",
-        "_most",
-        "_pause",
-        "_probe_at",
-        "_queued",
-        "_ramp_to",
-        "_seconds",
-        "_since",
-        "_skip",
-        "_work",
-        "guided",
-        "limit",
-        "ramp_at",
-    )
 
     def __init__(
         self,
@@ -74,6 +53,7 @@ class LimitSearch:
         """``settled``: ``start`` was found before. ``by_clock``: False for one endpoint of a fleet."""
         self.limit = min(start, most)
         self.guided = False  # the engine reports its queue, which decides after the climb
+        self.share = 1.0  # part of the slots that this process has; the other processes of its run have the rest
         self.ramp_at: float | None = None if by_clock and not settled else inf  # when the next step by the clock is due
         self._by_clock = by_clock
         self._pause = 0.0  # seconds before the next step by the clock
@@ -93,6 +73,24 @@ class LimitSearch:
         """The number once it is found, or None."""
         return None if self._climbing else self._best or None
 
+    @property
+    def progress(self) -> Progress:
+        """What another process needs in order to continue this search."""
+        return self.limit, self._climbing, self._best, self._best_rate
+
+    def adopt(self, progress: Progress) -> None:
+        """Continue at the point that the search of another process has reached."""
+        self.limit, self._climbing, self._best, self._best_rate = progress
+        self.ramp_at = inf
+        self._probe_at = 0.0
+        self.forget()
+
+    @property
+    def _round(self) -> int:
+        """Number of answers in which each slot answers once; twice if other processes have slots too, because all
+        first requests of this process may have been ahead of theirs in the server's queue."""
+        return max(1, round(self.limit * min(1.0, 2 * self._stage_share)))
+
     def bound(self, most: int) -> None:
         """Limit the search to at most ``most``."""
         self._most = min(self._most, most)
@@ -101,6 +99,7 @@ class LimitSearch:
     def forget(self) -> None:
         """Start a stage with the next answer."""
         self._since, self._count, self._work, self._seconds = inf, 0, 0, 0.0
+        self._stage_share = self.share
         self._answers: list[tuple[float, int]] = []  # seconds, tokens; for an endpoint of a fleet that may have a queue
 
     def move(self, limit: int) -> None:
@@ -139,10 +138,10 @@ class LimitSearch:
         if not self._by_clock and (self._climbing or not (self._best or self.guided)):
             self._answers.append((seconds or TINY, tokens or 1))
             first = not self._best and not self._queued  # judged early, so that fewer rows are sent to a full server
-            if first and filled and self._count == max(ENOUGH, self.limit) // 2 and (reason := self._shrink()):
+            if first and filled and self._count == max(ENOUGH, self._round) // 2 and (reason := self._shrink()):
                 return reason
         # An endpoint of a fleet is judged by whole rounds: all answers of half a round may be from its first wave.
-        if self._count < ENOUGH or (2 if self._by_clock else 1) * self._count < self.limit:
+        if self._count < ENOUGH or (2 if self._by_clock else 1) * self._count < self._round:
             return ""
         rate = self.limit * self._work / self._seconds if self._seconds > 0 else inf
         if filled and self._answers and (reason := self._shrink()):
@@ -164,7 +163,7 @@ class LimitSearch:
             self._fast = fast
             return ""
         self._fast = min(fast, self._fast)
-        self._skip = self.limit  # answers that were in its queue, or that leave before the queue is shorter
+        self._skip = self._round  # answers that were in its queue, or that leave before the queue is shorter
         self._queued, self._climbing, self._best = True, False, 0
         self.limit = ceil(self.limit / slowdown)
         self.forget()

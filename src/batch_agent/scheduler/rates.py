@@ -26,25 +26,9 @@ RESET_SLACK = 0.5  # seconds, after the reset time that a provider names
 class Budget:
     """The limit of one kind of usage."""
 
-    __slots__ = (
-        "_full",
-        "_least",
-        "_left",
-        "_limit",
-        "_open",
-        "_period",
-        "_resets_at",
-        "_share",
-        "_since",
-        "_taken",
-        "_told_by",
-        "_used",
-        "_window",
-    )
-
     def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit  # per minute, set by the user
-        self._share: int | None = None  # part of the limit that this process may use; None: all of it
+        self.limit = limit  # per minute, set by the user
+        self.share: int | None = None  # part of the limit that this process may use; None: all of it
         self._window: deque[tuple[float, int]] = deque()  # when it leaves the count, amount
         self._used = 0  # sum of the window
         self._open = 0  # reserved and not settled
@@ -57,23 +41,9 @@ class Budget:
         self._since: dict[int, int] = {}  # usage of the requests that left after it, by number
         self._taken = 0  # sum of ``_since``
 
-    def restrict(self, limit: int | None) -> None:
-        """Set the user's limit; None removes it."""
-        self._limit = limit
-
     def allot(self, share: int | None) -> None:
         """Set the part of the user's limit that this process may use; None: all of it."""
-        self._share = share
-
-    @property
-    def limit(self) -> int | None:
-        """The user's limit."""
-        return self._limit
-
-    @property
-    def share(self) -> int | None:
-        """The part that ``allot`` set."""
-        return self._share
+        self.share = share
 
     def used(self, now: float) -> int:
         """Return the usage of the last minute, including reservations."""
@@ -87,28 +57,28 @@ class Budget:
 
     def fill(self, until: float) -> None:
         """Count the user's whole limit as used until that time."""
-        if self._limit is not None:
-            self._used += self._limit
-            self._window.append((until, self._limit))
+        if self.limit is not None:
+            self._used += self.limit
+            self._window.append((until, self.limit))
 
     def free_at(self, amount: int, now: float) -> float:
         """Return when ``amount`` may be taken; ``now`` or earlier means at once."""
         return max(self._free_of_window(amount, now), self._free_of_quota(amount, now))
 
     def _free_of_window(self, amount: int, now: float) -> float:
-        if self._limit is None:
+        if self.limit is None:
             return now
         self._drop_old(now)
-        window, limit = self._window, self._limit if self._share is None else min(self._share, self._limit)
+        window, limit = self._window, self.limit if self.share is None else min(self.share, self.limit)
         over = self._used + self._open + amount - limit
-        if over <= 0 or (limit == self._limit and not (self._used or self._open)):
+        if over <= 0 or (limit == self.limit and not (self._used or self._open)):
             return now
         for leaves_at, used in window:
             over -= used
             if over <= 0:
                 return leaves_at
         # Else a reservation must be settled first, or the share must grow.
-        return window[-1][0] if window and not self._open and limit == self._limit else inf
+        return window[-1][0] if window and not self._open and limit == self.limit else inf
 
     def _free_of_quota(self, amount: int, now: float) -> float:
         if self._left is None:
@@ -129,18 +99,18 @@ class Budget:
 
     def reserve(self, number: int, amount: int) -> None:
         self._note(number, amount)
-        if self._limit is not None:
+        if self.limit is not None:
             self._open += amount
 
     def unreserve(self, number: int, amount: int) -> None:
         self._note(number, None)
-        if self._limit is not None:
+        if self.limit is not None:
             self._open -= amount
 
     def settle(self, number: int, reserved: int, used: int, now: float) -> None:
         if number in self._since or used > reserved:  # a later report already includes the rest
             self._note(number, used - reserved)
-        if self._limit is not None:
+        if self.limit is not None:
             self._open -= reserved
             self._used += used
             self._window.append((now + MINUTE + SLACK, used))
@@ -203,8 +173,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What one request reserved: its expected usage, the limits it counts for, and its number in the order of
-    sending."""
+    """What one request reserved: its expected usage, its limits, and its number in sending order."""
 
     expected: Usage
     number: int
@@ -215,10 +184,6 @@ NOTHING = Usage()
 
 
 class Rates:
-    """The rate limits of one endpoint."""
-
-    __slots__ = ("_budgets", "_expected", "_number")
-
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
         self._budgets: dict[str, Budget] = {}
         self.limit(rpm, tpm)
@@ -229,7 +194,7 @@ class Rates:
         """Set or remove the user's limits per minute. The usage of the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
             if limit is not None or kind in self._budgets:
-                self._budgets.setdefault(kind, Budget()).restrict(limit)
+                self._budgets.setdefault(kind, Budget()).limit = limit
 
     @property
     def shared(self) -> dict[str, Budget]:

@@ -1,8 +1,9 @@
 """Decides whether a denial (401, 403, 404 and similar) concerns one row, or every row of the run.
 
 A wrong key concerns all rows. So does a path or a model that does not exist, if the server has never given a good
-answer. After good answers, a wrong key is first confirmed by a second request, because a gateway may deny one request
-by mistake. If that is denied too, with no good answer in between, it concerns all rows.
+answer. After good answers, a wrong key is first confirmed, because a gateway may deny requests by mistake. Only a
+request that was sent a while after the first denial arrived confirms it: requests that were in flight together are
+denied together, by one mistake. If there is no good answer in between, it concerns all rows.
 
 Anything else (a forbidden topic, a bad image) may concern only the row. It is unclear until a request sent at the same
 time or later gets a good answer, or until other rows are denied too. The same denial of several rows with no such
@@ -14,14 +15,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Scope = Literal["row", "confirm", "unclear", "all"]
 
 WRONG_KEY = frozenset({401, 402, 429})  # the 429 of a spent quota; a 429 with a Retry-After is not a denial
 WRONG_PLACE = frozenset({301, 302, 303, 307, 308, 404, 405})
 FORBIDDEN = 403
-CONFIRMED = 2  # number of rows whose key was refused
+CONFIRM_AFTER = 0.25  # seconds from the first denial of a key until a request is sent that can confirm it
+CONFIRMED = 2  # number of rows whose key was refused in such a request, while others are in flight
+ALONE = 3  # denials of one row's key, while others were answered, that are the row's own fault
 SEVERAL = 10  # number of rows with a status that may concern all; a moderator may refuse a few in a row
 FEW = 3  # the same before any good answer, with few requests in flight
 MANY = 20  # number of rows with the same message and another status
@@ -29,19 +32,29 @@ MANY = 20  # number of rows with the same message and another status
 _VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 
 
-class Refusals:
-    __slots__ = ("_answered", "_kind", "_rows")
+class Denial(NamedTuple):
+    """``number`` is how often the row was denied, this denial included."""
 
+    sent_at: float
+    arrived_at: float
+    number: int = 1
+
+
+class Refusals:
     def __init__(self) -> None:
         self._answered = False
         self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
         self._rows: dict[Hashable, float] = {}  # row → when its request was sent
+        self._denied_at: float | None = None  # arrival of the first denial that no answer has disproved
 
     def answered(self, sent_at: float) -> None:
         """Record a good answer to a request sent at ``sent_at``."""
         self._answered = True
         if self._rows:
-            self._rows = {row: sent for row, sent in self._rows.items() if sent > sent_at}
+            unclear = {row: sent for row, sent in self._rows.items() if sent > sent_at}
+            if len(unclear) < len(self._rows) or (self._denied_at is not None and sent_at > self._denied_at):
+                self._denied_at = None
+            self._rows = unclear
 
     def is_unclear(self, row: Hashable) -> bool:
         return row in self._rows
@@ -51,13 +64,11 @@ class Refusals:
         row: Hashable,
         status: int | None,
         message: str,
-        sent_at: float,
+        denial: Denial,
         left_in_flight: int,
-        *,
-        confirmed: bool = False,
     ) -> Scope:
-        """Return which rows a denial concerns. ``confirm``: send the same request once more, and then pass
-        ``confirmed``."""
+        """Return which rows a denial concerns. ``confirm``: send the same request again, ``CONFIRM_AFTER`` later at the
+        earliest."""
         if status is None:  # a filter stopped the answer; the request itself was accepted
             return "row"
         wrong_key = status in WRONG_KEY
@@ -68,15 +79,17 @@ class Refusals:
         if kind != self._kind:
             self._kind = kind
             self._rows.clear()
-        again = row in self._rows
-        if wrong_key and confirmed and not again:
+        if wrong_key and denial.number >= ALONE and row not in self._rows:
             return "row"  # other rows were answered meanwhile
-        self._rows[row] = sent_at
-        refused = len(self._rows)
+        if not self._rows or self._denied_at is None:
+            self._denied_at = denial.arrived_at
+        self._rows[row] = denial.sent_at
         if wrong_key:
-            if refused >= CONFIRMED or (confirmed and not left_in_flight):
+            confirmed = sum(sent >= self._denied_at + CONFIRM_AFTER for sent in self._rows.values())
+            if confirmed >= CONFIRMED or (confirmed and not left_in_flight):
                 return "all"
-            return "unclear" if confirmed else "confirm"
+            return "confirm" if denial.number < ALONE else "unclear"
+        refused = len(self._rows)
         if by_status and not self._answered and refused >= FEW and left_in_flight <= refused:
             return "all"
         return "all" if refused >= (SEVERAL if by_status else MANY) and left_in_flight <= 2 * refused else "unclear"

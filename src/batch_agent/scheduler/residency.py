@@ -22,8 +22,6 @@ SMALLER, LARGER = 0.8, 1.01  # largest change of the estimate after one eviction
 class Residency:
     """Contexts ordered by their last use. Those that do not fit the cache any more are dropped."""
 
-    __slots__ = ("_contexts", "_flying", "_total")
-
     def __init__(self) -> None:
         self._contexts: OrderedDict[Progress, int] = OrderedDict()
         self._flying: set[Progress] = set()  # with a turn in flight: their contexts are in use until the answer
@@ -63,8 +61,7 @@ class Residency:
                 self._total -= contexts.pop(oldest)
 
     def distance(self, progress: Progress) -> int | None:
-        """Return the tokens of all contexts used since the agent's last turn, and of its own; None if that was too long
-        ago."""
+        """Return the tokens of all contexts used since the agent's last turn; None if that is too long ago."""
         if progress not in self._contexts:
             return None
         tokens, flying = 0, len(self._flying)
@@ -83,8 +80,6 @@ class Residency:
 
 class LearntCapacity:
     """The capacity inferred from evictions; None before the first."""
-
-    __slots__ = ("tokens",)
 
     def __init__(self) -> None:
         self.tokens: int | None = None

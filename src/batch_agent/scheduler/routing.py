@@ -38,8 +38,6 @@ Kind = tuple[frozenset[str] | None, int | None]
 class PrefixCost:
     """Estimates the seconds per uncached token by least squares; recent answers have more weight."""
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
-
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -184,8 +182,7 @@ class Router:
         return None if found is None else found[2]
 
     def other(self, avoid: Set[Endpoint], model: str, tokens: int) -> Endpoint | None:
-        """Return the working endpoint outside ``avoid`` that will have a slot soonest; None if none can take the
-        turn."""
+        """Return the working endpoint outside ``avoid`` that will have a slot soonest, or None."""
         kinds = self._fitting(model, tokens)
         others = [each for each, standing in self._standing.items() if standing.works and standing.kind in kinds]
         return min((each for each in others if each not in avoid), key=lambda each: self.wait(each, 0), default=None)
@@ -198,8 +195,7 @@ class Router:
         return [kind for kind in serving if kind[1] is None or kind[1] > tokens] or serving
 
     def _serving(self, model: str) -> list[Kind]:
-        """Return the kinds that may serve a model: those that list it and those that list no models. All kinds if none
-        lists it."""
+        """Return the kinds that list the model or list no models; all kinds if none lists it."""
         if model and any(kind[0] is not None and model in kind[0] for kind in self._heaps):
             return [kind for kind in self._heaps if kind[0] is None or model in kind[0]]
         return list(self._heaps)
@@ -228,8 +224,7 @@ class Router:
         self._standing[endpoint].number = 0
 
     def rest(self, endpoint: Endpoint, turns_left: float) -> None:
-        """Stop using an endpoint that is too slow for the turns left. It is used again if more turns are left, or if no
-        other endpoint works."""
+        """Stop using an endpoint that is too slow for the turns left, until there are more."""
         self.hide(endpoint)
         self._resting.append(endpoint)
         self._rested_at = max(self._rested_at, turns_left)
@@ -253,7 +248,7 @@ class Router:
         """Seconds that an endpoint may be silent while others answer."""
         return max(SHORTEST_SILENCE, SILENCE_FACTOR * self.usual) if self.usual else inf
 
-    def answered(self, endpoint: Endpoint, seconds: float) -> None:
+    def answered(self, seconds: float) -> None:
         self._answers += 1
         self.usual += max(LEARN_ALL, 1 / self._answers) * (seconds - self.usual)
 
@@ -316,8 +311,7 @@ def _kind(endpoint: Endpoint) -> Kind:
 
 
 def _hash(text: str) -> int:
-    """Return a hash that is the same in every process, so that a run finds the prefixes that an earlier one left in the
-    caches."""
+    """Return a hash that is the same in every process, so that a later run finds cached prefixes."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 

@@ -45,34 +45,7 @@ class Terms:
 
 
 class Server:
-    """``weight`` is its share among others, ``models`` are those it serves (None: unknown), ``context`` is in
-    tokens."""
-
-    __slots__ = (
-        "__weakref__",
-        "_answered_at",
-        "_answers",
-        "_terms",
-        "_thread",
-        "allotted",
-        "capacity",
-        "context",
-        "default_inflight",
-        "endpoints",
-        "gap",
-        "health",
-        "held_until",
-        "history",
-        "inflight",
-        "models",
-        "most_in_flight",
-        "name",
-        "rates",
-        "refusals",
-        "refused_since",
-        "seconds",
-        "weight",
-    )
+    """``weight``: its share; ``models``: those it serves (None: unknown); ``context``: in tokens."""
 
     def __init__(
         self,
@@ -117,7 +90,6 @@ class Server:
         return self
 
     def join(self, endpoint: Endpoint, terms: Terms) -> None:
-        """Start the use by a dispatcher."""
         if not self.endpoints:
             self._forget()
         self.endpoints.append(endpoint)

@@ -20,8 +20,6 @@ TOKEN_SECONDS = 15e-6  # event-loop seconds for one token of a stream
 
 
 class Streaming:
-    __slots__ = ("_answers", "_asked", "_cost", "_gained", "_pays", "_told", "_whole")
-
     def __init__(self) -> None:
         self._told: bool | None = None  # the last decision that was reported
         self._begin_trial()

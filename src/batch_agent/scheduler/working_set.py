@@ -25,8 +25,6 @@ LESS, MORE, LEAST = 0.95, 0.002, 0.6  # factor of the margin after an eviction, 
 class ContextGrowth:
     """Mean tokens of an agent's context after each turn."""
 
-    __slots__ = ("_count", "_mean", "_step", "largest", "shared")
-
     def __init__(self) -> None:
         self.shared = 0  # tokens that all agents share; they are in the cache once
         self.largest = 0  # tokens of the largest context so far
@@ -70,8 +68,6 @@ class EnginePace:
     """The speed of an engine: the most prompt tokens per second that it was seen to compute, and the seconds of a turn
     while it is not overloaded."""
 
-    __slots__ = ("_began", "_early", "_heard", "_late", "_tokens", "quick")
-
     def __init__(self) -> None:
         self._early = self._late = 0.0  # tokens per second in short spans, and in long ones
         self.quick = 0.0  # seconds; one turn in ten is faster
@@ -102,20 +98,6 @@ class EnginePace:
 
 class WorkingSet:
     """The admitted agents of one endpoint, with their turns taken and the tokens of their contexts."""
-
-    __slots__ = (
-        "_forecast",
-        "_growth",
-        "_preemptions",
-        "ample",
-        "learnt",
-        "margin",
-        "members",
-        "pace",
-        "queue",
-        "reported",
-        "residency",
-    )
 
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
@@ -155,8 +137,7 @@ class WorkingSet:
         residency.sent(progress, max(0, tokens - self._growth.shared), self._remembered)
 
     def answered(self, progress: Progress, tokens: int, evicted: bool) -> bool:
-        """Record that the turn was answered, and the context now has ``tokens``. Returns whether the capacity
-        changed."""
+        """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
         distance, changed = progress.distance, False
         if distance is None:
             pass
@@ -178,8 +159,7 @@ class WorkingSet:
         self.margin = max(LEAST, self.margin * LESS)
 
     def preempted(self, total: int | None) -> None:
-        """Shrink the margin if the engine's total of preemptions grew: the running requests need more memory than it
-        has."""
+        """Shrink the margin if the engine preempted requests: they need more memory than it has."""
         if self._preemptions is not None and total is not None and total > self._preemptions:
             self.shrink()
         self._preemptions = total

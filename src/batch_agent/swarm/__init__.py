@@ -10,12 +10,4 @@ from batch_agent.swarm.hostfile import AgentEndpoint, parse_hostfile
 from batch_agent.swarm.pool import AgentPool, Response
 from batch_agent.swarm.vllm_pool import VLLMPool
 
-__all__ = [
-    "AgentEndpoint",
-    "AgentPool",
-    "EmbeddingPool",
-    "EmbeddingResponse",
-    "Response",
-    "VLLMPool",
-    "parse_hostfile",
-]
+__all__ = ["AgentEndpoint", "AgentPool", "EmbeddingPool", "EmbeddingResponse", "Response", "VLLMPool", "parse_hostfile"]

@@ -72,9 +72,7 @@ def structured_merge(
 
 
 def statistics(
-    responses: Sequence[Response],
-    extract_fn: Callable[[Response], float] | None = None,
-    include_failures: bool = False,
+    responses: Sequence[Response], extract_fn: Callable[[Response], float] | None = None, include_failures: bool = False
 ) -> dict[str, float]:
     """Returns statistics of the answers as numbers, or of those from ``extract_fn``; zeros if there are none."""
     number = extract_fn or (lambda response: float(response.text.strip()))

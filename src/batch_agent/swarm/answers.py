@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pydantic import JsonValue
 
 from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import counted
+from batch_agent.backends.http.wire import counted, object_of
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.outputs.surrogates import read_json
 from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
 
@@ -24,7 +23,6 @@ TextOf = Callable[[JsonObject], str | None]
 
 
 def read_generated(exchange: Exchange, agent_index: int) -> Response:
-    """Reads the answer of ``/generate``."""
     try:
         document = read_object(exchange)
         text = document.get("response", document.get("text", ""))
@@ -45,7 +43,7 @@ def read_choices(
     """Reads ``n`` answers for each prompt, in order."""
     try:
         document = read_object(exchange)
-        choices = _by_index(document.get("choices"), exchange.faults)
+        choices = indexed(document.get("choices") or None, "choices", exchange.faults)
     except BackendError as error:
         return [Response.failed(error, agent_index, exchange.attempts) for _ in range(len(prompts) * n)]
     responses = []
@@ -80,13 +78,7 @@ def read_object(exchange: Exchange) -> JsonObject:
     """Returns the JSON object of an answer. Raises the BackendError of one that failed or has none."""
     if exchange.error is not None:
         raise exchange.error
-    try:
-        document = read_json(exchange.body)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        shown = exchange.faults.clean(exchange.body.decode("utf-8", "replace")) or "(nothing)"
-        raise exchange.faults.bad(f"the answer is not a JSON object: {shown}")
+    document = object_of(exchange.body, exchange.faults)
     if error := document.get("error"):
         raise exchange.faults.reported(error)
     return document
@@ -109,12 +101,6 @@ def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject
             index = item.get("index")
             found.setdefault(index if type(index) is int else place, item)
     return found
-
-
-def _by_index(choices: JsonValue, faults: Faults) -> dict[int, JsonObject]:
-    if not choices:
-        raise faults.bad("the answer has no choices")
-    return indexed(choices, "choices", faults)
 
 
 def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf) -> Response:

@@ -21,7 +21,6 @@ def whole(name: str, value: object, least: int | None = 1) -> int:
 
 
 def above_zero(name: str, value: object, what: str = "seconds") -> float:
-    """Returns the value as a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise SpecError(f"{name} is {value!r}: give {what} above 0")
     return float(value)

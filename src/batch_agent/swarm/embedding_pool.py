@@ -72,7 +72,7 @@ class EmbeddingPool(Members):
             found.update({index: _failed(missing, agent_index) for index, _ in items})
             return
         body: JsonObject = {"model": self._model, "input": [text for _, text in items]}
-        exchange = await self._net.ask(self._lines[agent_index], "/v1/embeddings", body, self._timeout)
+        exchange = await self._net.ask(self._lines[agent_index], "/v1/embeddings", body, self.timeout)
         if parts := halves(items, exchange.error):
             await asyncio.gather(*(self._embed(agent_index, part, found) for part in parts))
             return

@@ -41,8 +41,6 @@ MANY = 1_000_000  # retries for the dispatcher, effectively unlimited: ``_Post``
 class Line:
     """One server of a pool tree."""
 
-    __slots__ = ("_api_key", "_client", "_transport", "answered_at", "asking", "context", "endpoint", "has_chat_batch")
-
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
         self.answered_at = -1.0  # on the event loop's clock
@@ -114,15 +112,13 @@ class _Post(Question):
         return Reply("")
 
     def _give_up(self, error: Timeout) -> None:
-        """Fail the requests that wait for the server. It has answered nothing since this one was sent, so they would
-        time out too."""
+        """Fail the requests that wait for the server: it has answered nothing since this one was sent."""
         why = f"not sent, because the server did not answer the previous request: {error}"
         for ticket in tuple(self._line.asking):
             self._slots.reject(ticket, Timeout(why, unreached=True))
 
     def wants_again(self, ticket: Ticket) -> bool:
-        """Return whether a retry at the same server makes sense: it may still be starting, the connection broke, or it
-        was overloaded."""
+        """Return whether to retry at the same server: it is starting or overloaded, or the connection broke."""
         error = self.error
         if error is None or _is_refused(error):
             return error is not None or ticket.recalled
@@ -220,7 +216,6 @@ class Lines:
         return await _exchange(dispatcher, post, Policy(0), ticket)
 
     async def probe(self, endpoint: str = "") -> Probe:
-        """Return whether the server of that name is up."""
         return await self.probe_line(self._lines[int(endpoint)]) if endpoint else Probe("unknown")
 
     async def probe_line(self, line: Line) -> Probe:

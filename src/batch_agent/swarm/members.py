@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Self
 
 from batch_agent.errors import Rejected, SpecError
@@ -22,16 +21,12 @@ class Members:
     def __init__(self, endpoints: Sequence[AgentEndpoint | tuple[str, int]], lines: Lines, timeout: float) -> None:
         self._net = lines
         self._lines = [lines.line(_endpoint(given)) for given in endpoints]
-        self._timeout = above_zero("timeout", timeout)
+        self.timeout = above_zero("timeout", timeout)
         self._owns = True  # False: a sub-pool
 
     @property
     def size(self) -> int:
         return len(self._lines)
-
-    @property
-    def timeout(self) -> float:
-        return self._timeout
 
     @property
     def concurrency(self) -> int:
@@ -87,15 +82,12 @@ class Members:
         await self._net.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
 
 def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
-    """Return the texts of a list or of a table's column. Raises SpecError for a single text, and for items that are not
-    text."""
+    """Return the texts of a list or a table's column. Raises SpecError for a single text or other items."""
     if isinstance(given, str):
         raise SpecError(f"{what} is one text: give a list of them")
     found = list(given)
@@ -106,7 +98,6 @@ def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
 
 
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
-    """Return the endpoint. Raises SpecError for an invalid address."""
     try:
         host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
         usable = bool(host) and 0 < int(port) < 65536

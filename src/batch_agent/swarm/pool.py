@@ -32,6 +32,8 @@ class AgentPool(Members):
     ``timeout`` is the seconds for one request, from when it is sent."""
 
     _path = "/generate"  # route for a single prompt
+    answer_tokens: int | None = None  # token limit of an answer; None if the wire has none
+    aggregation_tokens: int | None = None  # token limit of an answer that summarises others
 
     def __init__(
         self,
@@ -45,16 +47,6 @@ class AgentPool(Members):
     ) -> None:
         super().__init__(endpoints, Lines(concurrency, connector_limit, api_key), timeout)
         self._asking = Asking().having(options)
-
-    @property
-    def answer_tokens(self) -> int | None:
-        """Return the token limit of an answer; None if the wire has none."""
-        return None
-
-    @property
-    def aggregation_tokens(self) -> int | None:
-        """Return the token limit of an answer that summarises others."""
-        return None
 
     async def post(
         self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
@@ -94,8 +86,7 @@ class AgentPool(Members):
     async def as_completed(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Response, None]:
-        """Yield the responses of ``send_all`` as they arrive; ``index`` is the number of the prompt. Leaving the loop
-        cancels the rest."""
+        """Yield the responses of ``send_all`` as they arrive, with ``index``. Leaving the loop cancels the rest."""
         ready: asyncio.Queue[Response | None] = asyncio.Queue()
         task = asyncio.get_running_loop().create_task(self._send_all(prompts, max_tokens, options, ready.put_nowait))
         task.add_done_callback(lambda _: ready.put_nowait(None))
@@ -129,7 +120,6 @@ class AgentPool(Members):
         await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
 
     async def probe(self, agent_index: int) -> Probe:
-        """Return whether the agent is up."""
         return await self._net.probe_line(self._lines[agent_index])
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
@@ -165,5 +155,5 @@ class AgentPool(Members):
             return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
         ask = self._net.ask_once if once else self._net.ask
-        exchanges = await asyncio.gather(*(ask(line, self._path, body, self._timeout) for _ in range(asking.n)))
+        exchanges = await asyncio.gather(*(ask(line, self._path, body, self.timeout) for _ in range(asking.n)))
         return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]

@@ -54,7 +54,6 @@ class Call:
         return self.asking.dispatch == "balanced"
 
     def home(self, row: int) -> int:
-        """Return the agent whose turn it is."""
         return self.pool.turn(row // self.asking.n)
 
     async def answer(self, agent_index: int, row: int) -> Response:

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 
+from batch_agent.dispatch.cancellation import first_error
 from batch_agent.errors import Timeout
 from batch_agent.swarm.asking import Asking
 from batch_agent.swarm.response import Response
@@ -52,7 +53,7 @@ class Scatter:
             if not limit.expired():
                 raise
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise first_error(group) from None
         late = [place for place, response in enumerate(self._found) if response is None]
         for place in late:
             index, sample = divmod(place, self._asking.n)
@@ -71,9 +72,3 @@ class Scatter:
             if not self._reported:
                 self._reported = True
                 logger.exception("on_result raised for prompt %d; further errors are not logged", response.index)
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -37,6 +37,8 @@ class VLLMPool(AgentPool):
     """A missing argument gets the value of its ``AURORA_SWARM_…`` variable, else its default."""
 
     _path = "/v1/chat/completions"
+    answer_tokens: int
+    aggregation_tokens: int
 
     def __init__(
         self,
@@ -59,9 +61,9 @@ class VLLMPool(AgentPool):
     ) -> None:
         super().__init__(endpoints, concurrency, connector_limit, timeout, api_key=api_key, **options)
         self._model = model
-        self._max_tokens = whole_from_environment(max_tokens, "max_tokens") or DEFAULT_TOKENS
+        self.answer_tokens = whole_from_environment(max_tokens, "max_tokens") or DEFAULT_TOKENS
         aggregation = whole_from_environment(max_tokens_aggregation, "max_tokens_aggregation")
-        self._max_tokens_aggregation = aggregation or 2 * self._max_tokens
+        self.aggregation_tokens = aggregation or 2 * self.answer_tokens
         self._context = whole_from_environment(model_max_context, "model_max_context")
         self._buffer = whole("buffer", buffer, None)
         self._use_batch = use_batch
@@ -72,14 +74,6 @@ class VLLMPool(AgentPool):
         self._batch_timeout_cap = (
             None if batch_timeout_cap is None else above_zero("batch_timeout_cap", batch_timeout_cap)
         )
-
-    @property
-    def answer_tokens(self) -> int:
-        return self._max_tokens
-
-    @property
-    def aggregation_tokens(self) -> int:
-        return self._max_tokens_aggregation
 
     async def post_batch(
         self, agent_index: int, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
@@ -122,9 +116,9 @@ class VLLMPool(AgentPool):
         body: JsonObject = {"model": self._model, "messages": [*chat_messages(prompt, asking.system)]}
         body |= {"max_tokens": budget, **asking.fields()}
         if once:
-            exchange = await self._net.ask_once(line, self._path, body, self._timeout - spent)
+            exchange = await self._net.ask_once(line, self._path, body, self.timeout - spent)
         else:
-            exchange = await self._net.ask(line, self._path, body, self._timeout, spent)
+            exchange = await self._net.ask(line, self._path, body, self.timeout, spent)
         responses = read_choices(exchange, agent_index, [prompt], asking.n, chat_text)
         return [asking.read(response) for response in responses]
 
@@ -197,15 +191,19 @@ class VLLMPool(AgentPool):
     async def _budgets(self, line: Line, prompts: Sequence[str], max_tokens: int | None, asking: Asking) -> list[int]:
         if max_tokens is not None:
             return [max_tokens] * len(prompts)
-        context = self._context or await context_of(line, self._net, self._model, self._timeout)
+        context = self._context or await context_of(line, self._net, self._model, self.timeout)
         beside = len(asking.system or "")
-        return [answer_tokens(self._max_tokens, context, beside + len(prompt), self._buffer) for prompt in prompts]
+        return [answer_tokens(self.answer_tokens, context, beside + len(prompt), self._buffer) for prompt in prompts]
 
     def _list_limit(self, prompts: int) -> float:
         waves = ceil(prompts / self._batch_concurrency)
-        limit = max(self._timeout, waves * self._timeout_per_sequence)
+        limit = max(self.timeout, waves * self._timeout_per_sequence)
         return limit if self._batch_timeout_cap is None else min(limit, self._batch_timeout_cap)
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
-        own: JsonObject = {"model": self._model, "max_tokens": max_tokens or self._max_tokens, "system": asking.system}
+        own: JsonObject = {
+            "model": self._model,
+            "max_tokens": max_tokens or self.answer_tokens,
+            "system": asking.system,
+        }
         return super()._facts(max_tokens, asking) | own

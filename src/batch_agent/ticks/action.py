@@ -52,7 +52,6 @@ class Action:
     seen_tick: int | None = None
 
     def marked(self, source: Source, seen_tick: int | None) -> Action:
-        """Return a copy with this origin."""
         action = copy(self)
         action.parameters, action.source, action.seen_tick = dict(self.parameters or {}), source, seen_tick
         return action

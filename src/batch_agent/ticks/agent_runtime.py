@@ -17,8 +17,7 @@ NOT_GIVEN: Any = object()
 
 
 class AgentRuntime(TickRuntime[Action]):
-    """``process_tick`` returns an Action for every agent that observed. The options are those of TickRuntime, and those
-    of Sampling one by one."""
+    """Its options are those of TickRuntime, and those of Sampling one by one."""
 
     def __init__(
         self,

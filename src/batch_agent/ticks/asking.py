@@ -63,8 +63,7 @@ class Asking:
     # Opening and closing
 
     async def open(self) -> Dispatcher:
-        """Enter the backend and learn its model's name, once for all callers. A failed attempt is repeated by the next
-        caller."""
+        """Enter the backend and learn its model's name, once for all callers, unless it failed."""
         opening = self._opening
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
             opening = self._opening = asyncio.get_running_loop().create_task(self._open())
@@ -124,8 +123,7 @@ class Asking:
         return await dispatcher.ask(_Alone(self, make), policy, observer=self._observer)
 
     async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
-        """Send the request together with the others that wait for a slot. The call is cancelled when all its agents
-        left."""
+        """Send the request with the others that wait for a slot. The call ends when all its agents left."""
         group = self.group
         if group is None:
             group = self.group = _Group(self)
@@ -161,8 +159,7 @@ class Asking:
         temperature: float | None = None,  # None: that of the runtime
         max_tokens: int | None = None,
     ) -> ModelRequest:
-        """Return one request to the open backend. A grammar enforces the schema, or else tools of which one must be
-        called."""
+        """Return one request. A grammar enforces the schema, or else tools of which one must be called."""
         native = self.backend.capabilities.native_schema  # a server may turn out not to enforce schemas
         key = form.text, native, temperature, max_tokens
         shape = self._shapes.get(key)

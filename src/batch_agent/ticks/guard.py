@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
-from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.cancellation import worker_boundary
 from batch_agent.errors import JobError, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.foreign import boundary
 from batch_agent.tools.threads import Threads
 
 T = TypeVar("T")
@@ -19,24 +19,14 @@ def guarded(name: str, function: Callable[[], T]) -> T:
 
     A JobError passes unchanged, because it has a message of its own. So does Ctrl-C.
     """
-    try:
+    with boundary(lambda raised: WorkerFailed(f"{name} raised {raised}"), JobError):
         return function()
-    except (JobError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise WorkerFailed(f"{name} raised {describe(error)}") from error
 
 
 async def called(threads: Threads, name: str, method: Callable[[], object]) -> object:
     """Return what ``method`` returns, run in a thread unless it is async. What it raises is as for ``guarded``."""
-    try:
+    with worker_boundary(f"{name} raised"):
         if inspect.iscoroutinefunction(method):
             return await method()
         value = await threads.run(method)
         return await value if inspect.isawaitable(value) else value
-    except (JobError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and cancelled_by_us():
-            raise
-        raise WorkerFailed(f"{name} raised {describe(error)}") from error

@@ -21,15 +21,12 @@ class Memory(Protocol):
 
     def act(self, action: Action) -> None:
         """Add an action that the agent chose. Its result comes with a later observation."""
-        ...
 
     def render(self) -> str:
         """Return the part of the prompt about the past and the present."""
-        ...
 
     def clear(self) -> None:
         """Forget everything: an episode starts again."""
-        ...
 
 
 @dataclass(slots=True)

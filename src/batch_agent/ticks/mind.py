@@ -156,7 +156,6 @@ class Mind:
 
 
 def _again(last: Decision[object], why: str) -> Decision[object]:
-    """Return the last decision again, at no cost."""
     return replace(last, source="last", usage=Usage(), latency=None, reason=why)
 
 

@@ -76,7 +76,6 @@ class TickServer:
         return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
 
     def _metrics(self) -> str:
-        """Return the text for Prometheus."""
         agents = Gauge("batch_agent_agents", "Agents of the runtime.")
         agents.set(len(self._runtime.agents))
         return page([agents, self._decisions, self._tick_time, *self._requests.families(self._runtime.dispatchers)])

@@ -74,8 +74,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         *,
         system_prompts: Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
-        """Return the answers in the order of the prompts, all requested at once. ``system_prompts`` has one for
-        each."""
+        """Return the answers in order, all requested at once. ``system_prompts`` has one for each prompt."""
         systems = [system_prompt] * len(prompts) if system_prompts is None else system_prompts
         if len(systems) != len(prompts):
             raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")

@@ -114,8 +114,7 @@ def _read(line: bytes) -> TraceLine | None:
 
 
 class Replay:
-    """What each agent did at each tick, in order: a tick number occurs again in each episode. Unreadable lines are
-    skipped with a warning."""
+    """What each agent did at each tick, in order, for all episodes. Unreadable lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._given: dict[tuple[str, int], deque[TraceLine]] = {}

@@ -20,12 +20,24 @@ import types
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    Literal,
+    Protocol,
+    TypedDict,
+    Unpack,
+    cast,
+    overload,
+)
 
 from typing_extensions import ParamSpec, TypeVar
 
 from batch_agent.errors import SpecError, ToolError, ToolFailed
-from batch_agent.foreign import describe
+from batch_agent.foreign import boundary
 from batch_agent.messages import ToolSpec
 from batch_agent.spec import MCP
 from batch_agent.tools.batching import MAX_BATCH, Batching
@@ -74,6 +86,22 @@ class Resource(Protocol):
     def open(self, spawn: Spawn, /) -> OpenResource: ...
 
 
+class ToolOptions(TypedDict, total=False):
+    """The options of ``Tool.define``, for type checkers."""
+
+    name: str | None
+    description: str | None
+    max_tokens: int | None
+    cacheable: bool | None
+    effect: Effect | None
+    rate_limit: float | str | None
+    max_concurrent: int | None
+    timeout: float | None
+    ttl: float | None
+    cache_key: CacheKey | None
+    version: str | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tool(Generic[P, R_co]):
     """A tool, made with ``Tool.define``. Calling it calls its function."""
@@ -92,12 +120,12 @@ class Tool(Generic[P, R_co]):
     cacheable: bool
     effect: Effect
     declared: bool
-    rate_limit: float | None  # calls per second
-    max_concurrent: int | None  # concurrent calls
-    timeout: float | None  # seconds; None: the run's timeout_per_tool
-    ttl: float | None  # seconds
-    max_tokens: int | None  # None: a result may have any length
-    cache_key: CacheKey | None = field(repr=False)
+    rate_limit: float | None = None  # calls per second
+    max_concurrent: int | None = None  # concurrent calls
+    timeout: float | None = None  # seconds; None: the run's timeout_per_tool
+    ttl: float | None = None  # seconds
+    max_tokens: int | None = MAX_TOKENS  # None: a result may have any length
+    cache_key: CacheKey | None = field(default=None, repr=False)
     batching: Batching | None = field(default=None, repr=False)  # one lookup answers many calls
     version: str | None = None  # a change means that results differ, so recorded answers are not used any more
     resource: Resource | None = field(default=None, repr=False)  # shared by its calls in one run
@@ -126,51 +154,15 @@ class Tool(Generic[P, R_co]):
         """Return the identity of a call: its ``cache_key``, or all arguments. Raises only ToolError."""
         if self.cache_key is None:
             return self.signature.identity(arguments)
-        try:
+        with boundary(lambda raised: ToolFailed(f"{self.name} failed: its cache_key raised {raised}"), ToolError):
             return repr(self.cache_key(**arguments.values))
-        except (ToolError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise ToolFailed(f"{self.name} failed: its cache_key raised {describe(error)}") from error
 
     @overload
     @staticmethod
-    def define(
-        fn: Callable[Q, V],
-        /,
-        *,
-        name: str | None = None,
-        description: str | None = None,
-        max_tokens: int | None = MAX_TOKENS,
-        cacheable: bool | None = None,
-        effect: Effect | None = None,
-        rate_limit: float | str | None = None,
-        max_concurrent: int | None = None,
-        timeout: float | None = None,
-        ttl: float | None = None,
-        cache_key: CacheKey | None = None,
-        version: str | None = None,
-    ) -> Tool[Q, V]: ...
-
+    def define(fn: Callable[Q, V], /, **options: Unpack[ToolOptions]) -> Tool[Q, V]: ...
     @overload
     @staticmethod
-    def define(
-        fn: None = None,
-        /,
-        *,
-        name: str | None = None,
-        description: str | None = None,
-        max_tokens: int | None = MAX_TOKENS,
-        cacheable: bool | None = None,
-        effect: Effect | None = None,
-        rate_limit: float | str | None = None,
-        max_concurrent: int | None = None,
-        timeout: float | None = None,
-        ttl: float | None = None,
-        cache_key: CacheKey | None = None,
-        version: str | None = None,
-    ) -> _Decorator: ...
-
+    def define(fn: None = None, /, **options: Unpack[ToolOptions]) -> _Decorator: ...
     @staticmethod
     def define(
         fn: Function | None = None,
@@ -318,7 +310,7 @@ class Tool(Generic[P, R_co]):
 
         _check_positive(int | float, timeout=timeout)
         address = server_of(server, headers=headers, env=env, cwd=cwd, connect_timeout=connect_timeout)
-        return mcp_tools(address, only=only, prefix=prefix, reads=reads, timeout=timeout)
+        return mcp_tools(address, only, prefix, reads, timeout)
 
     @staticmethod
     def mcp_file(
@@ -340,7 +332,7 @@ class Tool(Generic[P, R_co]):
         from batch_agent.tools.mcp.listing import mcp_file_tools
 
         _check_positive(int | float, timeout=timeout)
-        return mcp_file_tools(Path(path), servers=servers, prefix=prefix, reads=reads, timeout=timeout)
+        return mcp_file_tools(Path(path), servers, prefix, reads, timeout)
 
     @staticmethod
     def agent(
@@ -354,7 +346,7 @@ class Tool(Generic[P, R_co]):
         has its own backend. By default as many agents run at once as fit into memory."""
         from batch_agent.tools.builtin.agent import agent_tool  # here, because it uses Tool.define
 
-        return agent_tool(runtime, name=name, description=description, max_concurrent=max_concurrent)
+        return agent_tool(runtime, name, description, max_concurrent)
 
 
 class _Decorator(Protocol):
@@ -389,8 +381,7 @@ def _each(values: Sequence[object]) -> Iterator[Tool]:
 
 
 def tools_at(server: str, **options: Any) -> list[Tool]:
-    """Return the tools of an MCP server, or of a file of servers. ``options`` are those of ``Tool.mcp`` or
-    ``Tool.mcp_file``."""
+    """Return the tools of an MCP server or a file of servers. ``options``: of ``mcp`` or ``mcp_file``."""
     return Tool.mcp_file(server, **options) if server.endswith(".json") else Tool.mcp(server, **options)
 
 

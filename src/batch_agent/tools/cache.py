@@ -21,8 +21,6 @@ class _Entry:
 
 
 class ResultCache:
-    __slots__ = ("_entries", "_max_bytes", "_size_bytes", "_unasked")
-
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._size_bytes = 0

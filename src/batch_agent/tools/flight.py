@@ -25,8 +25,7 @@ ENDING_SECONDS = 5.0  # for a cancelled call to stop, before the run continues w
 
 @value_type
 class ToolOutcome:
-    """The outcome of a call. ``text`` is for the model, also after a failure. ``seconds`` is the time from request to
-    outcome."""
+    """The outcome of a call. ``text`` is for the model; ``seconds`` is from request to outcome."""
 
     text: str
     ok: bool
@@ -36,8 +35,6 @@ class ToolOutcome:
 
 class Traffic:
     """Counts of a pool: agents' calls ``waiting`` at gates, and cancelled calls that do not stop (``stuck``)."""
-
-    __slots__ = ("_on_waiting", "stuck", "waiting")
 
     def __init__(self, on_waiting: Callable[[int], None] | None) -> None:
         self.waiting = self.stuck = 0
@@ -175,6 +172,9 @@ class PendingCall:
 
     async def wait(self) -> ToolOutcome:
         """Return the outcome of the call. Cancelling the wait does not cancel the call."""
+        return await self.ended()
+
+    def ended(self) -> asyncio.Future[ToolOutcome]:
         ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
 
         def tell(end: ToolOutcome | Exception) -> None:
@@ -182,7 +182,7 @@ class PendingCall:
                 ended.set_exception(end) if isinstance(end, Exception) else ended.set_result(end)
 
         self.on_end(tell)
-        return await ended
+        return ended
 
     def seconds(self, now: float) -> float:
         """Return the seconds from this agent's request until now, or until the end of the call."""

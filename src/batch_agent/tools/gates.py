@@ -23,8 +23,6 @@ class Gate(Protocol):
 
 
 class Line:
-    __slots__ = ("_places",)
-
     def __init__(self) -> None:
         self._places: OrderedDict[asyncio.Future[None], None] = OrderedDict()
 
@@ -55,8 +53,6 @@ class Line:
 
 class Slots:
     """Gate that limits the number of concurrent calls."""
-
-    __slots__ = ("_free", "_line")
 
     def __init__(self, limit: int) -> None:
         self._free = limit  # above 0 only if no call waits

@@ -21,8 +21,6 @@ REASON_CHARACTERS = 200
 class Latency:
     """A histogram of seconds."""
 
-    __slots__ = ("_buckets", "_count")
-
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
         self._count = 0
@@ -73,23 +71,6 @@ class ToolStatistics:
 
 
 class Tally:
-    """The counters for ToolStatistics."""
-
-    __slots__ = (
-        "_reasons",
-        "_seen",
-        "cache_hits",
-        "calls",
-        "failures",
-        "latency",
-        "prewarm_hits",
-        "prewarm_misses",
-        "prewarmed",
-        "runs",
-        "saveable",
-        "shared",
-    )
-
     def __init__(self) -> None:
         self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
         self.prewarmed = self.prewarm_hits = self.prewarm_misses = 0

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from batch_agent.backends.once import Found, Once
@@ -112,9 +111,7 @@ class ToolPool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     @property
@@ -126,7 +123,6 @@ class ToolPool:
         return {tool.name: tool for tool in tools} == {name: offer.tool for name, offer in self._offers.items()}
 
     def knows(self, name: str) -> bool:
-        """Return whether it offers a tool of this name."""
         return name in self._offers
 
     def usual_seconds(self, name: str) -> float | None:
@@ -292,8 +288,7 @@ class ToolPool:
         self._land(offer, flight, end)
 
     def _is_for_all(self, tool: Tool, flight: Flight) -> bool:
-        """Return whether other workers may use this call: it does not see its row, and reads nothing that a tool of
-        this run writes."""
+        """Return whether other workers may use this call: it sees no row, and reads nothing written here."""
         if self._once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
             return False
         return tool.resource is None or tool.resource not in self._written

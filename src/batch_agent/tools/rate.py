@@ -36,8 +36,6 @@ def calls_per_second(rate: object) -> float:
 class Bucket:
     """A token bucket. It reads no clock: each method takes the time, in seconds."""
 
-    __slots__ = ("_at", "_burst", "_rate", "_tokens")
-
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
         self._burst = max(1.0, rate)
@@ -64,8 +62,6 @@ class Bucket:
 
 class RateGate:
     """Gate that admits calls in FIFO order at the rate of the bucket. A call that leaves the queue uses nothing."""
-
-    __slots__ = ("_bucket", "_line", "_timer")
 
     def __init__(self, rate: float) -> None:
         self._bucket = Bucket(rate, -math.inf)

@@ -255,8 +255,7 @@ def _parameter(tool: str, item: inspect.Parameter, hints: Mapping[str, object]) 
 
 def _json_schema(parameters: Mapping[str, Parameter], extra: bool, described: Mapping[str, str]) -> JsonObject:
     schemas, shared = TypeAdapter.json_schemas(
-        [(name, "validation", parameter.adapter) for name, parameter in parameters.items()],
-        schema_generator=_Generator,
+        [(name, "validation", parameter.adapter) for name, parameter in parameters.items()], schema_generator=_Generator
     )
     properties: JsonObject = {}
     for name, parameter in parameters.items():

@@ -28,8 +28,6 @@ Work = Callable[[], None]
 class _Worker:
     """A thread and its queue of work; None ends it."""
 
-    __slots__ = ("inbox", "thread")
-
     def __init__(self, name: str) -> None:
         self.inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -49,8 +47,7 @@ class Threads:
         self._idle: list[_Worker] = []
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run the function in a thread, in a copy of the caller's context, and return its result. Cancelling discards
-        the result."""
+        """Return the result of the function, run in a thread in the caller's context. Cancelling discards it."""
         if self._stuck >= self._stuck_limit:
             raise ToolError(f"not started: {self._stuck} earlier calls that were cancelled are still running")
         loop = asyncio.get_running_loop()

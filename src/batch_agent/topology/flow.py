@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 from pydantic import JsonValue
@@ -115,10 +114,8 @@ class Flow:
         await self._run.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._run.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await self._run.__aexit__(*exception)
 
     async def finish(self) -> None:
         """Wait until all stages have ended. Raises the error of a failed stage; a failed reduction raises nothing."""

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
-from batch_agent.store.address import is_store_url
+from batch_agent.store.address import PASSWORD_VARIABLE, StoreAddress, is_store_url
 
 logger = logging.getLogger("batch_agent")
 
@@ -23,23 +24,26 @@ class PageBeside:
     def __init__(self, run_dir: str | Path | None) -> None:
         if run_dir is None:
             raise SpecError("the page reads the record of the run: give run_dir, or omit view")
-        if is_store_url(run_dir):
-            raise SpecError("view does not work for a run in Redis: use batch-agent view URL")
-        self._run_dir = Path(run_dir)
+        self._place = StoreAddress.parse(run_dir) if is_store_url(run_dir) else Path(run_dir)
         self.address = ""
 
     async def open(self) -> str:
         """Start the page and return its address; "" if it cannot be served."""
         self.address = await in_thread(self._start)
         if not self.address:
-            logger.warning("the page of %s cannot be served; the run continues without it", self._run_dir)
+            logger.warning("the page of %s cannot be served; the run continues without it", self._place)
         return self.address
 
     def _start(self) -> str:
-        command = [sys.executable, "-m", "batch_agent", "view", str(self._run_dir), "--beside"]
+        place = str(self._place)
+        if isinstance(self._place, StoreAddress) and self._place.user:
+            place = place.replace("://", f"://{quote(self._place.user, safe='')}@", 1)
+        command = [sys.executable, "-m", "batch_agent", "view", place, "--beside"]
         # The page uses the same code as this process.
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if isinstance(self._place, StoreAddress) and self._place.password:
+            environment[PASSWORD_VARIABLE] = self._place.password  # arguments are visible to other users
         # A new session: Ctrl-C is for the run. The page ends when its standard input is closed.
         self._process = process = subprocess.Popen(
             command,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.files.columns import Record
 from batch_agent.messages import JsonObject
 from batch_agent.store.control import NotAlive, Refused, ask, stream
 from batch_agent.store.rundir import RUN, RunView
-from batch_agent.view.conversation import live_conversation
+from batch_agent.view.conversation import conversation, live_conversation
+from batch_agent.view.followed import FollowedRun
 from batch_agent.view.record import RunRecord
 
 T = TypeVar("T")
@@ -21,10 +23,11 @@ EVERY = 1.0  # seconds between two reads of a record: changes of another process
 
 
 class ShownRun:
-    """A run, read in its own thread."""
+    """A run, read in its own thread. ``followed`` is the run in Redis that its directory follows."""
 
-    def __init__(self, key: str, path: Path) -> None:
+    def __init__(self, key: str, path: Path, followed: FollowedRun | None = None) -> None:
         self.record = RunRecord(key, path)
+        self._followed = followed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-view")
         self._indexing: asyncio.Task[None] | None = None
 
@@ -43,8 +46,11 @@ class ShownRun:
         await asyncio.wait([self._indexing], timeout=most)
 
     async def _index(self) -> None:
-        while await self.do(self.record.index_more):
-            pass
+        more = True
+        while more:
+            more = self._followed is not None and await self._followed.refresh()
+            while await self.do(self.record.index_more):
+                pass
 
     async def close(self) -> None:
         if self._indexing is not None:
@@ -60,8 +66,8 @@ class ShownRun:
         before: JsonObject = {}
         while True:
             try:
-                async for answer in stream(self.record.control_dir, {"do": "watch"}):
-                    yield {"alive": True, **self._own(answer), **await self._indexed()}
+                async for answer in self._watch():
+                    yield {"alive": True, **answer, **await self._indexed()}
             except (NotAlive, Refused, SpecError):
                 pass
             now = {"alive": False, **await self._indexed()}
@@ -70,8 +76,24 @@ class ShownRun:
                 before = now
             await asyncio.sleep(EVERY)
 
+    async def _watch(self) -> AsyncGenerator[JsonObject, None]:
+        """Yield the status and the running rows, about once per second. Raises NotAlive."""
+        if self._followed is None:
+            async for answer in stream(self.record.control_dir, {"do": "watch"}):
+                yield self._own(answer)
+        while self._followed is not None:
+            answer = await self._followed.now(self._stage or "")
+            counts = await self.do(lambda: cast(JsonObject, self.record.index.numbers()["counts"]))
+            finished: JsonObject = {name: counts[name] for name in ("tokens", "turns", "retries")}
+            yield {**answer, "status": {**cast(JsonObject, answer["status"]), **finished}}
+            await asyncio.sleep(EVERY)
+
     async def conversations(self, row: str) -> AsyncGenerator[JsonObject, None]:
         """Yield a running row after each new message, until it ends."""
+        if self._followed is not None:
+            async for live in self._recorded_so_far(self._followed, row):
+                yield live
+            return
         name = self._named(row)
         try:
             async for answer in stream(self.record.control_dir, {"do": "follow", "row": name}):
@@ -81,10 +103,29 @@ class ShownRun:
         except (NotAlive, Refused):
             return
 
+    async def _recorded_so_far(self, followed: FollowedRun, row: str) -> AsyncGenerator[JsonObject, None]:
+        """Yield a row that is not done after each recorded turn. Text that is being streamed is not in Redis."""
+        before: JsonObject | None = None
+        while (found := await followed.row(self._stage or "", row)) is not None:
+            record, past = found
+            asked = await self.do(self.record.asked)
+            now: JsonObject = {
+                "index": record["index"],
+                "job_id": record["job_id"],
+                "state": "running",
+                "conversation": [*conversation(cast(Record, record), past, asked, ())],
+            }
+            if now != before:
+                yield now
+                before = now
+            await asyncio.sleep(EVERY)
+
     async def steer(self, request: JsonObject) -> JsonObject:
         """Send a control request to the run. Raises NotAlive or Refused."""
         if "row" in request:
             request = {**request, "row": self._named(str(request["row"]))}
+        if self._followed is not None:
+            return await self._followed.steer(request)
         return self._own(await ask(self.record.control_dir, request))
 
     async def _indexed(self) -> JsonObject:
@@ -94,6 +135,8 @@ class ShownRun:
     @property
     def _stage(self) -> str | None:
         """Its name as a stage if it is controlled through its pipeline, else None."""
+        if self._followed is not None:
+            return None if self.record.path == self._followed.path else self.record.path.name
         return None if self.record.control_dir == self.record.path else self.record.path.name
 
     def _named(self, row: str) -> str:
@@ -119,10 +162,14 @@ def _state(path: Path) -> str:
 
 
 class ShownRuns:
-    """The given runs, or all runs of a directory, and their stages."""
+    """The given runs, or all runs of a directory, and their stages. ``followed`` are the given runs that are in
+    Redis."""
 
-    def __init__(self, paths: Sequence[Path], directory: Path | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], directory: Path | None = None, followed: Sequence[FollowedRun] = ()
+    ) -> None:
         self._directory = directory
+        self._followed = {run.path: run for run in followed}
         self._paths: dict[str, Path] = {}
         self._open: dict[str, ShownRun] = {}
         for path in paths:
@@ -141,7 +188,8 @@ class ShownRuns:
             path = self._paths.get(key) or self._stage_path(key)
             if path is None:
                 raise SpecError(f"there is no run {key!r} here")
-            self._open[key] = ShownRun(key, path)
+            followed = self._followed.get(path) or self._followed.get(path.parent)
+            self._open[key] = ShownRun(key, path, followed)
         return self._open[key]
 
     def look(self) -> None:
@@ -167,6 +215,8 @@ class ShownRuns:
     async def close(self) -> None:
         for run in self._open.values():
             await run.close()
+        for followed in self._followed.values():
+            await followed.close()
 
     def _add(self, path: Path) -> None:
         name = path.resolve().name or "run"

@@ -6,12 +6,14 @@ import asyncio
 import os
 import select
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.backends.local.test_local_process import STAND_IN, StandIn, ask, is_alive
 
 from batch_agent.backends.local.backend import LocalBackend
+from batch_agent.backends.local.engine import LoadedEngine
 from batch_agent.backends.local.keeper import EngineKeeper
 from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.errors import Unavailable
@@ -128,3 +130,27 @@ def test_a_file_that_changed_is_loaded_anew(runs: Runs) -> None:
 
 def test_the_address_says_for_how_long() -> None:
     assert [parse_url(url).keep for url in ("local://", "local://?keep=0", "local://?keep=60")] == [300, 0, 60]
+
+
+def test_a_run_cancelled_while_it_takes_the_engine_ends_it_and_closes_its_pipes(tmp_path: Path) -> None:
+    class Cancelling(EngineKeeper):
+        cancel: Callable[[], object] = staticmethod(lambda: None)
+
+        def take(self, key: str) -> LoadedEngine | None:
+            engine = super().take(key)
+            self.cancel()
+            return engine
+
+    keeper = Cancelling()
+    runs = Runs(tmp_path / "m.gguf", keeper)
+    pid, before = runs.run("one"), sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    async def enter_and_be_cancelled() -> None:
+        loop, entering = asyncio.get_running_loop(), asyncio.create_task(runs.backend.__aenter__())
+        keeper.cancel = lambda: loop.call_soon_threadsafe(entering.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+
+    asyncio.run(enter_and_be_cancelled())
+    assert not is_alive(pid) and not keeper.release()
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) < before

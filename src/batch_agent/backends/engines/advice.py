@@ -68,7 +68,7 @@ LACKS = {
 WORTH = {
     "prefix_caching": "32 requests with a shared prefix of 1,000 tokens: 159 s without, 17 s with; vLLM, 2 CPU cores",
     "reports_cached": "admission works without; it then learns nothing from evictions",
-    "by_priority": "not measured alone",
+    "by_priority": "no gain was measured for a batch alone; for an engine that other clients use",
     "offloads": "24 agents that overflow the cache, in a plain loop: 75.7 s without, 40.0 s with (H200, vLLM 0.26)",
 }
 SMALL_WORTH = "24 agents with contexts of up to 12k tokens, 32B shape, H200: 59.8 s with 98k of KV, 45.9 s with 200k"

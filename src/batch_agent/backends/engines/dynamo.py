@@ -90,7 +90,7 @@ class DynamoBackend(EngineBackend):
 
 
 def _hints(request: ModelRequest) -> JsonObject:
-    hints: JsonObject = {"priority": -request.turns_left}  # Dynamo serves higher values first
+    hints: JsonObject = {"priority": -request.priority}  # Dynamo serves higher values first
     if request.usual_tokens:
         most = request.shape.max_tokens or request.usual_tokens
         hints["osl"] = min(request.usual_tokens, most)

@@ -63,7 +63,7 @@ class SglangBackend(EngineBackend):
     def _priority_of(self, request: ModelRequest) -> int:
         if self._evicts_by_priority and not self._lowest_first:
             return 0 if request.last else 1
-        return request.turns_left if self._lowest_first else -request.turns_left
+        return request.priority if self._lowest_first else -request.priority
 
     async def facts(self, model: str) -> Facts:
         info = await self.ask_if_there(self._server_info)

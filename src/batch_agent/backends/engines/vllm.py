@@ -92,7 +92,7 @@ class VllmBackend(EngineBackend):
         if self._salt is not None:
             fields["cache_salt"] = self._salt
         if self._priority and request.run:
-            fields["priority"] = request.turns_left  # vLLM serves lower values first
+            fields["priority"] = request.priority  # vLLM serves lower values first
         if self._pins is not None:
             fields.update(self._pins.fields(request))
         return fields
@@ -159,7 +159,7 @@ class VllmBackend(EngineBackend):
 
     async def _infer_list(self, requests: Sequence[ModelRequest]) -> Answers:
         faults, shape = self._lists.faults, requests[0].shape
-        own = self.tail_of(min(requests, key=lambda request: request.turns_left)).fields
+        own = self.tail_of(min(requests, key=lambda request: request.priority)).fields
         conversations = b",".join(join_body(b"[", request.conversation, b"]") for request in requests)
         document = await self.ask_bytes(self._lists, self._head(shape, False) + conversations + end_body(own))
         choices = document.get("choices")

@@ -142,13 +142,14 @@ class LocalBackend(Backend):
 
     async def _start(self, configuration: JsonObject) -> EngineProcess:
         self._key = repr((sorted(configuration.items()), self._program))
-        kept = await in_thread(partial(self._keeper.take, self._key))
+        kept = self._keeper.take(self._key)
         if kept is not None:
             try:
                 return await EngineProcess.attach(kept)
             except BaseException:
                 kept.end()
                 raise
+        await in_thread(self._keeper.release)  # an engine with other options: its memory is needed
         return await EngineProcess.start(self._program, configuration)
 
     async def _configuration(self) -> JsonObject:

@@ -32,15 +32,13 @@ class EngineKeeper:
         self._idle: tuple[str, LoadedEngine, threading.Timer] | None = None
 
     def take(self, key: str) -> LoadedEngine | None:
-        """Return the idle engine of that key, or None. An engine of another key is ended: its memory is needed."""
-        idle = self._remove()
-        if idle is None:
+        """Return the idle engine of that key, or None. Does not block."""
+        with self._lock:
+            idle = self._idle
+        if idle is None or idle[0] != key or not idle[1].alive:
             return None
-        kept, engine, _ = idle
-        if kept == key and engine.alive:
-            return engine
-        engine.end()
-        return None
+        taken = self._remove(idle[1])
+        return None if taken is None else taken[1]
 
     def keep(self, key: str, engine: LoadedEngine, seconds: float) -> None:
         """Keep an idle engine for that time, and end the engine that was kept before.

@@ -86,10 +86,14 @@ class EngineProcess(asyncio.Protocol):
         """Connect to a running process. Its own pipes stay open after ``detach``."""
         self = cls(engine)
         assert engine.process.stdin is not None and engine.process.stdout is not None
-        output = os.fdopen(os.dup(engine.process.stdout.fileno()), "rb", 0)
-        self._output, _ = await self._loop.connect_read_pipe(lambda: self, output)
         writable = os.fdopen(os.dup(engine.process.stdin.fileno()), "wb", 0)
         self._input, _ = await self._loop.connect_write_pipe(lambda: _Input(self._input_closed), writable)
+        try:
+            output = os.fdopen(os.dup(engine.process.stdout.fileno()), "rb", 0)
+            self._output, _ = await self._loop.connect_read_pipe(lambda: self, output)
+        except BaseException:
+            self._input.close()
+            raise
         return self
 
     @property

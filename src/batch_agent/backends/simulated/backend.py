@@ -74,7 +74,7 @@ class SimulatedBackend(Backend):
         if answer.calls:
             ids = CallIds(request.conversation.messages)
             answer = replace(answer, calls=tuple(replace(call, id=ids.take(call.id)) for call in answer.calls))
-        priority = shape.extra_body.get("priority", 0)
+        priority = shape.extra_body.get("priority", request.priority)
         priority = priority if isinstance(priority, int) else 0
         reply = await self._generate(prompt, answer, priority, self._pins.order(request), on_tool_call)
         self._pins.answered(request, reply)

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
@@ -27,9 +28,11 @@ from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
+from batch_agent.files.results import from_json
 from batch_agent.observe.text import rows, terminal_width
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import row_of
+from batch_agent.store.mirror import UNFINISHED
 from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import JOURNAL, RunView
 from batch_agent.store.sqlite import SqliteJournal
@@ -68,6 +71,7 @@ class ShownPart:
     def __init__(self, name: str, path: Path, journal: SqliteJournal, prepared: Prepared | None) -> None:
         self.name, self.records = name, RunRecords(path)
         self._journal, self._prepared = journal, prepared
+        self._unfinished = path / UNFINISHED
 
     def finished(self, record: Record) -> ShownRow:
         """Return the row of a result line."""
@@ -75,7 +79,11 @@ class ShownPart:
         return ShownRow(self.name, record, past, _prompts(self._prepared, record.get("input")))
 
     def unfinished(self, wanted: str | None = None) -> Iterator[ShownRow]:
-        """Yield running rows. Their inputs are not in the record: they are searched in the inputs of the run."""
+        """Yield running rows. Their inputs are not in the record: they are searched in the inputs of the run. A run in
+        Redis has them, also those of rows in the queue."""
+        if self._unfinished.exists():
+            yield from self._queued(wanted)
+            return
         waiting = [row for row, _ in self._journal.under_way()]
         known = _inputs_of(self._prepared, set(waiting))
         for row in waiting:
@@ -86,6 +94,17 @@ class ShownPart:
             record: Record = {} if index is None else {"index": index, "job_id": own or str(index)}
             prompts = _prompts(self._prepared, value) if index is not None else None
             yield ShownRow(self.name, record or None, past, prompts, value)
+
+    def _queued(self, wanted: str | None) -> Iterator[ShownRow]:
+        with self._unfinished.open("rb") as lines:
+            for line in lines:
+                row = cast("dict[str, Any]", from_json(line))
+                if wanted is not None and wanted != str(row["index"]):
+                    continue
+                pasts = self._journal.claim([Identity(NO_KEY, bytes.fromhex(each)) for each in row["rows"]])
+                record: Record = {"index": row["index"], "job_id": str(row["index"])}
+                past = next(iter(pasts), None)
+                yield ShownRow(self.name, record, past, _prompts(self._prepared, row["input"]), row["input"])
 
     def named(self, wanted: str) -> list[ShownRow]:
         """Return the rows with this id, else the row at this position in the inputs."""

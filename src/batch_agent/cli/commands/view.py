@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 from batch_agent.blocking import in_thread
@@ -14,8 +13,10 @@ from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.cli.spec.numbers import add_address
 from batch_agent.errors import SpecError
-from batch_agent.store.recorded import brought, place_of
+from batch_agent.store.address import StoreAddress
+from batch_agent.store.recorded import place_of
 from batch_agent.store.rundir import RUN
+from batch_agent.view.followed import FollowedRun, follow
 from batch_agent.view.runs import ShownRuns
 from batch_agent.view.server import ViewServer
 
@@ -36,20 +37,10 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def view_command(options: argparse.Namespace) -> int:
-    with ExitStack() as copies:
-        return _view(options, [_local(run, copies) for run in options.runs])
-
-
-def _local(run: str, copies: ExitStack) -> Path:
-    """Return the directory of a run. A run in Redis is copied to a directory, which does not change later."""
-    place = place_of(run)
-    if not isinstance(place, Path):
-        say(f"batch-agent: the page shows the current state of {place}; start it again to update it")
-    return copies.enter_context(brought(place))
-
-
-def _view(options: argparse.Namespace, paths: list[Path]) -> int:
-    runs = _runs(paths, waits=options.beside)
+    places = [place_of(run) for run in options.runs]
+    followed = {place: follow(place, waits=options.beside) for place in places if isinstance(place, StoreAddress)}
+    paths = [place if isinstance(place, Path) else followed[place].path for place in places]
+    runs = _runs(paths, list(followed.values()), waits=options.beside)
     server = ViewServer(runs, options.host, options.port)
     if options.host not in LOOPBACK:
         say(
@@ -69,7 +60,7 @@ def _view(options: argparse.Namespace, paths: list[Path]) -> int:
     return serve(server.serve(ready))
 
 
-def _runs(paths: list[Path], *, waits: bool) -> ShownRuns:
+def _runs(paths: list[Path], followed: list[FollowedRun], *, waits: bool) -> ShownRuns:
     """Return the runs to show. With ``waits``, a given run may not have started yet."""
     if not paths:
         paths = [Path(RUNS)]
@@ -82,4 +73,4 @@ def _runs(paths: list[Path], *, waits: bool) -> ShownRuns:
     for path in paths:
         if not (path / RUN).exists() and not waits:
             raise SpecError(f"{path} holds no run: there is no {RUN} in it")
-    return ShownRuns(paths)
+    return ShownRuns(paths, followed=followed)

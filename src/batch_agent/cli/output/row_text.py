@@ -56,8 +56,10 @@ def row_text(
         parts += [page.said("user", user)] if user else []
     elif value is not None:
         parts.append(page.said("input", value if isinstance(value, str) else to_json(value).decode()))
-    if past is None or past.unreadable:
-        parts.append(page.said("answers", "not in the journal" if past is None else f"unreadable: {past.unreadable}"))
+    if past is None:
+        parts.append(page.said("answers", "not in the journal" if record and "ok" in record else "none yet"))
+    elif past.unreadable:
+        parts.append(page.said("answers", f"unreadable: {past.unreadable}"))
     else:
         parts += _conversation(past, page)
         parts += _worked(past, page)

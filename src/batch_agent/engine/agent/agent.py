@@ -55,8 +55,7 @@ class Agent:
             self._state = LoopContext(job, resources, trail, worker)
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
-        """Run to the end and return the result. ``ticket`` is a slot that was already requested, if any. A JobError
-        becomes part of the result."""
+        """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
         state, deadline = self._state, self._deadline
         state.ticket = ticket
         limit = asyncio.timeout(deadline)
@@ -119,7 +118,6 @@ class Agent:
         self.recorded = result
 
     async def settle(self) -> None:
-        """Wait until all its records are on disk."""
         await self._trail.settle()
 
     def result(self) -> AgentResult[object]:
@@ -156,8 +154,7 @@ class Agent:
 
 
 def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
-    """Return the messages for the result, with images as placeholders: a thousand results would hold a thousand
-    images."""
+    """Return the messages for the result. Images become placeholders, because results stay in memory."""
     if not job.images:
         return tuple(messages)
     return tuple(

@@ -6,7 +6,6 @@ If that fails, a list of the removed calls replaces the summary.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,15 +17,14 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler import compaction
 from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
 from batch_agent.compiler.overflow import stated
-from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.cancellation import worker_boundary
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tally import Tally
 from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.engine.run.prepare import Prepared, only_model
-from batch_agent.errors import ContextOverflow, JobError, StoreError, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.errors import ContextOverflow, JobError, WorkerFailed
 from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.outputs.extract import strip_reasoning
@@ -75,8 +73,7 @@ class Compactor:
         return foreseen - int(compaction.TARGET * room)
 
     def foreseen(self, history: History) -> int | None:
-        """Return the tokens of the next prompt: counted if possible, else a high estimate. None before the first
-        answer."""
+        """Return the tokens of the next prompt, or a high estimate; None before the first answer."""
         foreseen = history.foreseen()
         if foreseen is None and (estimated := self._estimated(history)) is not None:
             return int(estimated / TRUSTED)
@@ -137,8 +134,7 @@ class Compactor:
         return await self._summary(before.note, since, job, tally)
 
     async def _summary(self, known: str, gone: Sequence[Message], job: Job, tally: Tally) -> tuple[str, Usage]:
-        """Return a summary of the messages removed now and of the earlier summary (``known``). "" if the model cannot
-        write it."""
+        """Return a summary of the removed messages and of the earlier one (``known``); "" if that fails."""
         r, shape = self.summaries, self.shape
         assert r is not None and shape is not None
         steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))
@@ -157,17 +153,11 @@ class Compactor:
 
 
 async def _told_by(teller: Teller, gone: Sequence[Message]) -> str:
-    """Return the text of the user's compaction function. Any exception from it fails only its row."""
-    try:
+    """Return the text of the user's compaction function."""
+    with worker_boundary("the compaction failed:"):
         told = teller(gone)
         if inspect.isawaitable(told):
             told = await told
-    except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
-            raise
-        raise WorkerFailed(f"the compaction failed: {describe(error)}") from error
     if not isinstance(told, str):
         raise WorkerFailed(f"the compaction gave {type(told).__name__} instead of a text for the removed messages")
     return told

@@ -51,15 +51,14 @@ class AgentReply:
     message: Message
 
 
-class AgentContext:
-    """One row while a worker processes it. It ends with the row: later requests and calls are refused."""
+class WorkerContext:
+    """The part of a worker's context that does not wait for anything."""
 
     def __init__(self, work: RowWork) -> None:
         self._work = work
-        self._busy = False  # a request of the row's own conversation is in flight
 
     def __repr__(self) -> str:
-        return f"<AgentContext of row {self.index}>"
+        return f"<{type(self).__name__} of row {self.index}>"
 
     @property
     def row(self) -> object:
@@ -88,27 +87,26 @@ class AgentContext:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The row's own conversation so far: the system prompt, the task, and all requests without messages of their
-        own."""
+        """The row's own conversation so far: the system prompt, the task, and requests without own messages."""
         return tuple(self._work.conversation.messages)
 
     @property
     def workdir(self) -> Path:
         """A directory for this row alone. It is empty when the worker begins, also after a resume. In a run directory
         it is kept, else it is removed when the row ends."""
-        self._check_open()
+        self._work.check_open()
         return self._work.place.directory
 
     @property
     def base_url(self) -> str:
         """The address where programs send requests for this row, in the formats of OpenAI and Anthropic."""
-        self._check_open()
+        self._work.check_open()
         return f"{self._work.worker.gateway.url}/v1"
 
     @property
     def api_key(self) -> str:
         """The API key of this row at ``base_url``. It is valid until the row ends."""
-        self._check_open()
+        self._work.check_open()
         return self._work.key
 
     @property
@@ -118,18 +116,26 @@ class AgentContext:
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
         """Save text, bytes or a copy of a file. ``result.artifacts[name]`` is its path."""
-        self._check_open()
+        self._work.check_open()
         return self._work.place.save(name, content)
 
     def add_usage(self, usage: Usage) -> None:
         """Add tokens to the result that this row used outside the run, at another server."""
-        self._check_open()
+        self._work.check_open()
         self._work.tally.pay(usage, None)
 
     def say(self, text: str) -> None:
         """Add a user message to the row's own conversation."""
-        self._check_open()
+        self._work.check_open()
         self._work.conversation.append(Message("user", text))
+
+
+class AgentContext(WorkerContext):
+    """One row while a worker processes it. It ends with the row: later requests and calls are refused."""
+
+    def __init__(self, work: RowWork) -> None:
+        super().__init__(work)
+        self._busy = False  # a request of the row's own conversation is in flight
 
     async def ask(
         self,
@@ -226,7 +232,7 @@ class AgentContext:
         max_turns: int | None,
         options: AskOptions,
     ) -> Dialogue:
-        self._check_open()
+        self._work.check_open()
         asking = self._work.worker.asking(tools, output_schema, options)
         if prompt is not None:
             own = Conversation(_messages(prompt))
@@ -235,9 +241,6 @@ class AgentContext:
         else:
             raise InputError("there is nothing to send: the run has no task, so call ask with a prompt or messages")
         return Dialogue(self._work, asking.shapes, asking.schema, own, max_turns)
-
-    def _check_open(self) -> None:
-        self._work.check_open()
 
 
 def _messages(prompt: Prompt) -> list[Message]:
@@ -252,64 +255,13 @@ def _messages(prompt: Prompt) -> list[Message]:
     return messages
 
 
-class BlockingContext:
+class BlockingContext(WorkerContext):
     """The same interface for a worker that is a plain function and runs in a thread: ``ask``, ``call`` and ``loop``
     block and return the result. Threads that it starts may use it too."""
 
-    def __init__(self, context: AgentContext, loop: asyncio.AbstractEventLoop) -> None:
-        self._context, self._loop = context, loop
-
-    def __repr__(self) -> str:
-        return f"<BlockingContext of row {self.index}>"
-
-    @property
-    def row(self) -> object:
-        return self._context.row
-
-    @property
-    def index(self) -> int:
-        return self._context.index
-
-    @property
-    def job_id(self) -> str:
-        return self._context.job_id
-
-    @property
-    def prompt(self) -> str:
-        return self._context.prompt
-
-    @property
-    def model(self) -> str:
-        return self._context.model
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return self._context.messages
-
-    @property
-    def workdir(self) -> Path:
-        return self._context.workdir
-
-    @property
-    def base_url(self) -> str:
-        return self._context.base_url
-
-    @property
-    def api_key(self) -> str:
-        return self._context.api_key
-
-    @property
-    def env(self) -> dict[str, str]:
-        return self._context.env
-
-    def save(self, name: str, content: str | bytes | Path) -> Path:
-        return self._context.save(name, content)
-
-    def add_usage(self, usage: Usage) -> None:
-        self._context.add_usage(usage)
-
-    def say(self, text: str) -> None:
-        self._context.say(text)
+    def __init__(self, work: RowWork, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(work)
+        self._context, self._loop = AgentContext(work), loop
 
     def ask(
         self,

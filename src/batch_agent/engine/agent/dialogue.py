@@ -31,17 +31,13 @@ class Dialogue:
         own: Conversation,
         max_turns: int | None,
     ) -> None:
-        self._shapes = shapes
+        self.shapes = shapes
         self._work, self._schema, self._max_turns = work, schema, max_turns
         self._own = own if own is work.conversation else None
         self._asked = own if self._own is not None else _with_system(own, work.shared)
         if shapes.schema_in_prompt and schema is not None:
             self._asked = _with_schema(self._asked, schema)
         self._turns = self._repairs = 0
-
-    @property
-    def shapes(self) -> Shapes:
-        return self._shapes
 
     async def ask(self, shape: RequestShape) -> Reply:
         if self._max_turns is not None and self._turns >= self._max_turns + self._repairs:

@@ -26,8 +26,7 @@ class ClientShapes:
         self._known: dict[bytes, tuple[RequestShape, RequestShape]] = {}
 
     def of(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
-        """Return the shape for the record, and the shape to send. The first includes everything that the second
-        lacks."""
+        """Return the shape for the record, and the shape to send, which is a part of the first."""
         shapes = self._known.get(request.head)
         if shapes is None:
             if len(self._known) >= KINDS:

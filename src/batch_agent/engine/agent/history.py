@@ -40,8 +40,7 @@ class History:
             self._measured_at = len(self.asked.messages)
 
     def foreseen(self) -> int | None:
-        """Return the tokens of the next prompt: the server's count, plus an estimate of later messages. None without a
-        count."""
+        """Return the server's count of tokens, plus an estimate of later messages; None without a count."""
         if self._measured is None:
             return None
         return self._measured + history_tokens(self.asked.messages[self._measured_at :])

@@ -23,11 +23,9 @@ class Looping(Protocol):
 
     def read(self, reply: Reply) -> object:
         """Return the output in an answer. Raises OutputError if it is invalid."""
-        ...
 
     def repair(self, error: OutputError) -> None:
         """Show the error to the model. Raises the error if the retries are used up."""
-        ...
 
 
 async def tool_loop(row: object, ctx: Looping) -> object:

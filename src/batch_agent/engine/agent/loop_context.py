@@ -34,11 +34,11 @@ from batch_agent.errors import (
 )
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
-from batch_agent.messages import Conversation, Message, Reply, ToolCall
+from batch_agent.messages import Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.scheduler.pins import pin_seconds
+from batch_agent.scheduler.kvflow import pin_seconds
 from batch_agent.store.digests import difference, is_same, next_asked
 from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail
@@ -52,21 +52,7 @@ MISMATCH = (
 
 
 class LoopContext(WorkState):
-    """``conversation`` begins with the task. ``failure`` is the error of a request or a call. It is final: the journal
-    cannot record a recovery."""
-
-    __slots__ = (
-        "_answer",
-        "_asked",
-        "_chain",
-        "_cut_from",
-        "_digested",
-        "_early",
-        "_forgiven",
-        "_history",
-        "_repairs",
-        "_worker",
-    )
+    """``failure`` is the error of a request or call. It is final: the journal has no recoveries."""
 
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker) -> None:
         super().__init__(job, resources, trail)
@@ -90,11 +76,6 @@ class LoopContext(WorkState):
         return self._r.shapes
 
     @property
-    def conversation(self) -> Conversation:
-        """All messages, including those that are no longer sent because the conversation was cut."""
-        return self._history.said
-
-    @property
     def messages(self) -> Sequence[Message]:
         return self._history.said.messages
 
@@ -105,8 +86,7 @@ class LoopContext(WorkState):
     # What a worker does
 
     async def ask(self, shape: RequestShape | None = None) -> Reply:
-        """Return the model's answer to the conversation, and add it. ``shape`` is the kind of request, if not the
-        default."""
+        """Return the model's answer to the conversation, and add it. ``shape``: the kind of request."""
         self._go_on()
         if shape is None:
             shape = self.shapes.later if self.tally.turns else self.shapes.first
@@ -133,7 +113,6 @@ class LoopContext(WorkState):
             raise
 
     def say(self, text: str) -> None:
-        """Add a user message for the next request."""
         self._history.append(Message("user", text))
 
     def read(self, reply: Reply) -> object:
@@ -202,8 +181,7 @@ class LoopContext(WorkState):
         return past.reply
 
     def _check(self, shape: RequestShape, then: str | None) -> None:
-        """Compute the digest of the next request. Raises ReplayMismatch if ``then`` is the digest of another
-        request."""
+        """Compute the digest of the next request. Raises ReplayMismatch if it differs from ``then``."""
         new, first = self._history.said.messages[self._digested :], self._digested + 1
         self._digested += len(new)
         self._chain, self._asked = next_asked(self._chain, self._r.digests.of(shape), new)
@@ -218,8 +196,7 @@ class LoopContext(WorkState):
         self._abandon_early()
 
     async def _send_fitting(self, shape: RequestShape) -> Reply:
-        """Cut a conversation that would exceed the context, and send it. If the server still finds it too long, send it
-        once more."""
+        """Cut a conversation that would exceed the context, and send it; again if the server refuses its length."""
         compactor, history = self._r.compactor, self._history
         if compactor is None:
             return await self._send(shape)
@@ -272,6 +249,7 @@ class LoopContext(WorkState):
             self.job.index,
             run=r.run,
             turn=self.tally.turns + 1,
+            priority=self._priority(left),
             pin_seconds=0.0 if last or not can_call else self._pin_seconds(),
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
@@ -295,6 +273,11 @@ class LoopContext(WorkState):
             self._asking = None
         self._early = early
         return reply
+
+    def _priority(self, left: int) -> int:
+        """Return the turns left, so that the engine serves agents near their end first, and new agents can start. When
+        all have started, this order would delay the end of the batch: then all have the priority of a new agent."""
+        return self._turn_limit or 0 if self._r.dispatcher.scheduler.forecast.all_started else left
 
     def _pin_seconds(self) -> float:
         scheduler = self._r.dispatcher.scheduler
@@ -374,8 +357,7 @@ class LoopContext(WorkState):
             self._answer = None
 
     def _leave_record(self) -> None:
-        """End the replay: the agent continues on its own. Raises FailedBefore if the record ends with a failure that is
-        not retried."""
+        """End the replay. Raises FailedBefore if the record ends with a failure that is not retried."""
         trail = self._trail
         if trail.fresh:
             return

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -36,7 +35,6 @@ from batch_agent.store.digests import call_digest, request_digest
 from batch_agent.store.replay import WorkReplay, chain
 from batch_agent.store.steps import CallBegun, CallEnded, Ended, Failed, conversation_of_ask
 from batch_agent.store.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
-from batch_agent.tools.pool import ToolOutcome
 
 if TYPE_CHECKING:
     from batch_agent.engine.agent.user_worker import UserWorker
@@ -48,8 +46,7 @@ ENDED = "the row of this context has ended: it accepts no more requests or calls
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """The end of a tool call. ``text`` is for the model. ``unknown``: the call was interrupted, may have written, and
-    is not run again."""
+    """The end of a tool call. ``unknown``: it was interrupted, may have written, and is not repeated."""
 
     text: str
     ok: bool
@@ -59,32 +56,16 @@ class CallOutcome:
 class RowWork(WorkState):
     """``conversation`` is the row's own: the shared messages, the task, and later messages."""
 
-    __slots__ = (
-        "_at_end",
-        "_calls",
-        "_closed",
-        "_key",
-        "_output",
-        "_place",
-        "_progress_of",
-        "_replay",
-        "_tasks",
-        "_worker",
-        "_writing",
-        "conversation",
-    )
-
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: UserWorker) -> None:
         super().__init__(job, resources, trail)
         self._key = ""  # API key at the gateway; created at first use
         own = [Message("user", content_of(job))] if job.prompt else []
         self.conversation = Conversation(own, parent=resources.shared)
-        self._worker = worker
+        self.worker = worker
         self._replay = WorkReplay(trail.past, resources.shared.messages)
         self._place: Workplace | None = None  # created at first use
         self._output: str | None = None  # the worker's return value as JSON
         self._closed = False
-        self._at_end: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing: set[asyncio.Task[Any]] = set()  # tasks of calls that may write
         self._progress_of = {self.progress.model: self.progress}
@@ -100,24 +81,20 @@ class RowWork(WorkState):
         if past.failed is not None and not trail.retried:
             raise FailedBefore(past.failed)
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
-            return self._worker.read(kept)
+            return self.worker.read(kept)
         if trail.has_past:
-            await self._loop.run_in_executor(None, self._worker.places.clear, trail.agent)
-        returned = await self._worker.run(self)
-        self._output, output, self.repaired = self._worker.written(returned)
+            await self._loop.run_in_executor(None, self.worker.places.clear, trail.agent)
+        returned = await self.worker.run(self)
+        self._output, output, self.repaired = self.worker.written(returned)
         return output
 
     @property
     def _kept(self) -> str | None:
         """The recorded output, if it is still valid: the fingerprint of the run has not changed."""
         ended = self._trail.past.ended
-        if ended is None or (self._trail.checks and ended.fingerprint != self._worker.fingerprint):
+        if ended is None or (self._trail.checks and ended.fingerprint != self.worker.fingerprint):
             return None
         return ended.output
-
-    @property
-    def worker(self) -> UserWorker:
-        return self._worker
 
     @property
     def shared(self) -> Conversation:
@@ -245,28 +222,16 @@ class RowWork(WorkState):
     async def _run_call(self, call: ToolCall) -> CallOutcome:
         r, index, turn = self._r, self.job.index, self.tally.turns
         place, self._calls = self._calls, self._calls + 1
-        began, ended = self._loop.time(), self._loop.create_future()
+        began = self._loop.time()
         r.emit(ToolStarted(r.clock(), r.run, index, turn, place, call.id, call.name))
         pending = r.tools.start(call, self.job, turn)
-        found: list[ToolOutcome] = []
-
-        def tell(end: ToolOutcome | Exception) -> None:
-            if ended.done():
-                return
-            if isinstance(end, Exception):
-                ended.set_exception(end)
-                return
-            found.append(end)
-            ended.set_result(None)
-
         try:
-            pending.on_end(tell)
+            ended = pending.ended()
             # The outcome of a write must be known, so it is waited for even after the run's time limit.
-            await (r.dispatcher.wait_for_tools(ended) if r.tools.can_start_early(call.name) else ended)
+            end = await (r.dispatcher.wait_for_tools(ended) if r.tools.can_start_early(call.name) else ended)
         finally:
             pending.abandon()
             self.tally.tool_wait += self._loop.time() - began
-        [end] = found
         r.emit(ToolFinished(r.clock(), r.run, index, turn, place, call.id, call.name, end.seconds, end.ok, end.source))
         return CallOutcome(end.text, end.ok)
 
@@ -287,8 +252,7 @@ class RowWork(WorkState):
             )
 
     async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``, run in a task of this row. The task ends with the row, even if its caller
-        still waits."""
+        """Return the result of ``work``, run in a task that ends with the row."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -309,14 +273,11 @@ class RowWork(WorkState):
     def key(self) -> str:
         """The API key of this row at the gateway. It is valid until the row ends."""
         if not self._key:
-            gateway = self._worker.gateway
-            self._key = gateway.admit(GatewayRow(self, self._r.backend))
-            self.at_end(partial(gateway.dismiss, self._key))
+            self._key = self.worker.gateway.admit(GatewayRow(self, self._r.backend))
         return self._key
 
     async def wait_for(self, worker: asyncio.Task[Any]) -> None:
-        """Wait until the worker has ended. Raises Interrupted if the run's time limit comes first; running writes are
-        still waited for."""
+        """Wait until the worker has ended. Raises Interrupted at the run's time limit, after running writes."""
         ended = self._loop.create_future()
 
         def tell(_: object) -> None:
@@ -331,14 +292,10 @@ class RowWork(WorkState):
                 await asyncio.wait(self._writing)
             raise
 
-    def at_end(self, act: Callable[[], None]) -> None:
-        """Call ``act`` once when the row ends and accepts no more requests."""
-        self._at_end.append(act)
-
     async def close(self) -> None:
         self._closed = True
-        while self._at_end:
-            self._at_end.pop()()
+        if self._key:
+            self.worker.gateway.dismiss(self._key)
         cancelled: asyncio.CancelledError | None = None
         while self._tasks:
             for task in self._tasks:
@@ -347,7 +304,7 @@ class RowWork(WorkState):
                 await asyncio.wait(self._tasks)
             except asyncio.CancelledError as error:
                 cancelled = error
-        if self._place is not None and not self._worker.places.keeps:
+        if self._place is not None and not self.worker.places.keeps:
             await self._loop.run_in_executor(None, self._place.leave)
         if cancelled is not None:
             raise cancelled
@@ -356,14 +313,13 @@ class RowWork(WorkState):
 
     @property
     def place(self) -> Workplace:
-        """The row's working directory and artifacts."""
         if self._place is None:
-            self._place = self._worker.places.open(self._trail.agent)
+            self._place = self.worker.places.open(self._trail.agent)
         return self._place
 
     @property
     def artifacts(self) -> Mapping[str, Path]:
-        return self._worker.places.artifacts(self._trail.agent) if self._place is None else self._place.artifacts
+        return self.worker.places.artifacts(self._trail.agent) if self._place is None else self._place.artifacts
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -380,4 +336,4 @@ class RowWork(WorkState):
         if verdict is not None:
             trail.add(Failed(verdict, self.text, self._spent()))
         else:
-            trail.add(Ended(self._spent(), self._output, self._worker.fingerprint))
+            trail.add(Ended(self._spent(), self._output, self.worker.fingerprint))

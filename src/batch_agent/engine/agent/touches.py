@@ -28,12 +28,10 @@ from batch_agent.tools.pool import ToolPool
 
 MOST_FAILURES = 3
 LONGEST_SECONDS = 60.0  # time limit of a touch
-AFTER_ALL = 1 << 20  # turns left, for engines with priorities: a touch comes after every turn
+AFTER_ALL = 1 << 20  # a priority: a touch comes after every turn
 
 
 class TouchCall(ModelCall):
-    """A request whose answer is not used."""
-
     async def send(self, endpoint: str) -> Reply:
         try:
             return await super().send(endpoint)
@@ -62,7 +60,7 @@ class Touches:
 
         def begin() -> None:
             nonlocal touching
-            if admission.may_touch(progress, self._dispatcher.scheduler.waiting, loop.time()):
+            if admission.may_touch(progress, self._dispatcher.scheduler.waiting):
                 touching = loop.create_task(self._touch(progress, history))
 
         lead = admission.seconds_to_compute(progress)
@@ -90,7 +88,7 @@ class Touches:
     async def send(self, endpoint: Endpoint, history: Conversation) -> Usage | None:
         """Send a history to an endpoint and return its usage; None if it was not sent or failed."""
         dispatcher = self._dispatcher
-        request = ModelRequest(self._shape, history, "touch", turns_left=AFTER_ALL)
+        request = ModelRequest(self._shape, history, "touch", priority=AFTER_ALL)
         spending = dispatcher.spending
         if endpoint.server.rates is not None or (spending is not None and spending.reserve_nowait(request) is None):
             return None

@@ -110,8 +110,7 @@ class TurnCall(ModelCall, Observer):
 
 
 def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
-    """Return whether the text is an answer. Reasoning alone is none if the text is the output; else the schema
-    decides."""
+    """Return whether the text is an answer: more than reasoning if the text is the output."""
     text = text.strip()
     if text and schema is None and (text[0] == "<" or text[-1] == ">"):  # the whole text may be inside tags
         with suppress(OutputError):  # the reader of the answer reports it

@@ -21,7 +21,7 @@ from batch_agent.backends.base import RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.cancellation import worker_boundary
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.context import AgentContext, AskOptions, BlockingContext
 from batch_agent.engine.agent.gateway_row import ClientShapes
@@ -31,8 +31,8 @@ from batch_agent.engine.agent.worker_output import read_output, write_output
 from batch_agent.engine.agent.workplace import Workplaces
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import fingerprint_of
-from batch_agent.errors import InputError, JobError, SpecError, StoreError, WorkerFailed
-from batch_agent.foreign import describe, is_async
+from batch_agent.errors import InputError, SpecError, WorkerFailed
+from batch_agent.foreign import is_async
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool
 
@@ -117,7 +117,7 @@ class UserWorker:
 
         def call() -> Returned:
             try:
-                return context.run(self._function, row, BlockingContext(AgentContext(work), loop)), None
+                return context.run(self._function, row, BlockingContext(work, loop)), None
             except BaseException as error:
                 return None, error
             finally:
@@ -139,7 +139,6 @@ class UserWorker:
         return write_output(returned, self._prepared.schema)
 
     def read(self, output: str) -> object:
-        """Return a recorded output."""
         return read_output(output, self._prepared.schema)
 
     # Its requests
@@ -188,8 +187,7 @@ class UserWorker:
         return AskShapes(shapes, schema, output_schema)
 
     def _admit_shape(self, shape: RequestShape) -> None:
-        """Set the prices of a client's shape. It is not checked before it is sent: the client gets the backend's
-        refusal."""
+        """Set the prices of a client's shape. The backend checks it when it is sent."""
         if self._spending is not None:
             self._spending.set_prices((shape,), self._prices(shape.model))
 
@@ -220,13 +218,7 @@ def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[objec
     """Return the worker with its exceptions converted, so that any of them fails only its row."""
 
     async def work(row: object, context: C) -> object:
-        try:
+        with worker_boundary("the worker failed:"):
             return await worker(row, context)
-        except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
-                raise
-            raise WorkerFailed(f"the worker failed: {describe(error)}") from error
 
     return work

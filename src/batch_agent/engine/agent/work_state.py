@@ -28,22 +28,6 @@ class WorkState(ABC):
     """``text`` is the model's latest text. ``failure`` is a final error: the worker's return value cannot replace it.
     ``repaired``: the JSON of the output was repaired. ``truncated``: the output is text that was cut at max_tokens."""
 
-    __slots__ = (
-        "_asking",
-        "_began",
-        "_loop",
-        "_r",
-        "_trail",
-        "failure",
-        "job",
-        "progress",
-        "repaired",
-        "tally",
-        "text",
-        "ticket",
-        "truncated",
-    )
-
     def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
         self.job = job
         self.tally = Tally()
@@ -85,8 +69,7 @@ class WorkState(ABC):
         return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
 
     def shown(self) -> JsonObject:
-        """Return the conversation so far. ``saying`` is the answer that is being streamed; None if no request is in
-        flight."""
+        """Return the conversation so far. ``saying``: the answer being streamed; None without a request."""
         asking, tally = self._asking, self.tally
         return {
             "index": self.job.index,

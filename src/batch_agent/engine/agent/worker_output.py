@@ -10,7 +10,7 @@ import json
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, OutputError, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.foreign import boundary, describe
 from batch_agent.outputs.validate import parse_output
 
 NOT_JSON = (
@@ -25,12 +25,8 @@ def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple
         text = _to_text(returned)
         return text, json.loads(text), False
     value, repaired = _valid(returned, schema)
-    try:
+    with boundary(lambda raised: Invalid(f"the output cannot be written as JSON: {raised}")):  # the user's serializers
         plain = schema.to_plain(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # serializers of the user
-        raise Invalid(f"the output cannot be written as JSON: {describe(error)}") from error
     text = _to_text(plain)
     return text, schema.validate_json(text), repaired
 

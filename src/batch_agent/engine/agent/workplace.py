@@ -27,8 +27,6 @@ NONE: Mapping[str, Path] = {}
 class Workplace:
     """The files of one row. ``directory`` is created, empty, at first use."""
 
-    __slots__ = ("_base", "_made", "artifacts")
-
     def __init__(self, base: Path) -> None:
         self._base = base
         self._made = False

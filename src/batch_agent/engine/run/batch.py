@@ -59,8 +59,7 @@ class Batch:
         self._again: set[int] = set()  # rows that were stopped to start again
 
     async def feed(self, agents: asyncio.TaskGroup) -> None:
-        """Start an agent for each input when there is room. An exception from the inputs ends them; running agents
-        finish."""
+        """Start an agent for each input when there is room. An exception from the inputs ends them."""
         count = LOOKED_UP if self._record is not None and self._record.has_past else 1
         index, total = 0, self._plan.total
         while await self._feed.wait_room():
@@ -269,8 +268,7 @@ class Batch:
     # Results
 
     def _publish(self, result: AgentResult[object]) -> None:
-        """Write a line to the run's files after the commit that makes the result durable. An interrupted job gets no
-        line: it has not failed."""
+        """Write a line to the run's files, after its commit. An interrupted job gets none."""
         if self._record is not None and not _is_interrupted(result):
             self._record.publish(result)
 

@@ -28,8 +28,6 @@ EVERY_SECONDS = 0.9  # between two events
 class PrefixWatch:
     """Measures what others compute at one endpoint since the prefix was last used."""
 
-    __slots__ = ("_used_at",)
-
     def __init__(self) -> None:
         self._used_at: int | None = None  # tokens that the engine had computed when the prefix was last used
 
@@ -65,7 +63,6 @@ class CacheWatch:
         return self.keeper is not None
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
-        """Handle the load report of an endpoint."""
         if load.kv_usage is not None:
             self._usage[endpoint] = load.kv_usage
         if self._told is None or self.clock() - self._told.at >= EVERY_SECONDS:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 class Clock:
     """Does not advance until it is started."""
 
-    __slots__ = ("_epoch", "_time")
-
     def __init__(self) -> None:
         self._epoch = time.time()
         self._time: Callable[[], float] = float

@@ -7,7 +7,7 @@ the table of ``genai-prices``. Quality is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batch_agent.backends.batch.jobs import PRICE as BATCH_PRICE
@@ -33,15 +33,6 @@ class Offer:
     prefix_cached: float
     nothing_cached: float
     batch: float | None
-
-    def to_json(self) -> JsonObject:
-        return {
-            "provider": self.provider,
-            "model": self.model,
-            "prefix_cached": self.prefix_cached,
-            "nothing_cached": self.nothing_cached,
-            "batch": self.batch,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +78,9 @@ class Comparison:
 
     @classmethod
     def of(
-        cls,
-        plans: Sequence[DryRun],
-        *,
-        only: str = "",
-        gpu_price: float | None = None,
-        gpu_speed: float | None = None,
+        cls, plans: Sequence[DryRun], *, only: str = "", gpu_price: float | None = None, gpu_speed: float | None = None
     ) -> Comparison:
-        """Return the comparison for the stages of one batch, whose costs are added. Raises SpecError if the number of
-        rows is unknown."""
+        """Return the comparison for all stages of a batch. Raises SpecError without the number of rows."""
         if any(plan.prompt_tokens is None or plan.uncached_tokens is None for plan in plans):
             raise SpecError("the cost cannot be compared: the number of rows is unknown")
         offers = [_offer(provider, model, prices, plans) for provider, model, prices in priced_models()]
@@ -113,7 +98,7 @@ class Comparison:
     def to_json(self) -> JsonObject:
         return {
             "estimates": True,
-            "offers": [offer.to_json() for offer in self.offers],
+            "offers": [asdict(offer) for offer in self.offers],
             "gpu": None if self.gpu is None else self.gpu.to_json(),
         }
 
@@ -157,8 +142,7 @@ class Comparison:
 
 
 def measured_speed(run: Path) -> float:
-    """Return the tokens per second of a recorded run, without cached ones. Raises SpecError if the run has not
-    ended."""
+    """Return the uncached tokens per second of a recorded run. Raises SpecError if it has not ended."""
     try:
         summary = from_json((run / SUMMARY).read_bytes())
     except (OSError, ValueError):

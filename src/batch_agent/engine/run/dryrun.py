@@ -91,11 +91,9 @@ class DryRun:
 
     @property
     def answer_tokens(self) -> int:
-        """Expected tokens of an answer."""
         return self.prepared.spec.max_tokens or FIRST_ANSWER_TOKENS
 
     def _cost_basis(self) -> str:
-        """Return a description of how the cost was estimated."""
         prices, spec = self.prepared.prices, self.prepared.spec
         if prices is None:
             return "no price is known; give prices, or install genai-prices for public providers"

@@ -48,8 +48,7 @@ class Interruption:
         self._restore()
 
     def request(self) -> bool:
-        """Stop the run as Ctrl-C does, from any thread. Returns False if no run is active, or it was already
-        stopped."""
+        """Stop the run as Ctrl-C does, from any thread. Returns False if no run is active."""
         if self._loop is None or self.happened:
             return False
         self.happened = True

@@ -1,16 +1,34 @@
-"""Protocol through which one process of a shared run gets its part of the slots, rate limits and budget."""
+"""Runs that several processes share: how one of them gets its part of the slots, rate limits and budget, and clusters
+that bring the processes, such as Ray (``batch_agent.ray``)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.once import Once
 from batch_agent.engine.run.shared import Shared
 from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import StoreError
+from batch_agent.events import Sink
 from batch_agent.store.base import Account
+
+if TYPE_CHECKING:
+    from batch_agent.engine.run.prepare import Prepared
+    from batch_agent.engine.run.run import Run
+
+
+class Cluster(Protocol):
+    """A value of ``cluster=``."""
+
+    def open_run(
+        self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
+    ) -> Run[Any]:
+        """Return the run for the process that reads the inputs and delivers the results."""
 
 
 class Lender(Protocol):
@@ -21,11 +39,9 @@ class Lender(Protocol):
 
     def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AbstractAsyncContextManager[None]:
         """Return a context manager during which the run uses no more than the shares that it holds."""
-        ...
 
     def soon(self) -> None:
         """Request more of the budget."""
-        ...
 
 
 class WorkerAccount:

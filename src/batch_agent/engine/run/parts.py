@@ -23,8 +23,7 @@ NOT_BEGUN = "the run ended before every part of this row was begun"
 
 
 class Parts:
-    """``recorded`` exists because an agent has it. The end of a row in parts is not recorded; the ends of its parts
-    are."""
+    """``recorded`` is None, unlike that of an agent: only the ends of the parts are recorded."""
 
     recorded: None = None
 
@@ -67,7 +66,6 @@ class Parts:
             self._every.set_result(None)
 
     def answers(self, schema: OutputSchema[object] | None) -> list[str]:
-        """Return the answers of the parts, in order."""
         return self._texts([self._results[place] for place in sorted(self._results)], schema)
 
     def merged(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:

@@ -104,8 +104,7 @@ class Prepared:
 
 
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
-    """Resolve and check all options. Raises SpecError; sends nothing. With ``sends=False`` the plan will not be run,
-    and needs no API key."""
+    """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key."""
     # A worker does not see all rows, so it cannot know what they share.
     if is_store_url(spec.run_dir) or spec.cluster is not None:
         spec = spec.model_copy(update={"no_hoist": True})
@@ -230,8 +229,7 @@ def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, bac
 
 
 async def choose_model(prepared: Prepared) -> Prepared:
-    """Return the run with the only model that an entered backend serves, if the user named none. Also locates the model
-    in a fleet."""
+    """Return the run with the backend's only model, if the user named none. Locates it in a fleet."""
     if prepared.model is not None:
         await prepared.backend.locate(prepared.model)
         return prepared
@@ -284,8 +282,7 @@ def _check_context(spec: BatchSpec, context: int | None) -> None:
 
 
 async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
-    """Return the names of the models. A server that is just starting is asked again, for as long as a run waits for
-    it."""
+    """Return the names of the models. A server that is just starting is asked again for a while."""
     failures = 0
     began = asyncio.get_running_loop().time()
     patience = NEVER_REACHED if spec.max_outage is None else min(NEVER_REACHED, spec.max_outage)

@@ -35,11 +35,7 @@ async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None
     if spec.run_dir is None:
         return None
     retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
-    resuming = Resuming(
-        resume=spec.resume or spec.force_resume,
-        force=spec.force_resume,
-        retry=retry,
-    )
+    resuming = Resuming(resume=spec.resume or spec.force_resume, force=spec.force_resume, retry=retry)
     return await Session.open(Path(spec.run_dir), resuming, open_store)
 
 
@@ -75,8 +71,7 @@ async def begin_session(
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
-    """Return what all rows have in common, for viewers of the run: with it, a row's prompt is computed from its
-    input."""
+    """Return what all rows have in common, so that viewers can compute a row's prompt from its input."""
     plan, spec = prepared.plan, prepared.spec
     schema = None if prepared.schema is None else prepared.schema.json_schema
     return {

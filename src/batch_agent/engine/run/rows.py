@@ -1,5 +1,4 @@
-"""Reads inputs as they are needed: a list, an iterator, a generator, async versions of these, or another run's
-results."""
+"""Reads inputs as they are needed: a list, an iterator, an async iterator, or another run's results."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Rows:
         return self._peeked
 
     async def read(self, count: int) -> list[object]:
-        """Return the next inputs, at most ``count``; empty at the end. From an async iterator it returns one at a
-        time."""
+        """Return the next inputs, at most ``count``, and one of an async iterator; empty at the end."""
         if self._peeked:
             values, self._peeked = self._peeked, []
             return values

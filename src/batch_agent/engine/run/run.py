@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
@@ -54,15 +53,7 @@ from batch_agent.engine.run.shared import Owned, Shared, Sinks
 from batch_agent.engine.run.steering import Controls, Steered
 from batch_agent.engine.run.watch import Watch
 from batch_agent.errors import RunRejected, RunUnreachable
-from batch_agent.events import (
-    Ended,
-    HealthChanged,
-    LimitChanged,
-    ModelChosen,
-    RunFinished,
-    RunStarted,
-    Sink,
-)
+from batch_agent.events import Ended, HealthChanged, LimitChanged, ModelChosen, RunFinished, RunStarted, Sink
 from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics
 from batch_agent.observe.recorder import Recorder
@@ -80,8 +71,7 @@ logger = logging.getLogger("batch_agent")
 
 
 class Run(Steered, Generic[T]):
-    """Use it with ``async with``, take ``results()``, read ``statistics()``; call ``pause``, ``drain`` or
-    ``cancel``."""
+    """Use it with ``async with``: ``results()``, ``statistics()``, ``pause``, ``drain``, ``cancel``."""
 
     def __init__(
         self,
@@ -186,9 +176,7 @@ class Run(Steered, Generic[T]):
         self._supervisor.add_done_callback(lambda _: self._delivery.close())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         assert self._supervisor is not None
         self.stop()
         await outlast(self._supervisor)
@@ -262,8 +250,7 @@ class Run(Steered, Generic[T]):
             self._delivery.close(failure)
 
     def _emit_start(self) -> None:
-        """Emit the start events before the backend is entered: loading an engine's weights is part of the run's
-        time."""
+        """Emit the start events, before the backend loads an engine's weights: that is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
         self._emit(LimitChanged(now, self.id, self.shared.dispatcher.scheduler.slots, "start"))
@@ -381,8 +368,7 @@ class Run(Steered, Generic[T]):
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
-        """Yield the outer run's tool pool if it has the same tools, so that they share calls, results and limits; else
-        a new one."""
+        """Yield the outer run's tool pool if it has the same tools, so that calls are shared; else a new one."""
         outer = None if self._outer is None else self._outer.pool
         if outer is not None and outer.has(prepared.tools):
             yield outer
@@ -442,8 +428,7 @@ class Run(Steered, Generic[T]):
     # How it ends
 
     def _how_ended(self) -> tuple[Ended, BaseException | None]:
-        """Return how the run ended, and an error for the consumer of results: the inputs raised, or there is no result
-        at all."""
+        """Return how the run ended, and an error for the consumer if the inputs raised or there is no result."""
         if self._batch is not None and self._batch.failure is not None:
             self._failed_by = self._batch.failure
             return "failed", self._batch.failure

@@ -94,8 +94,7 @@ class Shared:
             self.dispatcher.endpoints.budgets.keep(mark, self.dispatcher.scheduler.endpoints)
 
     def set_overdue(self, journal: str, overdue: bool) -> None:
-        """Send nothing while a journal waits for the disk: an answer that cannot be recorded soon should not be
-        requested."""
+        """Send nothing while a journal waits for the disk: answers could not be recorded soon."""
         if overdue and not self._was_overdue:
             self._was_overdue = True
             where = self.owned.directory or "the record of the run"

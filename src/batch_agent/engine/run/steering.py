@@ -94,15 +94,13 @@ class Steered:
         )
 
     def sample(self) -> Line:
-        """Return one sample for the run's timeline."""
         return self.sample_of(self._metrics.statistics())
 
     def sample_of(self, statistics: Statistics) -> Line:
         return sample_line(statistics, self._endpoints(), self._slots(), self.shared.clock())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
-        """Return the running rows that began first, with their current activity. Only for a run with a run
-        directory."""
+        """Return the oldest running rows with their activity. Only for a run with a run directory."""
         return self._recorder.live(limit)
 
     def live_row(self, row: str | int) -> JsonObject:
@@ -150,8 +148,7 @@ class Steered:
         self.stop()
 
     def cancel_row(self, row: str | int) -> None:
-        """End a running row, which fails with the type Cancelled; the others continue. Raises SpecError if the row is
-        not running."""
+        """End a running row, which fails as Cancelled. Raises SpecError if it is not running."""
         self._steered_batch.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:

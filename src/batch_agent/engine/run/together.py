@@ -24,8 +24,7 @@ class Party(Protocol):
 
 
 async def run_together(parties: Sequence[Party], others: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
-    """Wait until all runs, and the ``others`` beside them, have ended. An exception from one of them ends all, and is
-    raised."""
+    """Wait until all runs and ``others`` have ended. The first exception ends all, and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for party in parties:

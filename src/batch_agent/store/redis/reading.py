@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.connection import Client, RedisConnection, entries
+from batch_agent.store.redis.scripts import GROUP
 from batch_agent.store.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.store.shared import KeptStep
 
@@ -16,11 +18,16 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A recorded row. ``index`` is its latest one. ``result`` is its result as JSON; None if it has none yet."""
+    """A recorded row. ``row`` is its key, ``index`` its latest index, ``place`` its id in the stream of results or in
+    the queue. ``result`` is its result as JSON; None if it has none, or one that is no longer valid. A row without a
+    result has its input as JSON in ``value``."""
 
+    row: str
+    place: str
     index: int
-    result: bytes | None
-    steps: tuple[KeptStep, ...]
+    result: bytes | None = None
+    value: bytes | None = None
+    started: bool = True
 
 
 class RedisReader:
@@ -31,38 +38,65 @@ class RedisReader:
         """Return how many times the run was begun or resumed."""
         return int(self._command("HGET", self.store.key("run"), "sitting") or 0)
 
-    def rows(self, *, steps: bool) -> Iterator[ReadRow]:
-        """Yield the ended rows in the order of their ends, then the rows that have begun. Once all inputs are fed, rows
-        that are no longer among them have no result."""
-        fed, sitting = self._command("HMGET", self.store.key("run"), "fed", "sitting")
-        for place, fields in self._stream("results"):
-            row = fields[b"row"]
-            known = (self._command("HGET", self.store.key("rows"), row) or b"").split(b" ")
-            if len(known) < 4 or known[3].decode() != place:  # the row was retried
-                continue
-            result = fields[b"result"] if fed != b"1" or known[0] == sitting else None
-            if steps or result is not None:
-                yield ReadRow(int(known[1]), result, self._steps(row) if steps else ())
-        for _, fields in self._stream("queue") if steps else ():
-            if kept := self._steps(fields[b"row"]):
-                yield ReadRow(int(fields[b"index"]), None, kept)
+    def results(self, after: str, count: int) -> list[ReadRow]:
+        """Return the next rows that ended after a place in the stream of results; "" is its beginning. Once all inputs
+        are fed, rows that are no longer among them have no result."""
+        found = self._page("results", after, count)
+        if not found:
+            return []
+        known = self._command("HMGET", self.store.key("rows"), *(fields[b"row"] for _, fields in found))
+        fed, latest = self._command("HMGET", self.store.key("run"), "fed", "sitting")
+        rows = []
+        for (place, fields), now in zip(found, known, strict=True):
+            sitting, index, _, at, *_ = (now or b"0 0 f 0").split(b" ")
+            is_valid = at.decode() == place and (fed != b"1" or sitting == latest)  # else it was retried, or left out
+            rows.append(ReadRow(fields[b"row"].decode(), place, int(index), fields[b"result"] if is_valid else None))
+        return rows
 
-    def _steps(self, row: bytes) -> tuple[KeptStep, ...]:
-        return tuple(map(unpack_step, self._command("LRANGE", self.store.key(f"steps:{row.decode()}"), 0, -1)))
+    def unfinished(self) -> Iterator[ReadRow]:
+        """Yield the rows in the queue: those that a worker holds or held, then those that have not started."""
+        held: list[ReadRow] = []
+        unstarted: list[ReadRow] = []
+        leased, after = set(self._pending()), ""
+        while page := self._page("queue", after, PAGE):
+            for place, fields in page:
+                started = place in leased or b"past" in fields
+                (held if started else unstarted).append(_queued(place, fields, started=started))
+            after = page[-1][0]
+        yield from held
+        yield from unstarted
 
-    def _stream(self, name: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-        start = "-"
-        while True:
-            page = self._command("XRANGE", self.store.key(name), start, "+", "COUNT", PAGE)
-            place = ""
-            for place, fields in entries({name: page}):
-                yield place, fields
-            if not place:
-                return
-            start = f"({place}"
+    def leased(self, limit: int) -> list[ReadRow]:
+        """Return the oldest rows that a worker holds, or whose lease has expired."""
+        found = (self.queued(place) for place in islice(self._pending(), limit))
+        return [row for row in found if row is not None]
 
-    def _command(self, *arguments: object) -> Any:
-        return self.store.connection.call(lambda client: client.execute_command(*arguments))
+    def queued(self, place: str) -> ReadRow | None:
+        """Return the row at a place in the queue, or None if it is done."""
+        page = entries({"queue": self._command("XRANGE", self.store.key("queue"), place, place)})
+        return next((_queued(place, fields, started=True) for place, fields in page), None)
+
+    def steps(self, row: str) -> tuple[KeptStep, ...]:
+        return tuple(map(unpack_step, self._command("LRANGE", self.store.key(f"steps:{row}"), 0, -1)))
+
+    def _pending(self) -> Iterator[str]:
+        """Yield the places of rows that a worker holds, or whose lease has expired."""
+        command, start = ("XPENDING", self.store.key("queue"), GROUP), "-"
+        while page := self._command(*command, start, "+", PAGE, parse_detail=True):
+            places = [cast(bytes, entry["message_id"]).decode() for entry in page]
+            yield from places
+            start = f"({places[-1]}"
+
+    def _page(self, name: str, after: str, count: int) -> list[tuple[str, dict[bytes, bytes]]]:
+        start = f"({after}" if after else "-"
+        return list(entries({name: self._command("XRANGE", self.store.key(name), start, "+", "COUNT", count)}))
+
+    def _command(self, *arguments: object, **options: bool) -> Any:
+        return self.store.connection.call(lambda client: client.execute_command(*arguments, **options))
+
+
+def _queued(place: str, fields: dict[bytes, bytes], *, started: bool) -> ReadRow:
+    return ReadRow(fields[b"row"].decode(), place, int(fields[b"index"]), None, fields[b"value"], started=started)
 
 
 def run_names(address: StoreAddress) -> list[str]:

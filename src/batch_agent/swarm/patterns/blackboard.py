@@ -23,22 +23,13 @@ class Blackboard:
     """``prompt_fn(role, board)`` returns the prompt for the agents of a role."""
 
     def __init__(self, sections: Sequence[str], prompt_fn: Callable[[str, Board], str]) -> None:
-        self._board: Board = {section: [] for section in sections}
+        self.board: Board = {section: [] for section in sections}
         self._prompt_fn = prompt_fn
-        self._round = 0
-
-    @property
-    def board(self) -> Board:
-        return self._board
-
-    @property
-    def round(self) -> int:
-        """The number of completed rounds."""
-        return self._round
+        self.round = 0  # number of completed rounds
 
     def snapshot(self) -> Snapshot:
         """Returns a copy that later rounds do not change."""
-        return {"round": self._round, "board": copy.deepcopy(self._board)}
+        return {"round": self.round, "board": copy.deepcopy(self.board)}
 
     async def run(
         self,
@@ -51,15 +42,15 @@ class Blackboard:
         round the answers of the agents tagged ``role=section`` are appended to each section in turn."""
         if options.get("run_dir") is not None:
             raise SpecError("a blackboard cannot be resumed from a run_dir: its prompts depend on the board")
-        sections = {section: pool.by_tag("role", section) for section in self._board}
+        sections = {section: pool.by_tag("role", section) for section in self.board}
         steps = Steps(options)
         for _ in range(max_rounds):
             for section, agents in sections.items():
                 if agents.size:
-                    prompt = self._prompt_fn(section, self._board)
+                    prompt = self._prompt_fn(section, self.board)
                     responses = await agents.broadcast_prompt(prompt, **steps.first())
-                    self._board[section] += [response.text for response in responses if response.success]
-            self._round += 1
-            if convergence_fn is not None and convergence_fn(self._board):
+                    self.board[section] += [response.text for response in responses if response.success]
+            self.round += 1
+            if convergence_fn is not None and convergence_fn(self.board):
                 break
-        return self._board
+        return self.board

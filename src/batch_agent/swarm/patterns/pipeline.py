@@ -53,8 +53,7 @@ async def run_pipeline(
 async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
 ) -> Response:
-    """Return agent 0's answer to ``collect_prompt``, with those of the first ``n_workers`` in place of
-    ``{responses}``."""
+    """Return agent 0's answer to ``collect_prompt``; the first ``n_workers`` give ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     steps = Steps(options)
     responses = await workers.broadcast_prompt(prompt, **steps.first())

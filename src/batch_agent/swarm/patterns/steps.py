@@ -58,8 +58,7 @@ def filled(template: str, **values: object) -> str:
 async def collect(
     pool: AgentPool, agent_index: int, template: str, responses: Sequence[Response], steps: Steps
 ) -> Response:
-    """Return one answer made from the successful ones, with the aggregation token limit; a failed response if there are
-    none."""
+    """Return one answer made from the successful ones, with the aggregation budget, or a failed response."""
     texts = [response.text for response in responses if response.success]
     if not texts:
         why = responses[0].error if responses else "no agent was asked"

@@ -33,8 +33,7 @@ class Coverage:
 
 @dataclass
 class Reduced(Response):
-    """``usage`` is that of all requests. ``levels``, kept with ``keep_levels``, are the leaves, then the responses of
-    each level."""
+    """``usage`` is of all requests. ``levels``: with ``keep_levels``, the responses, leaves first."""
 
     coverage: Coverage = field(default_factory=lambda: Coverage(0, (), {}))
     levels: list[list[Response]] = field(default_factory=list)

@@ -1,5 +1,4 @@
-"""Measures the certainty of a swarm, from the spread of its answers' embeddings. Needs numpy and scipy (the extra
-``uq``)."""
+"""Measures the certainty of a swarm from embeddings of its answers. Needs the extra ``uq``."""
 
 from __future__ import annotations
 

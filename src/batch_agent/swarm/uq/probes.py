@@ -1,5 +1,4 @@
-"""Probes: predict semantic entropy from a model's hidden states, by ridge regression. The intercept is not
-penalised."""
+"""Probes: predict semantic entropy from hidden states, by ridge regression. The intercept is free."""
 
 from __future__ import annotations
 

@@ -44,14 +44,9 @@ class _Call:
 
 
 def agent_tool(
-    runtime: CommandLineRuntime,
-    *,
-    name: str | None = None,
-    description: str | None = None,
-    max_concurrent: int | None = None,
+    runtime: CommandLineRuntime, name: str | None, description: str | None, max_concurrent: int | None
 ) -> Tool[..., Coroutine[Any, Any, str]]:
-    """Return the tool. By default as many calls run at once as fit into memory. Raises SpecError for a runtime without
-    a backend."""
+    """Return the tool; its default number of calls at once fits into memory. Raises SpecError."""
     if runtime.backend is None:
         raise SpecError(f"Tool.agent: give {runtime.name} its own backend, such as backend='vllm://host:8000'")
     if runtime.model is None and not isinstance(runtime, ClaudeCodeRuntime):
@@ -80,4 +75,4 @@ def agent_tool(
 
 def claude_code() -> Tool[..., Coroutine[Any, Any, str]]:
     """Return a tool for Claude Code that reads the files of the working directory, with ANTHROPIC_API_KEY."""
-    return agent_tool(ClaudeCodeRuntime("anthropic://", working_dir=".", isolation="none"))
+    return Tool.agent(ClaudeCodeRuntime("anthropic://", working_dir=".", isolation="none"))

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.documents import format_of_document
+from batch_agent.documents.content import page_mark
 from batch_agent.documents.failure import DocumentError
+from batch_agent.documents.process import open_document
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
-from batch_agent.tools.builtin.pages import read_pages
 from batch_agent.tools.render import MAX_TOKENS
 
 MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
@@ -50,10 +51,7 @@ class Located(NamedTuple):
 
 
 def read_file(
-    *,
-    roots: Sequence[str | os.PathLike[str]] | None = None,
-    max_bytes: int = MAX_BYTES,
-    hidden: bool = False,
+    *, roots: Sequence[str | os.PathLike[str]] | None = None, max_bytes: int = MAX_BYTES, hidden: bool = False
 ) -> Tool[..., str]:
     """Return the tool for the given directories; without ``roots``, for the working directory at the time of the call.
 
@@ -117,7 +115,7 @@ def read_located(path: str, located: Located, max_bytes: int, *, page: int = 1, 
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ToolError(f"{path!r} is not a file but a device, pipe or socket")
             if kind is not None:
-                return read_pages(file, kind, max_bytes, page=page, offset=offset)
+                return _pages(file, kind, max_bytes, page=page, offset=offset)
             return _text(path, file, max_bytes, offset)
     except DocumentError as error:
         raise ToolError(str(error) if error.missing else f"{path!r} {error}") from None
@@ -140,9 +138,35 @@ def _text(path: str, file: io.FileIO, max_bytes: int, offset: int) -> str:
     return text
 
 
+def _pages(file: io.FileIO, kind: str, max_bytes: int, *, page: int, offset: int) -> str:
+    """Return as many pages as fit, from a page and an offset in its bytes, and a note that says where to continue."""
+    pieces: list[str] = []
+    left = max_bytes
+    with open_document(file, kind, first=page) as document:
+        if page > document.pages:
+            raise DocumentError(f"has {document.pages} pages: there is no page {page}")
+        for number, text in enumerate(document.texts(), start=page):
+            data = text.strip().encode()[offset:]
+            if len(data) > left and number > page:
+                pieces.append(f"[cut: these are pages {page} to {number - 1} of {document.pages}; {_go_on(number)}]")
+                break
+            piece = data[:left].decode(errors="ignore")  # a cut may fall inside a character
+            pieces.append(f"{page_mark(number)}\n{piece}" if document.pages > 1 else piece)
+            left -= len(data)
+            if left < 0:
+                at = offset + len(piece.encode())
+                pieces.append(f"[cut in page {number} of {document.pages}; {_go_on(number, at)}]")
+                break
+            offset = 0
+    return "\n\n".join(pieces)
+
+
+def _go_on(page: int, offset: int = 0) -> str:
+    return f"continue with page={page}" + (f", offset={offset}" if offset else "")
+
+
 def _open(located: Located, flags: int) -> int:
-    """Open each directory from the root without following symlinks. A directory that was replaced by a symlink since it
-    was located is an error."""
+    """Open the file without following symlinks, also those made since it was located."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its writer
     if not located.inside:
         return os.open(located.root, flags)

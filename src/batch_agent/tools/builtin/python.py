@@ -1,14 +1,13 @@
 """python_eval: runs a program that a model wrote, in its own interpreter process.
 
 Time, memory, file size and output are limited, and the environment is nearly empty. All processes of the program are
-killed at the end, on a timeout and on cancellation (``python_child.py``). This protects against accidents, not against
+killed at the end, on a timeout and on cancellation (``guard.py``). This protects against accidents, not against
 attacks: the program has the user's rights and network. So it is off unless an environment variable enables it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
@@ -18,13 +17,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from batch_agent.children import open_guarded
 from batch_agent.errors import ToolError, ToolTimeout
 from batch_agent.tools.base import Tool
 from batch_agent.tools.builtin import python_child
 
 SWITCH = "BATCH_AGENT_ENABLE_PYTHON_EVAL"
 _FILE_BYTES = 16 * 1024 * 1024
-_ENDING_SECONDS = 2.0  # maximum time to kill and reap the processes of a program
 
 
 def python_eval(
@@ -65,36 +64,14 @@ async def _run(code: str, folder: Path, output: Path, limits: tuple[int, int, in
     program.write_text(code, encoding="utf-8", errors="replace")
     environment = {"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "LANG": "C.UTF-8"}
     command = (sys.executable, "-I", "-X", "utf8", python_child.__file__, str(program), *map(str, limits))
-    with output.open("wb") as sink:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            cwd=work,
-            env=environment,
-            start_new_session=True,
-        )
+    null = asyncio.subprocess.DEVNULL
     try:
-        async with asyncio.timeout(timeout):
-            return await process.wait()
+        with output.open("wb") as sink:
+            opened = open_guarded(command, cwd=work, env=environment, stdin=null, stdout=sink, stderr=sink)
+            async with opened as process, asyncio.timeout(timeout):
+                return await process.wait()
     except TimeoutError:
         raise ToolTimeout(f"the program was stopped after {timeout:g} s") from None
-    finally:
-        await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Stop the watching process, which kills all others first. If it does not stop in time, kill it."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(_ENDING_SECONDS):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 def _head(output: Path, limit: int) -> str:

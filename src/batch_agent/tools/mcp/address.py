@@ -9,8 +9,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
+
+if TYPE_CHECKING:
+    from batch_agent.tools.base import Spawn
+    from batch_agent.tools.mcp.connection import McpConnection
 
 STDIO = "stdio:"
 FORMS = '"stdio:COMMAND", a list of arguments, or "https://HOST/mcp"'
@@ -43,9 +48,14 @@ class McpServer:
         shown = shlex.join(self.command)
         return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
+    def open(self, spawn: Spawn) -> McpConnection:
+        """Open the session that the tools of the server share in a run."""
+        from batch_agent.tools.mcp.connection import McpConnection
+
+        return McpConnection(self, spawn)
+
 
 def require_sdk(purpose: str) -> None:
-    """Raise SpecError if the package ``mcp`` is missing or too old."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError:
@@ -97,8 +107,7 @@ def _checked(server: McpServer) -> McpServer:
 
 
 def read_servers(path: Path, *, env: Mapping[str, str] | None = None) -> dict[str, McpServer]:
-    """Return the servers of an ``mcpServers`` file by name, with ``${VARIABLE}`` replaced from ``env``. Raises
-    SpecError."""
+    """Return the servers of an ``mcpServers`` file by name, with ``${VARIABLE}`` from ``env``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

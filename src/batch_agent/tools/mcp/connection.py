@@ -58,7 +58,6 @@ async def open_client(
 
 
 async def offers_of(client: Client) -> list[ToolOffer]:
-    """Return all tools that a server lists."""
     found: list[ToolOffer] = []
     cursor: str | None = None
     for _ in range(MAX_PAGES):
@@ -78,8 +77,7 @@ class Restarts:
         self._next_start = 0.0
 
     def pause(self, now: float) -> float:
-        """Return the seconds until the next start, and count that start. Raises ToolFailed after too many failed
-        starts."""
+        """Return the seconds until the next start, and count it. Raises ToolFailed after too many failures."""
         pause = max(0.0, self._next_start - now)
         if pause and self._fruitless > PATIENCE:
             raise ToolFailed(f"it failed {self._fruitless} times in a row, and is not started again for {pause:.0f} s")

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
-from mcp.client import Transport
 from mcp.client.streamable_http import streamable_http_client
 
 from batch_agent.foreign import describe
@@ -27,7 +26,7 @@ _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, h
 
 
 @asynccontextmanager
-async def _streams(server: McpServer) -> AsyncIterator[Any]:
+async def http_transport(server: McpServer) -> AsyncIterator[Any]:
     # The pool limits the time and the number of calls.
     timeout = httpx2.Timeout(CONNECT_TIMEOUT, read=None, pool=None)
     limits = httpx2.Limits(max_connections=None)
@@ -36,10 +35,6 @@ async def _streams(server: McpServer) -> AsyncIterator[Any]:
         streamable_http_client(server.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES) as streams,
     ):
         yield streams
-
-
-def http_transport(server: McpServer) -> Transport:
-    return _streams(server)
 
 
 class _Client(httpx2.AsyncClient):

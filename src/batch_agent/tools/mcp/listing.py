@@ -11,16 +11,14 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.messages import JsonObject, ToolSpec
-from batch_agent.tools.base import Spawn, Tool
+from batch_agent.tools.base import Tool
 from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
 from batch_agent.tools.mcp.arguments import SchemaSignature
-from batch_agent.tools.render import MAX_TOKENS
 
 if TYPE_CHECKING:
     from mcp.types import Tool as ToolOffer
@@ -32,25 +30,8 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _LONGEST_NAME = 64  # that the common wire formats accept
 
 
-@dataclass(frozen=True, slots=True)
-class McpResource:
-    """The session that the tools of a server share in a run."""
-
-    server: McpServer
-
-    def open(self, spawn: Spawn) -> McpConnection:
-        from batch_agent.tools.mcp.connection import McpConnection
-
-        return McpConnection(self.server, spawn)
-
-
 def mcp_tools(
-    server: McpServer,
-    *,
-    only: Collection[str] | None = None,
-    prefix: str = "",
-    reads: Collection[str] = (),
-    timeout: float | None = None,
+    server: McpServer, only: Collection[str] | None, prefix: str, reads: Collection[str], timeout: float | None
 ) -> list[Tool]:
     """Return the tools of a server, which is started or connected to for the list. Raises SpecError."""
     offers = _listed(server)
@@ -64,12 +45,7 @@ def mcp_tools(
 
 
 def mcp_file_tools(
-    path: Path,
-    *,
-    servers: Collection[str] | None = None,
-    prefix: str = "",
-    reads: Collection[str] = (),
-    timeout: float | None = None,
+    path: Path, servers: Collection[str] | None, prefix: str, reads: Collection[str], timeout: float | None
 ) -> list[Tool]:
     """Return the tools of all servers, or of the given ones, of an ``mcpServers`` file."""
     known = read_servers(path)
@@ -132,13 +108,8 @@ def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout
         cacheable=only_reads,
         effect="read" if only_reads else "write",
         declared=True,
-        rate_limit=None,
-        max_concurrent=None,
         timeout=timeout,
-        ttl=None,
-        max_tokens=MAX_TOKENS,
-        cache_key=None,
-        resource=McpResource(server),
+        resource=server,
     )
 
 

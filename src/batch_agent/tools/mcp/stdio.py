@@ -1,6 +1,6 @@
 """Transport of a session's messages over standard input and output of a server that is started for the session.
 
-The server runs below a watcher (``builtin/python_child.py``). When the session ends or this process dies, the server
+The server runs below a watcher (``guard.py``). When the session ends or this process dies, the server
 and all its processes are killed. Lines have a size limit: the request that a longer line answers fails. Lines that are
 not JSON-RPC are skipped.
 """
@@ -11,25 +11,23 @@ import asyncio
 import os
 import re
 import shutil
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from mcp.client import Transport
 from mcp.shared.message import SessionMessage
 from mcp.types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
+from batch_agent.children import open_guarded
 from batch_agent.errors import ToolError
-from batch_agent.tools.builtin import python_child
 from batch_agent.tools.mcp.address import McpServer
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024
 STDERR_BYTES = 2000  # kept of standard error for messages
-GRACE_SECONDS = 2.0  # to end after standard input was closed, and again after SIGTERM
+GRACE_SECONDS = 2.0  # for the server to end after its standard input was closed
 # A server inherits only the variables that it needs to start, and no keys of other services.
 INHERITED = (
     *("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR"),
@@ -107,38 +105,32 @@ class Stderr:
 
 
 @asynccontextmanager
-async def _streams(
+async def stdio_transport(
     server: McpServer, stderr: Stderr, on_end: Callable[[], None]
 ) -> AsyncIterator[tuple[MemoryObjectReceiveStream[Incoming], MemoryObjectSendStream[SessionMessage]]]:
-    process, said_all = await _start(server), anyio.Event()
+    """Start the server and yield the streams of its messages. ``on_end`` is called when it closes its output."""
+    said_all = anyio.Event()
     put, incoming = anyio.create_memory_object_stream[Incoming](0)
     outgoing, take = anyio.create_memory_object_stream[SessionMessage](0)
-    try:
-        async with anyio.create_task_group() as pipes:
-            pipes.start_soon(_read, process, put, said_all, on_end)
-            pipes.start_soon(_write, process, take)
-            pipes.start_soon(_keep_errors, process, stderr, said_all)
-            try:
-                yield incoming, outgoing
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await _end(process)
-                pipes.cancel_scope.cancel()
-    finally:
-        for stream in (put, incoming, outgoing, take):
-            stream.close()
-        if process.returncode is None:  # cancelled while the server was being stopped
-            with suppress(ProcessLookupError):
-                process.terminate()
-        process._transport.close()  # type: ignore[attr-defined]  # otherwise a surviving process would keep the pipe open
+    async with _started(server) as process:
+        try:
+            async with anyio.create_task_group() as pipes:
+                pipes.start_soon(_read, process, put, said_all, on_end)
+                pipes.start_soon(_write, process, take)
+                pipes.start_soon(_keep_errors, process, stderr, said_all)
+                try:
+                    yield incoming, outgoing
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await _let_end(process)
+                    pipes.cancel_scope.cancel()
+        finally:
+            for stream in (put, incoming, outgoing, take):
+                stream.close()
 
 
-def stdio_transport(server: McpServer, stderr: Stderr, on_end: Callable[[], None]) -> Transport:
-    """Return the transport of a server, which it starts. ``on_end`` is called when the server closes its output."""
-    return _streams(server, stderr, on_end)
-
-
-async def _start(server: McpServer) -> Process:
+@asynccontextmanager
+async def _started(server: McpServer) -> AsyncIterator[Process]:
     environment = {name: value for name in INHERITED if (value := os.environ.get(name)) is not None}
     environment |= dict(server.environment)
     program = shutil.which(server.command[0], path=environment.get("PATH"))
@@ -147,19 +139,14 @@ async def _start(server: McpServer) -> Process:
         if os.sep not in server.command[0] or not os.access(beside, os.X_OK):
             raise ToolError(f"there is no command {server.command[0]!r}")
         program = server.command[0]
-    command = (sys.executable, "-I", python_child.__file__, python_child.EXEC, program, *server.command[1:])
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            cwd=server.directory,
-            env=environment,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ToolError(f"the command cannot be started: {error}") from None
+    command = [program, *server.command[1:]]
+    async with AsyncExitStack() as extent:
+        opened = open_guarded(command, cwd=server.directory, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        try:
+            process = await extent.enter_async_context(opened)
+        except (OSError, ValueError) as error:
+            raise ToolError(f"the command cannot be started: {error}") from None
+        yield process
 
 
 async def _read(
@@ -195,16 +182,10 @@ async def _keep_errors(process: Process, stderr: Stderr, said_all: anyio.Event) 
     said_all.set()
 
 
-async def _end(process: Process) -> None:
-    """Close standard input, which asks the server to end; then stop the watcher, which kills all its processes."""
+async def _let_end(process: Process) -> None:
+    """Close standard input, which asks the server to end, and give it some time for that."""
     assert process.stdin is not None
     process.stdin.close()
-    for stop in (process.terminate, process.kill):
-        try:
-            async with asyncio.timeout(GRACE_SECONDS):
-                await process.wait()
-                return
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                stop()
-    await process.wait()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(GRACE_SECONDS):
+            await process.wait()

@@ -1,16 +1,17 @@
-"""The parent process of one command-line agent, run as a separate program with only the standard library.
+"""The parent process of one foreign program, run as a separate program with only the standard library.
 
     python guard.py FD COMMAND...
 
-It starts the command in a new session and exits with its status. When the other end of the pipe FD is closed (because
-the run cancelled the agent or was killed itself), or when the agent ends, everything that the agent started is killed.
-On Linux no process can escape: a detached process becomes a child of this one.
+It starts the command in a new session, and ends with its status or by the same signal. When the other end of the pipe
+FD is closed (``children.open_guarded`` closes it, or its process died), or when the command ends, everything that the
+command started is killed. On Linux no process can escape: a detached process becomes a child of this one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,8 +24,7 @@ NOT_FOUND = 127
 
 
 def main(fd: int, command: list[str]) -> int:
-    on_linux = sys.platform == "linux"
-    libc = ctypes.CDLL(None) if on_linux else None
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -34,29 +34,34 @@ def main(fd: int, command: list[str]) -> int:
 
     os.set_inheritable(fd, False)
     try:
-        agent = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_guard)  # noqa: PLW1509
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_guard)  # noqa: PLW1509
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return NOT_FOUND
-    for stream in (0, 1):  # so that they are closed when the agent closes them
+    for stream in (0, 1):  # so that they are closed when the command closes them
         os.close(stream)
-    threading.Thread(target=watch, args=(fd, agent.pid), daemon=True).start()
-    status = agent.wait()
-    kill_all(agent.pid)
-    return status if status >= 0 else 128 - status
+    threading.Thread(target=watch, args=(fd, child.pid), daemon=True).start()
+    status = child.wait()
+    kill_all(child.pid)
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
-def watch(fd: int, agent: int) -> None:
+def watch(fd: int, child: int) -> None:
     with suppress(OSError):
         os.read(fd, 1)  # returns when every copy of the other end is closed
-    kill_all(agent)
+    kill_all(child)
     os._exit(128 + signal.SIGKILL)
 
 
-def kill_all(agent: int) -> None:
-    """Kill the agent's process group, then all present and future children of this process, until none is left."""
+def kill_all(child: int) -> None:
+    """Kill the command's process group, then all present and future children of this process, until none is left."""
     with suppress(OSError):
-        os.killpg(agent, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
     with suppress(ChildProcessError):  # none is left
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
