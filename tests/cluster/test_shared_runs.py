@@ -274,13 +274,13 @@ async def test_a_drained_run_lets_rows_under_way_finish_and_its_resume_does_the_
 
 
 async def test_a_second_feeder_is_refused_while_the_first_lives(server: ScriptedServer, url: str) -> None:
-    async with BatchAgent.open(**options(server, url, 1, feed_only=True, lease=0.5)) as run:
+    async with BatchAgent.open(**options(server, url, 1, feed_only=True, lease=1.5)) as run:
         store = RedisRunStore.open(StoreAddress.parse(url))
         while store.facts() is None:
             await asyncio.sleep(0.01)
         store.close()
         with pytest.raises(StoreError, match="is fed by another process"):
-            await BatchAgent.run(**options(server, url, 1, resume=True, lease=0.5), progress=False)
+            await BatchAgent.run(**options(server, url, 1, resume=True, lease=1.5), progress=False)
         run.cancel()
 
 

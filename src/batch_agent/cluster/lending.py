@@ -164,7 +164,7 @@ class Lending:
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
         climbing = any(grant.search is not None and grant.search[1] for grant in beat.grants.values())
-        every = EVERY / 4 if climbing and beat.workers > 1 else EVERY
+        every = EVERY / 4 if climbing else EVERY  # the number that is searched changes often
         self._every = min(every * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
 
     async def _leave(self, shared: Shared) -> None:

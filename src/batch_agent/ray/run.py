@@ -8,8 +8,10 @@ The directory has the results files and ``run.json`` of every run directory. Its
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -62,7 +64,6 @@ class RayRun(FedRun[T]):
         self._url = str(spec.run_dir) if is_store_url(spec.run_dir) else None
         self._store: RunStore | None = None
         self._directory: RunDir | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # removed with this object
 
     def _open(self) -> RunStore:
         assert self._store is not None
@@ -83,8 +84,8 @@ class RayRun(FedRun[T]):
             self._store = await asyncio.to_thread(RedisRunStore.open, address)
             return self._url
         if self._where is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="batch-agent-")
-            self._where = self._temporary.name
+            self._where = tempfile.mkdtemp(prefix="batch-agent-")
+            weakref.finalize(self, shutil.rmtree, self._where, ignore_errors=True)  # not earlier: the session still writes there
         path, schema = Path(self._where), self._prepared.schema
         directory = await asyncio.to_thread(RunDir.open, path, resume=self._resume, open_store=_open_shared)
         directory.schema = schema
