@@ -29,8 +29,8 @@ def open_fed_run(
 
     def opened() -> RedisRunStore:
         store = RedisRunStore.open(address)
-        if lost := store.persistence():
-            logger.warning("%s: %s. See docs/cluster.md", address, lost)
+        for danger in store.dangers():
+            logger.warning("%s: %s. See docs/cluster.md", address, danger)
         return store
 
     return FedRun(

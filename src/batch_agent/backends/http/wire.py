@@ -43,19 +43,19 @@ class CallIds:
         return call_id
 
 
-class Naming:
+class Naming(CallIds):
     """Creates the ToolCalls of one answer with unique ids. ``faults`` creates the errors of reading it."""
 
-    __slots__ = ("_ids", "faults")
+    __slots__ = ("faults",)
 
     def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
+        super().__init__(messages)
         self.faults = faults
-        self._ids = CallIds(messages)
 
     def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
         if not name:
             raise self.faults.bad("the answer has a tool call without a name")
-        return ToolCall(self._ids.take(call_id), name, readable_json(arguments) if arguments.strip() else "{}")
+        return ToolCall(self.take(call_id), name, readable_json(arguments) if arguments.strip() else "{}")
 
 
 def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:
@@ -116,6 +116,16 @@ def usage_of(prompt: int, cached: int, completion: int, reasoning: int = 0, writ
 def mapping(value: JsonValue) -> JsonObject:
     """Return the value if it is an object, or an empty one."""
     return value if isinstance(value, dict) else {}
+
+
+def string_of(value: JsonValue) -> str:
+    """Return the value if it is text, or ""."""
+    return value if isinstance(value, str) else ""
+
+
+def objects_of(value: JsonValue) -> list[JsonObject]:
+    """Return the objects of a list; empty if the value is not a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def json_of(data: bytes | str) -> JsonValue:

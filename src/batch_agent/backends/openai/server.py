@@ -21,13 +21,13 @@ from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, On
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.transport import Transport
-from batch_agent.backends.openai.dialect import STANDARD, Dialect
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
 from batch_agent.backends.openai.models import check_options
+from batch_agent.backends.openai.providers import STANDARD, Dialect
 from batch_agent.backends.openai.schema import unwrapped
 from batch_agent.backends.schema.support import blamed, is_kept
 from batch_agent.errors import BackendError, Rejected, SpecError
-from batch_agent.messages import JsonObject, Message, Reply, content_text
+from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
@@ -45,11 +45,11 @@ NO_TAIL = Tail()
 
 
 class OpenAIServer(HttpBackend[bytes]):
-    """One server at ``base_url`` (up to and without the wire's path), an HttpBackend without the wire. ``tail`` returns
-    the fields of one request, for servers that accept hints; ``query`` is appended to every path. With ``models`` the
-    server is not asked for its list."""
+    """One server at ``base_url`` (without the wire's path). ``tail`` returns the fields of one request, for servers
+    that accept hints; ``query`` is appended to every path. With ``models`` the server is not asked for its list."""
 
     path: str  # of the wire
+    view: type[MessageView]  # of the wire
 
     def __init__(
         self,
@@ -105,16 +105,18 @@ class OpenAIServer(HttpBackend[bytes]):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
-        if shape.schema is None or self.own_body(request) is not None:
-            return await self._ask(request, on_tool_call)
-        if self._capabilities.schema_note:
-            return await self._ask(replace(request, shape=self._without_schema(shape)), on_tool_call)
+        schema = shape.schema if self.own_body(request) is None else None
+        if schema is not None and self._capabilities.schema_note:
+            request, schema = replace(request, shape=self._without_schema(shape)), None
         try:
-            reply = await self._ask(request, on_tool_call)
-        except Rejected as refusal:
+            reply = await super().infer(request, on_tool_call)
+        except Rejected as error:
+            refusal = await self._explained(error, shape.model)
+            if schema is None:
+                raise refusal from None
             return await self._ask_without_schema(request, on_tool_call, refusal)
-        if not self._capabilities.schema_proven and not reply.tool_calls:
-            self._judge(reply.text, shape.schema)
+        if schema is not None and not self._capabilities.schema_proven and not reply.tool_calls:
+            self._judge(reply.text, schema)
         return reply
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
@@ -134,17 +136,15 @@ class OpenAIServer(HttpBackend[bytes]):
 
     # One request
 
-    async def _ask(self, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
-        try:
-            return await super().infer(request, on_tool_call)
-        except Rejected as refusal:
-            raise await self._explained(refusal, request.shape.model) from None
-
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
         fields, headers = super().write_own(client, request)
         tail = self.tail_of(request)
         fields["model"] = self._dialect.deployment or request.shape.model
         return {**tail.fields, **fields}, {**(headers or {}), **tail.headers}
+
+    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        tail = self.tail_of(request)
+        return join_body(head, request.conversation.view(self.view), end_body(tail.fields)), tail.headers
 
     def tail_of(self, request: ModelRequest) -> Tail:
         """Return the fields of this request; the user's extra_body overrides them."""
@@ -180,7 +180,7 @@ class OpenAIServer(HttpBackend[bytes]):
         if blame == "surely":
             self._give_schemas_up(f"refused the output schema ({refusal})")
         try:
-            reply = await self._ask(replace(request, shape=self._without_schema(request.shape)), on_tool_call)
+            reply = await self.infer(replace(request, shape=self._without_schema(request.shape)), on_tool_call)
         except Rejected:
             raise refusal from None
         self._give_schemas_up(f"refused the output schema ({refusal})")
@@ -221,6 +221,15 @@ class OpenAIServer(HttpBackend[bytes]):
                         self._served = await self.models()
         said = no_such_model(model, self._served, self.name)
         return refusal if said is None else Rejected(f"{said} ({refusal})", status=404)
+
+
+def join_body(head: bytes, view: MessageView, end: bytes = b"]}") -> bytes:
+    return b"".join((head, b",".join(view.pieces), end))
+
+
+def end_body(fields: JsonObject) -> bytes:
+    """Return the end of a body: what closes the messages, with the fields of this request."""
+    return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
 
 
 def _system(messages: Sequence[Message]) -> str:
