@@ -18,7 +18,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, Interrupted, Invalid
 from batch_agent.files.columns import Column, Record
 from batch_agent.files.extras import extra
-from batch_agent.files.results import plainly, result_line, unwritten
+from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import columns_of, complete_file, record_of
 from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
 from batch_agent.messages import JsonObject, Usage
@@ -126,11 +126,10 @@ class Results(list[AgentResult[T]]):
     def _lines(self) -> Iterator[bytes]:
         schema = OutputSchema.of(self._output_schema)
         for result in self:
-            shown = plainly(result, schema)
             try:
-                yield result_line(shown)
+                yield result_line(result, schema)
             except Invalid as error:
-                yield result_line(unwritten(shown, error))
+                yield result_line(unwritten(result, error))
 
     def _columns(self) -> Iterator[tuple[Column, list[object]]]:
         records: list[Record] = [record for line in self._lines() if (record := record_of(line)) is not None]

@@ -124,6 +124,7 @@ async def test_a_connection_that_closes_later_may_have_been_read_from() -> None:
     assert not connection.stale, "it is new"
     connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
     await done
+    connection.reused_at = clock.now
     connection.ask(ResponseParser("POST", 1000), b"", b"", None, None)
     assert connection.stale
     clock.now = STALE_SECONDS

@@ -187,6 +187,27 @@ def locked(tmp_path: Path) -> Iterator[RedisServer]:
         yield started
 
 
+async def test_a_run_that_could_not_be_recorded_is_not_said_to_be_resumable(
+    said: Said, locked: RedisServer, models: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import redis
+
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"task: Row {{n}}\nmodel: m\nbackend: {models.backend_url}\ninputs: [{{n: 1}}]\n")
+    command = ("run", str(spec), "--output", str(tmp_path / "out.jsonl"), "--run-dir")
+    refused = await said(*command, f"{locked.url}/kept", status=1)
+    away = await said(*command, "redis://127.0.0.1:1/0/kept", status=1)
+    with redis.Redis(port=locked.port, password=PASSWORD) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", "100mb")
+    recorded = await said(*command, f"redis://:{PASSWORD}@127.0.0.1:{locked.port}/0/kept")
+
+    assert "BATCH_AGENT_REDIS_PASSWORD" in refused and "unreachable" in away
+    assert "resume" not in refused + away
+    assert "batch-agent show" in recorded
+    assert "allkeys-lru" in caplog.text
+
+
 async def test_the_password_is_in_no_word_and_in_no_key(
     said: Said, locked: RedisServer, models: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -294,6 +294,31 @@ async def test_at_the_end_of_a_batch_what_a_much_slower_server_has_is_taken_back
     assert len(fast.requests) == 20 and len(slow.requests) <= 16
 
 
+def working(slots: int, seconds: float) -> ScriptedBackend:
+    """A server that computes ``slots`` requests at once; others wait in its queue."""
+    gate = asyncio.Semaphore(slots)
+
+    async def answer(request: Request) -> Say:
+        async with gate:
+            await asyncio.sleep(seconds)
+        return Say("ok")
+
+    return ScriptedBackend(answer)
+
+
+@pytest.mark.parametrize("rows", [200, 300, 500])
+def test_a_batch_ends_before_the_one_server_that_is_much_slower_has_answered(rows: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        fleet = Fleet([*(working(16, 0.2) for _ in range(7)), working(16, 1.6)])
+        began = asyncio.get_running_loop().time()
+        inputs = [str(n) for n in range(rows)]
+        assert all(await finish(fleet, model="scripted", inputs=inputs, max_inflight=None))
+        assert asyncio.get_running_loop().time() - began < 1.6
+
+    scenario()
+
+
 @virtual_clock
 async def test_at_the_end_of_a_batch_a_few_milliseconds_move_nothing() -> None:
     slow, fast = ScriptedBackend(saying("slow", 0.09)), ScriptedBackend(saying("fast", 0.01))

@@ -49,8 +49,8 @@ def store_opener(prepared: Prepared) -> Callable[[str], RedisRunStore]:
 
     def opened(stage: str) -> RedisRunStore:
         store = RedisRunStore.open(address.at(address.name, stage))
-        if not stage and (lost := store.persistence()):
-            logger.warning("%s: %s. See docs/cluster.md", address, lost)
+        for danger in () if stage else store.dangers():
+            logger.warning("%s: %s. See docs/cluster.md", address, danger)
         return store
 
     return opened

@@ -9,6 +9,7 @@ So each deadline expires one turn of the loop after its timer, once everything t
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
 from types import TracebackType
@@ -16,7 +17,7 @@ from typing import Self
 
 LATE = 0.25  # seconds after which a timer counts as late
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
-FEW = 4096  # entries: a smaller heap is never compacted
+FEW = 256  # entries: a smaller heap is never compacted
 
 
 class Deadline:
@@ -39,7 +40,7 @@ class Deadline:
                 self._deadlines._add(self)
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._deadlines._loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         if self.when < inf:
@@ -68,18 +69,19 @@ class Deadline:
 
 
 class Deadlines:
-    __slots__ = ("_compact_at", "_heap", "_loop", "_number", "_timer")
-
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []  # entries of a moved or ended deadline are stale
         self._compact_at = FEW  # entries; without this, stale ones stay until their time, thousands a second
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
     def after(self, seconds: float | None) -> Deadline:
         """Return a deadline that many seconds from now. None means no limit until it is rescheduled."""
-        return Deadline(self, inf if seconds is None else asyncio.get_running_loop().time() + seconds)
+        return Deadline(self, inf if seconds is None else self._loop.time() + seconds)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -102,10 +104,10 @@ class Deadlines:
     def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(when, self._fire)
+        self._timer = self._loop.call_at(when, self._fire)
 
     def _fire(self) -> None:
-        now, heap = asyncio.get_running_loop().time(), self._heap
+        now, heap = self._loop.time(), self._heap
         assert self._timer is not None
         late = now - self._timer.when()
         self._timer = None
@@ -117,7 +119,7 @@ class Deadlines:
                 self._number += 1
                 heappush(heap, (deadline.when, self._number, deadline))
             else:
-                asyncio.get_running_loop().call_soon(deadline._expire)
+                self._loop.call_soon(deadline._expire)
         if heap:
             self._set_timer(heap[0][0])
 

@@ -63,10 +63,7 @@ class ModelCall:
         try:
             reply = await self.backend.infer(request, self.on_tool_call)
         except Truncated as cut:
-            if request.client is None:
-                raise
-            # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
-            reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
+            reply = self.shortened(cut)
         except BackendError as error:
             error.text = error.text or self.text
             raise
@@ -76,6 +73,13 @@ class ModelCall:
                 request.on_begin()
         self.check(reply)
         return reply
+
+    def shortened(self, cut: Truncated) -> Reply:
+        """Return an answer that was cut at its token limit, if it is usable; else raise the error."""
+        if self.request.client is None:
+            raise cut
+        # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
+        return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
 
     def check(self, reply: Reply) -> None:
         """Raise a BackendError if the answer is unusable."""
@@ -162,7 +166,7 @@ class Dispatcher:
     ) -> Reply:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
         otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
-        loop = asyncio.get_running_loop()
+        loop = self.slots.loop
         queued = loop.time()
         if ticket is None:
             ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
@@ -227,10 +231,10 @@ class Dispatcher:
         """Send the question once in the slot that the ticket holds, and learn from the outcome."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        began = asyncio.get_running_loop().time()
+        began = self.slots.loop.time()
         if ticket.lease is not None:
             self.endpoints.budgets.leaves(ticket)
-        deadline = self.endpoints.flights.begin(ticket, policy.timeout)
+        deadline = self.endpoints.flights.begin(ticket, policy.timeout, began)
         try:
             with deadline:
                 reply = await question.send(endpoint.name)
@@ -245,7 +249,7 @@ class Dispatcher:
         finally:
             self.endpoints.flights.end(ticket)
         if reply.saved is None:
-            self.endpoints.answered(ticket, asyncio.get_running_loop().time() - began, reply)
+            self.endpoints.answered(ticket, began, reply)
         else:
             self.endpoints.budgets.settle(ticket, asked=False)
         return reply
@@ -258,7 +262,7 @@ class Dispatcher:
         timer: asyncio.TimerHandle | None = None
         if self._is_patient(policy):
             assert policy.wait_until is not None
-            timer = asyncio.get_running_loop().call_at(policy.wait_until, self._lose_patience, ticket)
+            timer = self.slots.loop.call_at(policy.wait_until, self._lose_patience, ticket)
         elif ticket.state != "held" and self._is_down(ticket):
             self.slots.release(ticket)
             raise self._outage(ticket)
@@ -311,7 +315,7 @@ class Dispatcher:
         return "the server" if self.backend is None else self.backend.name
 
     def _too_late(self, ticket: Ticket, began: float, policy: Policy) -> str:
-        seconds = asyncio.get_running_loop().time() - began
+        seconds = self.slots.loop.time() - began
         if ticket.recalled:
             return f"{self.name} did not answer within {seconds:.3g} s; the request was cancelled and is sent again"
         if ticket.trial:
@@ -323,7 +327,7 @@ class Dispatcher:
 
     def _is_patient(self, policy: Policy) -> bool:
         until = policy.wait_until
-        return policy.wait_out and (until is None or asyncio.get_running_loop().time() < until)
+        return policy.wait_out and (until is None or self.slots.loop.time() < until)
 
     def _lose_patience(self, ticket: Ticket) -> None:
         self._impatient.add(ticket)

@@ -108,10 +108,10 @@ class EndpointMonitor:
         if ticket.trial and ticket.endpoint is not None:
             self.arm(ticket.endpoint)  # for the next trial, if this one was withdrawn
 
-    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
-        endpoint, now = ticket.endpoint, _now()
+    def answered(self, ticket: Ticket, began: float, reply: Reply) -> None:
+        endpoint, now = ticket.endpoint, self._slots.loop.time()
         assert endpoint is not None
-        server = endpoint.server
+        server, seconds = endpoint.server, now - began
         self._scheduler.answered(ticket, seconds, reply.usage, now)
         server.learn(seconds, now)
         server.refused_since = None
@@ -130,7 +130,7 @@ class EndpointMonitor:
 
     def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
-        endpoint, now = ticket.endpoint, _now()
+        endpoint, now = ticket.endpoint, self._slots.loop.time()
         assert endpoint is not None
         server, health = endpoint.server, endpoint.health
         self.budgets.learn(endpoint, ticket, error.quota, error.usage or Usage())
@@ -192,7 +192,7 @@ class EndpointMonitor:
         assert endpoint is not None
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
             return "row"
-        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, _now(), ticket.row.denials)
+        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, self._slots.loop.time(), ticket.row.denials)
         scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), denial, left)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
@@ -206,12 +206,12 @@ class EndpointMonitor:
 
     def spare(self) -> None:
         """Called when every turn has its slot and slots stay idle."""
-        self.flights.even_out(_now())
+        self.flights.even_out(self._slots.loop.time())
 
     def interrupt(self, why: str) -> None:
         """Send nothing more: interrupt waiting rows and cancel requests at endpoints that are down."""
         self.decisions.interrupt(Interrupted(why))
-        self.flights.recall_down(_now())
+        self.flights.recall_down(self._slots.loop.time())
 
     @property
     def deciding(self) -> int:
@@ -255,7 +255,7 @@ class EndpointMonitor:
         """Called when another dispatcher released a slot of the server, or found it down or up again."""
         if endpoint.health.state not in ("suspect", self._seen.get(endpoint, "healthy")):
             was_down = self._seen.get(endpoint) == "down"
-            self._report(endpoint, _now())
+            self._report(endpoint, self._slots.loop.time())
             if was_down and not endpoint.health.is_down:
                 self._scheduler.rejoin()
         self.decisions.wake()
@@ -365,7 +365,7 @@ class EndpointMonitor:
 
     def arm(self, endpoint: Endpoint) -> None:
         """Set the alarm for what is due first at the endpoint."""
-        now = _now()
+        now = self._slots.loop.time()
         self._alarms.set(endpoint, min((due for due in self._dues(endpoint) if due > now), default=inf))
 
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
@@ -374,7 +374,7 @@ class EndpointMonitor:
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
-        free_at = inf if server.rates is None else server.rates.free_at(_now())
+        free_at = inf if server.rates is None else server.rates.free_at(self._slots.loop.time())
         if health.state == "down":
             return health.next_trial, server.held_until, self._patience_ends(endpoint), free_at
         search = endpoint.capacity.search
@@ -393,7 +393,7 @@ class EndpointMonitor:
         return endpoint.health.down_since + (self._max_outage if known else self._max_silence)
 
     def _look(self, due: list[Endpoint]) -> None:
-        now = _now()
+        now = self._slots.loop.time()
         for endpoint in due:
             self._look_at(endpoint, now)
         self.budgets.serve()
@@ -440,7 +440,7 @@ class EndpointMonitor:
         if not endpoint.health.is_down:
             self.probe(endpoint)
         elif self._router.others_work(endpoint):
-            self.flights.recall_all(endpoint, _now())
+            self.flights.recall_all(endpoint, self._slots.loop.time())
 
     # Probes
 
@@ -450,7 +450,7 @@ class EndpointMonitor:
 
     def found(self, endpoint: Endpoint, found: Probe) -> None:
         """Apply the result of a probe."""
-        health, now = endpoint.health, _now()
+        health, now = endpoint.health, self._slots.loop.time()
         health.reached = health.reached or found.state == "up"
         if health.is_down and found.state != "down" and self.trust_probes:
             health.reached = True
@@ -494,7 +494,3 @@ class EndpointMonitor:
 
 
 _GOOD = Verdict("clear", "healthy")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

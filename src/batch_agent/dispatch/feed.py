@@ -28,9 +28,9 @@ class Feed:
     async def wait_room(self) -> bool:
         """Wait until another agent may start. Returns False if none will."""
         while not self.closed:
-            if self._slots.scheduler.has_room(asyncio.get_running_loop().time()):
+            if self._slots.scheduler.has_room(self._slots.loop.time()):
                 return True
-            self.room = asyncio.get_running_loop().create_future()
+            self.room = self._slots.loop.create_future()
             await self.room
         return False
 
@@ -54,7 +54,7 @@ class Feed:
         """Set whether the feed waits for its next input, which may depend on results of this run."""
         self.reading = reading
         if reading and self._slots.waits:
-            asyncio.get_running_loop().call_soon(self._slots.look_ahead)  # if it has to wait
+            self._slots.loop.call_soon(self._slots.look_ahead)  # if it has to wait
 
     def expect(self, rows: int | None) -> None:
         self.rows = rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from math import inf
 from typing import Protocol
 
@@ -61,16 +62,22 @@ class Slots:
         self.refusal = ""  # reason why no slot is granted any more
         self._paused_by: set[str] = set()  # reasons why no slot is granted for now
 
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of all its requests. It is found at the first one: a run may be created outside of it."""
+        return asyncio.get_running_loop()
+
     # Slots
 
     def claim(
         self, progress: Progress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``release``."""
-        ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time(), pinned)
+        now = self.loop.time()
+        ticket = self.scheduler.request(progress, turns, now, pinned)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
-        self.pump()
+        self.pump(now)
         return ticket
 
     async def hold(self, ticket: Ticket) -> None:
@@ -80,11 +87,11 @@ class Slots:
             if ticket.state != "held":
                 if self.refusal:
                     raise Interrupted(self.refusal)
-                waiter = asyncio.get_running_loop().create_future()
+                waiter = self.loop.create_future()
                 self._waiters[ticket] = waiter
                 await waiter
             if self.stopped:  # the cancellation of this task is pending
-                await asyncio.get_running_loop().create_future()
+                await self.loop.create_future()
         except BaseException:
             self._waiters.pop(ticket, None)
             self.release(ticket)
@@ -122,10 +129,9 @@ class Slots:
     async def _sleep(self, delay: float) -> None:
         if self.refusal:
             raise Interrupted(self.refusal)
-        loop = asyncio.get_running_loop()
-        sleeper: asyncio.Future[None] = loop.create_future()
+        sleeper: asyncio.Future[None] = self.loop.create_future()
         self._sleepers[sleeper] = None
-        timer = loop.call_later(delay, _wake, sleeper)
+        timer = self.loop.call_later(delay, _wake, sleeper)
         try:
             await sleeper
         finally:
@@ -222,11 +228,12 @@ class Slots:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    def pump(self) -> None:
+    def pump(self, now: float | None = None) -> None:
         """Grant every slot that can be granted, then wake the feeds if a new agent may start."""
         scheduler = self.scheduler
+        if now is None:
+            now = self.loop.time()
         if scheduler.wanted and not self.refusal:
-            now = asyncio.get_running_loop().time()
             while (ticket := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(ticket, None)
                 if waiter is not None and not waiter.done():
@@ -236,27 +243,28 @@ class Slots:
                 self._set_alarm(scheduler.due)
         # The newest first: later stages work on earlier results, and finish the pipeline.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
-        if hungry and scheduler.has_room(asyncio.get_running_loop().time()):
+        if hungry and scheduler.has_room(now):
             for feed in hungry:
                 feed.wake()
         else:
             self._check_idle()
 
     def _check_idle(self) -> None:
-        scheduler = self.scheduler
-        if scheduler.wanted:
+        scheduler, waits = self.scheduler, self._watcher.waits
+        several = len(scheduler.endpoints) > 1
+        if scheduler.wanted or not (waits or several):
             return
         all_fed = self.all_fed
-        if self._watcher.waits and not scheduler.backing_off and (all_fed or scheduler.is_full):
+        if waits and not scheduler.backing_off and (all_fed or scheduler.is_full):
             self._watcher.idle()
-        if all_fed and scheduler.inflight and len(scheduler.endpoints) > 1:
+        if all_fed and scheduler.inflight and several:
             self._watcher.spare()
 
     def _set_alarm(self, due: float) -> None:
         if self._alarm is None or due < self._alarm.when():
             if self._alarm is not None:
                 self._alarm.cancel()
-            self._alarm = asyncio.get_running_loop().call_at(due, self._ring)
+            self._alarm = self.loop.call_at(due, self._ring)
 
     def _ring(self) -> None:
         self._alarm = None

@@ -13,18 +13,25 @@ from pydantic import BaseModel
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid
 from batch_agent.foreign import describe
-from batch_agent.job import AgentError, AgentResult, UnreadableRow
-from batch_agent.messages import Attachment
+from batch_agent.job import AgentError, AgentResult, Timings, UnreadableRow
+from batch_agent.messages import Attachment, Usage
+
+# Read here, because orjson takes long to read a dataclass with slots.
+_USAGE = [field.name for field in dataclasses.fields(Usage)]
+_TIMINGS = [field.name for field in dataclasses.fields(Timings)]
 
 
-def result_line(result: AgentResult[object]) -> bytes:
-    """Return one result as a line of JSON, without the transcript; with the model's raw text if it failed.
+def result_line(result: AgentResult[object], schema: OutputSchema[object] | None = None) -> bytes:
+    """Return one result as a line of JSON, without the transcript; with the model's raw text if it failed. ``schema``
+    writes the output, if it is not plain yet.
 
     Raises Invalid if the output cannot be written: its class may have its own serializers.
     """
     record = result_record(result)
     if not result.ok:
         record["raw_text"] = result.raw_text
+    elif schema is not None:
+        record["output"] = _plain_output(result.output, schema)
     return record_line(record)
 
 
@@ -38,8 +45,8 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
         "error": result.error,
         "attempts": result.attempts,
         "turns": result.turns,
-        "usage": result.usage,
-        "timings": result.timings,
+        "usage": {name: getattr(result.usage, name) for name in _USAGE},
+        "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
         "input": None if isinstance(result.input, UnreadableRow) else result.input,
     }
     if result.cost is not None:
@@ -60,26 +67,37 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
 def record_line(record: Mapping[str, object]) -> bytes:
     """Return a record as a line. An ``input`` that cannot be written is omitted. Raises Invalid if the line still
     cannot be written."""
-    for attempt in (record, {**record, "input": None}):
-        try:
-            return to_json(attempt) + b"\n"
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            failure = error
-    raise Invalid(f"the output cannot be written as JSON: {describe(failure)}") from failure
+    try:
+        return to_json(record) + b"\n"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if record["input"] is None:
+            raise _unwritable(error) from error
+    return record_line({**record, "input": None})
 
 
 def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) -> AgentResult[object]:
     """Return the result with its output in the JSON form of its schema, or as a failure if it cannot be written."""
-    if schema is None or not result.ok or result.output is None:
+    if schema is None or not result.ok:
         return result
     try:
-        return dataclasses.replace(result, output=schema.to_plain(result.output))
+        return dataclasses.replace(result, output=_plain_output(result.output, schema))
+    except Invalid as error:
+        return unwritten(result, error)
+
+
+def _plain_output(output: object, schema: OutputSchema[object]) -> object:
+    try:
+        return None if output is None else schema.to_plain(output)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return unwritten(result, Invalid(f"the output cannot be written as JSON: {describe(error)}"))
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: BaseException) -> Invalid:
+    return Invalid(f"the output cannot be written as JSON: {describe(error)}")
 
 
 def unwritten(result: AgentResult[object], error: Invalid) -> AgentResult[object]:

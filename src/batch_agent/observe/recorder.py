@@ -25,7 +25,7 @@ from batch_agent.events import (
     TurnStarted,
 )
 from batch_agent.messages import JsonObject
-from batch_agent.store.timeline import Line
+from batch_agent.store.timeline import Line, Span
 
 WAITING = 20_000  # spans that may wait
 MESSAGE_CHARACTERS = 300
@@ -59,7 +59,7 @@ class Recorder:
         self._run = run
         self.rows: dict[int, LiveRow] = {}
         self._changes: list[Line] = []
-        self._spans: list[Line] = []
+        self._spans: list[Span] = []
         self._takes: dict[type[Event], Callable[[Any], None]] = {
             AnswerRejected: self._answer_rejected,
             DrainStarted: self._drain_started,
@@ -75,7 +75,7 @@ class Recorder:
             TurnStarted: self._turn_started,
         }
 
-    def take(self) -> tuple[list[Line], list[Line]]:
+    def take(self) -> tuple[list[Line], list[Span]]:
         """Return the changes and the spans since the last call."""
         changes, self._changes = self._changes, []
         spans, self._spans = self._spans, []
@@ -134,7 +134,7 @@ class Recorder:
         row = self.rows.get(event.index)
         if row is not None:
             usage = event.usage
-            tokens: Line = [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens]
+            tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             self._turn(row, event, "", "", tokens, event.first_token)
             row.ready, row.backoff = event.at, 0.0
             row.move(TOOLS if row.tools else QUEUED, event.at)
@@ -142,14 +142,14 @@ class Recorder:
     def _turn_failed(self, event: TurnFailed) -> None:
         row = self.rows.get(event.index)
         if row is not None:
-            self._turn(row, event, event.error_type, event.message[:MESSAGE_CHARACTERS], [0, 0, 0], None)
+            self._turn(row, event, event.error_type, event.message[:MESSAGE_CHARACTERS], (0, 0, 0), None)
             row.ready, row.backoff = event.at, event.retry_in or 0.0
             row.move(BACKING_OFF if event.retry_in else QUEUED, event.at)
 
     def _answer_rejected(self, event: AnswerRejected) -> None:
         if event.index in self.rows:
             message = event.message[:MESSAGE_CHARACTERS]
-            self._add(["rejected", event.at, event.at, event.index, event.turn, event.error_type, message])
+            self._add(("rejected", event.at, event.at, event.index, event.turn, event.error_type, message))
 
     def _tool_started(self, event: ToolStarted) -> None:
         row = self.rows.get(event.index)
@@ -169,22 +169,22 @@ class Recorder:
         event: TurnFinished | TurnFailed,
         error: str,
         message: str,
-        tokens: Line,
+        tokens: tuple[int, int, int],
         first_token: float | None,
     ) -> None:
         start = row.sent.pop() if row.sent else event.at
         waited = max(0.0, start - row.ready)
         backoff = min(waited, row.backoff)
-        place: Line = ["turn", start, event.at, event.index, event.turn, event.endpoint]
-        self._add([*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens, first_token])
+        place = "turn", start, event.at, event.index, event.turn, event.endpoint
+        self._add((*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens, first_token))
 
     def _tool(self, row: LiveRow, event: ToolFinished) -> None:
         start = row.tools.pop((event.turn, event.call), event.at)
-        self._add(["tool", start, event.at, event.index, event.turn, event.tool[:100], event.ok, event.source])
+        self._add(("tool", start, event.at, event.index, event.turn, event.tool[:100], event.ok, event.source))
         if not row.tools and not row.sent:
             row.ready, row.backoff = event.at, 0.0
             row.move(QUEUED, event.at)
 
-    def _add(self, span: Line) -> None:
+    def _add(self, span: Span) -> None:
         if len(self._spans) < WAITING:
             self._spans.append(span)

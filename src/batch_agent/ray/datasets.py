@@ -17,7 +17,7 @@ from batch_agent.errors import BatchAgentError, Invalid, SpecError, StoreError
 from batch_agent.files.columns import OWN, Column, Record, Type
 from batch_agent.files.extras import extra
 from batch_agent.files.frames import rows_of_frame
-from batch_agent.files.results import from_json, plainly, result_line, unwritten
+from batch_agent.files.results import from_json, result_line, unwritten
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.ray.workers import Ray, ray_package
@@ -161,8 +161,7 @@ class DatasetRun:
             yield row
 
     def _line(self, result: AgentResult[object]) -> bytes:
-        shown = plainly(result, self._schema)
         try:
-            return result_line(shown)
+            return result_line(result, self._schema)
         except Invalid as error:
-            return result_line(unwritten(shown, error))
+            return result_line(unwritten(result, error))

@@ -34,6 +34,7 @@ logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report nodes that join
 REACH_SECONDS = 10.0  # for a cluster to accept a connection
+TOKEN_HINT = ". If the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended; a dead worker must not block the end
 
@@ -98,7 +99,9 @@ class Ray:
         try:
             ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
+            # Ray's client reports a missing token as a timeout.
+            token = TOKEN_HINT if self.address.startswith("ray://") else ""
+            raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}{token}") from None
         return True
 
     def _look(self) -> None:

@@ -170,7 +170,8 @@ class Scheduler:
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
-        if self.waiting == len(self._parking) + len(self._lanes) and spare > self.backing_off:
+        nowhere = not self.waiting or self.waiting == len(self._parking) + len(self._lanes)
+        if nowhere and spare > self.backing_off:
             return True
         slots = self.slots
         return slots is not None and slots > 0 and self.forecast.ending(0, slots)
@@ -280,10 +281,10 @@ class Scheduler:
         if ticket.row.suspect and not ticket.trial:
             self._suspect_in_flight = ticket
         self.inflight += 1
-        if len(self.endpoints) > 1:
+        if not one:
             self.router.touch(endpoint)
-        if self._lanes:
-            self._lanes.touch(endpoint)
+            if self._lanes:
+                self._lanes.touch(endpoint)
         return ticket
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:

@@ -1,4 +1,4 @@
-"""Copies a run from Redis into a directory, and keeps the copy up to date while the run goes on.
+"""Copies a run from Redis into a directory, and keeps the copy up to date while the run continues.
 
 ``RunMirror.refresh`` copies what is new: results are appended to the result files and their steps to the journal, so
 readers of a run directory see the copy grow. The timeline is made of the times at which rows finished and of what the
@@ -125,14 +125,19 @@ class RunMirror:
             more = self._stages[stage].refresh() or more
         return more
 
-    def finish(self) -> int:
-        """Complete a copy that does not follow the run: no process works on it. Returns the number of results."""
+    def finish(self, *, inputs: bool) -> int:
+        """Complete a copy that does not follow the run: no process works on it. Returns the number of results.
+
+        With ``inputs`` it has the inputs of unfinished rows. A copy in which the run is continued must not have them.
+        """
         view = shared_view(self._reader, self.address)
         if self._steps:
             self._leave_rows(view)
         self._release()
         self._write(RUN, {**self._facts(), "state": "interrupted" if view.state == "running" else view.state})
-        return self.count + sum(stage.finish() for stage in self._stages.values())
+        if not inputs:
+            (self.directory / UNFINISHED).unlink(missing_ok=True)
+        return self.count + sum(stage.finish(inputs=inputs) for stage in self._stages.values())
 
     def close(self) -> None:
         for stage in self._stages.values():

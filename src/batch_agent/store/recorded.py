@@ -49,7 +49,7 @@ def brought(place: RunPlace, *, steps: bool = True) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="batch-agent-") as folder:
         directory = Path(folder) / place.name
-        copy_out(place, directory, steps=steps)
+        copy_out(place, directory, steps=steps, inputs=True)
         yield directory
 
 
@@ -59,13 +59,14 @@ def failures(place: RunPlace) -> Counter[str]:
         return Counter(str(failure.get("type")) for failure in ResultFile(directory / FAILURES))
 
 
-def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True) -> int:
-    """Copy a run from Redis into a new directory, with its stages. Returns the number of its rows."""
+def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True, inputs: bool = False) -> int:
+    """Copy a run from Redis into a new directory, with its stages. Returns the number of its rows. With ``inputs`` the
+    copy has the inputs of unfinished rows."""
     mirror = RunMirror(address, directory, steps=steps)
     try:
         while mirror.refresh():
             pass
-        return mirror.finish()
+        return mirror.finish(inputs=inputs)
     finally:
         mirror.close()
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Literal, cast
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, SpecError, StoreError
-from batch_agent.files.results import from_json, plainly, record_line, result_line, to_json, unwritten
+from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.store.base import OpenStore, Progress, Store
@@ -108,7 +108,7 @@ class RunDir:
 
     def write(self, results: Sequence[AgentResult[object]]) -> None:
         try:
-            self._files.write(*_lines(plainly(result, self.schema) for result in results))
+            self._files.write(*_lines(results, self.schema))
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
@@ -281,13 +281,13 @@ def failure_line(result: AgentResult[object]) -> bytes:
     return record_line(record)
 
 
-def _lines(results: Iterable[AgentResult[object]]) -> tuple[bytes, bytes]:
+def _lines(results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> tuple[bytes, bytes]:
     """Return the lines for results.jsonl and the lines for failures.jsonl."""
     good, bad = [], []
     for result in results:
         try:
             if result.ok:
-                good.append(result_line(result))
+                good.append(result_line(result, schema))
             else:
                 bad.append(failure_line(result))
         except Invalid as error:  # the answer itself is in the journal

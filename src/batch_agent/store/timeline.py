@@ -26,6 +26,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.store.private import private
 
 Line: TypeAlias = list[JsonValue]  # the kind, then the fields of that kind
+Span: TypeAlias = tuple[JsonValue, ...]  # a line that waits: thousands of tuples cost the garbage collector nothing
 
 SAMPLES, STATUS = "timeline.jsonl", "status.json"
 FIRST, OLD, NEW = "turns-first.jsonl", "turns-old.jsonl", "turns-new.jsonl"
@@ -49,7 +50,7 @@ class TimelineFiles:
         self._first, self._new = _count(self._folder / FIRST), _count(self._folder / NEW)
         self.write([["run", at, header]], (), None)
 
-    def write(self, samples: Sequence[Line], spans: Sequence[Line], status: JsonObject | None) -> None:
+    def write(self, samples: Sequence[Line], spans: Sequence[Line | Span], status: JsonObject | None) -> None:
         self._append(SAMPLES, samples)
         self._lines += len(samples)
         if self._lines > MOST_SAMPLES:
@@ -69,7 +70,7 @@ class TimelineFiles:
         if status is not None:
             self._replace(STATUS, to_json(status))
 
-    def _append(self, name: str, lines: Sequence[Line]) -> None:
+    def _append(self, name: str, lines: Sequence[Line | Span]) -> None:
         if lines:
             with open(self._folder / name, "ab", opener=private) as file:
                 file.write(b"".join(to_json(line) + b"\n" for line in lines))

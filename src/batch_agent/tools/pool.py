@@ -97,6 +97,7 @@ class ToolPool:
         self._spawn = spawn
         self._prewarm_max_age = prewarm_max_age
         self._once = once
+        self._now = asyncio.get_running_loop().time
         self._written = {tool.resource for tool in tools if tool.effect == "write"}
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
@@ -177,9 +178,9 @@ class ToolPool:
             key = self._key(offer.tool, offer.tool.identity(arguments))
         except ToolError:
             return None
-        if self._cache.get(key, asyncio.get_running_loop().time()) is not None or self._under_way(key) is not None:
+        if self._cache.get(key, self._now()) is not None or self._under_way(key) is not None:
             return None
-        flight = Flight(call.name, key, asyncio.get_running_loop().time(), self._traffic, unasked=True)
+        flight = Flight(call.name, key, self._now(), self._traffic, unasked=True)
         if offer.tool.batching is None and not flight.pass_nowait(offer.gates):
             return None
         offer.tally.prewarmed += 1
@@ -223,7 +224,7 @@ class ToolPool:
         return UnknownTool(f"there is no tool {shown!r}; {hint}The tools are: {', '.join(self._offers) or 'none'}")
 
     def _share(self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None) -> PendingCall:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         if offer.tool.cacheable and (text := self._cache.get(key, now)) is not None:
             offer.tally.cache_hits += 1
             offer.tally.prewarm_hits += self._cache.asked(key)
@@ -244,11 +245,11 @@ class ToolPool:
         return flight if flight is not None and flight.interested and flight.end is None else None
 
     def _settled(self, end: ToolOutcome) -> PendingCall:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         return PendingCall(Flight("", None, now, self._traffic, end=end), now)
 
     def _launch(self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None) -> PendingCall:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         return self._take_off(offer, arguments, Flight(offer.tool.name, key, now, self._traffic, context=context))
 
     def _take_off(self, offer: _Offer, arguments: Arguments, flight: Flight) -> PendingCall:
@@ -278,10 +279,10 @@ class ToolPool:
         try:
             work = await self._work(offer, arguments, flight)
             text = await self._execute(offer, flight, partial(self._run, offer, work, read))
-            end = ToolOutcome(text, True, "run", _since(flight.asked))
+            end = ToolOutcome(text, True, "run", self._now() - flight.asked)
         except ToolError as error:
             if flight.end is None:
-                flight.land(_failure(error, _since(flight.asked), offer))
+                flight.land(_failure(error, self._now() - flight.asked, offer))
             return
         finally:
             self._note_write(tool)
@@ -300,7 +301,7 @@ class ToolPool:
         found = await self._once.begin(key)
         if isinstance(found, Found):
             offer.tally.shared += 1
-            self._land(offer, flight, ToolOutcome(found.text, found.ok, "shared", _since(flight.asked)))
+            self._land(offer, flight, ToolOutcome(found.text, found.ok, "shared", self._now() - flight.asked))
             return
         try:
             await fly()
@@ -362,9 +363,9 @@ class ToolPool:
 
         try:
             batch.answers = await self._execute(offer, flight, lambda: ask_all(batch.keys, ask))
-            end = ToolOutcome("", True, "run", _since(flight.asked))
+            end = ToolOutcome("", True, "run", self._now() - flight.asked)
         except ToolError as error:
-            end = _failure(error, _since(flight.asked), offer)
+            end = _failure(error, self._now() - flight.asked, offer)
         if flight.end is None:
             flight.land(end)
 
@@ -374,7 +375,7 @@ class ToolPool:
         if end.ok and offer.tool.cacheable and flight.key is not None:
             limits = (offer.tool.ttl, self._prewarm_max_age if flight.unasked else None)
             ttl = min((limit for limit in limits if limit is not None), default=None)
-            now = asyncio.get_running_loop().time()
+            now = self._now()
             self._cache.put(flight.key, end.text, now, ttl, unasked=flight.unasked)
         flight.land(end)
 
@@ -382,13 +383,13 @@ class ToolPool:
         """Start the timeout of a call and run it. The timeout does not include the wait at gates."""
         if offer.tool.is_async and self._traffic.stuck >= ASYNC_CALLS:
             raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were cancelled are still running")
-        flight.began = asyncio.get_running_loop().time()
+        flight.began = self._now()
         self._start_clock(offer, flight)
         return await work()
 
     def _start_clock(self, offer: _Offer, flight: Flight) -> None:
         seconds = self._timeout if offer.tool.timeout is None else offer.tool.timeout
-        if seconds is not None and _since(flight.began) <= seconds * LONGEST_WITH_PROGRESS:
+        if seconds is not None and self._now() - flight.began <= seconds * LONGEST_WITH_PROGRESS:
             flight.set_clock(seconds, partial(self._time_is_over, offer, flight, seconds))
 
     def _alive(self, offer: _Offer, flight: Flight) -> None:
@@ -397,12 +398,11 @@ class ToolPool:
 
     async def _run(self, offer: _Offer, work: Callable[[], object], read: Callable[[object], T]) -> T:
         offer.tally.runs += 1
-        clock = asyncio.get_running_loop().time  # saved: the coroutine may be closed without a running loop
-        began = clock()
+        began = self._now()
         try:
             return await run_foreign(offer.tool.name, work, read, None if offer.tool.is_async else self._threads)
         finally:
-            offer.tally.latency.add(clock() - began)
+            offer.tally.latency.add(self._now() - began)
 
     def _time_is_over(self, offer: _Offer, flight: Flight, seconds: float) -> None:
         """End the call for all waiting agents, even if the tool ignores its cancellation."""
@@ -410,7 +410,7 @@ class ToolPool:
             return
         error = ToolTimeout(f"{offer.tool.name} timed out: it ran longer than {seconds:g} s")
         flight.give_up()
-        flight.land(_failure(error, _since(flight.asked), offer))
+        flight.land(_failure(error, self._now() - flight.asked, offer))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         flight = self._tasks.pop(task)
@@ -435,10 +435,6 @@ def _own_gates(tool: Tool) -> Iterator[Gate]:
         yield Slots(tool.max_concurrent)
     if tool.rate_limit is not None:
         yield RateGate(tool.rate_limit)
-
-
-def _since(moment: float) -> float:
-    return asyncio.get_running_loop().time() - moment
 
 
 def _failure(error: ToolError, seconds: float, offer: _Offer | None = None) -> ToolOutcome:

@@ -32,6 +32,7 @@ Function = Callable[..., object]
 _SHOWN_CHARACTERS = 80
 _MISSING = inspect.Parameter.empty
 _NO_JSON_FORM = (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError)
+_write_identity = json.JSONEncoder(sort_keys=True, default=repr).encode
 
 
 class _Generator(GenerateJsonSchema):
@@ -111,7 +112,7 @@ class Signature:
                     parts[name] = default
             elif isinstance(value := arguments.values[name], str | int | float | bool | None):
                 parts[name] = value
-        return json.dumps(parts, sort_keys=True, default=repr)
+        return _write_identity(parts)
 
     def _read(self, text: str) -> dict[str, object]:
         if not text.strip():

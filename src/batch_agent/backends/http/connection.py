@@ -42,10 +42,9 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """``idle_since`` belongs to the pool."""
+    """``idle_since`` and ``reused_at`` belong to the pool."""
 
     __slots__ = (
-        "_asked_at",
         "_beat",
         "_done",
         "_loop",
@@ -53,18 +52,19 @@ class Connection(asyncio.Protocol):
         "_owner",
         "_receive",
         "_response",
-        "_reused",
         "_uploading",
         "_wake",
         "_writable",
         "idle_since",
         "origin",
+        "reused_at",
         "transport",
     )
 
     def __init__(self, origin: Origin, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         self.origin = origin
         self.idle_since: float | None = None  # None: in use
+        self.reused_at: float | None = None  # when it was last taken from the pool; None: new
         self.transport: asyncio.Transport
         self._owner, self._loop = owner, loop
         self._response: ResponseParser | None = None  # of the request in flight
@@ -72,8 +72,6 @@ class Connection(asyncio.Protocol):
         self._on_head: OnHead | None = None
         self._receive: Receive | None = None
         self._beat: Beat | None = None
-        self._asked_at = 0.0
-        self._reused = False
         self._uploading = False  # a part of the request is not written yet
         self._writable = True
         self._wake: asyncio.Future[None] | None = None  # wakes a writer that waits for buffer space
@@ -81,7 +79,7 @@ class Connection(asyncio.Protocol):
     @property
     def stale(self) -> bool:
         """Return whether the server had closed the connection while it was idle before the last request."""
-        return self._reused and self._loop.time() - self._asked_at < STALE_SECONDS
+        return self.reused_at is not None and self._loop.time() - self.reused_at < STALE_SECONDS
 
     def ask(
         self, response: ResponseParser, head: bytes, body: bytes, on_head: OnHead | None, beat: Beat | None
@@ -89,7 +87,6 @@ class Connection(asyncio.Protocol):
         """Send a request. The future is done when ``response`` is complete, or when the stream needs no more of it. A
         body of more than WRITE_BYTES is sent by ``upload``. ``beat`` decides when a stream is read."""
         self._response, self._on_head, self._beat = response, on_head, beat
-        self._asked_at = self._loop.time()
         self._done = done = self._loop.create_future()
         self._uploading = len(body) > WRITE_BYTES
         self.transport.write(head if self._uploading else head + body)
@@ -189,7 +186,6 @@ class Connection(asyncio.Protocol):
         if not done.done():
             done.set_result(None)
         if reusable:
-            self._reused = True
             self._owner.idle(self)
         else:
             self.transport.abort()

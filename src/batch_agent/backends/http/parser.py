@@ -58,11 +58,7 @@ class ResponseParser:
         self.reason = ""
         self.reusable = False  # the connection can carry another request after this response
         self.status = 0
-        self._parser = HttpResponseParser(self)
-        # Some servers send bare line feeds or blanks after a chunk size, and other clients accept that.
-        self._parser.set_dangerous_leniencies(
-            lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
-        )
+        self._parser: HttpResponseParser | None = None  # from the first byte to the last
 
     @property
     def begun(self) -> bool:
@@ -72,6 +68,12 @@ class ResponseParser:
     def feed(self, data: bytes) -> None:
         """Process the next bytes. Raises a TransportError if they cannot be a response."""
         self._size += len(data)
+        if self._parser is None:
+            self._parser = HttpResponseParser(self)
+            # Some servers send bare line feeds or blanks after a chunk size, and other clients accept that.
+            self._parser.set_dangerous_leniencies(
+                lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
+            )
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
@@ -105,7 +107,7 @@ class ResponseParser:
 
     def close(self) -> None:
         """Free the parser, which refers to this object."""
-        del self._parser
+        self._parser = None
 
     def discard(self) -> None:
         """Free the body of an unused response. Errors keep this object alive for a while."""
@@ -124,6 +126,7 @@ class ResponseParser:
         self._fields.append((name.decode("utf-8", "replace"), value.decode("utf-8", "replace")))
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None
         status = self._parser.get_status_code()
         if status < 200 and status != SWITCHING_PROTOCOLS:
             self._interim, self.reason = True, ""
@@ -146,9 +149,6 @@ class ResponseParser:
         if self._interim:
             self._interim = False
         elif not self.complete:
+            assert self._parser is not None
             self.complete = True
             self.reusable = self._parser.should_keep_alive()
-
-
-def _line_bytes(field: tuple[str, str]) -> int:
-    return len(field[0]) + len(field[1]) + 4

@@ -79,12 +79,11 @@ class Pool:
             await self._emptied.wait()
 
     def _take(self, origin: Origin) -> Connection | None:
-        idle = self._idle.get(origin)
+        idle, now = self._idle.get(origin), self._loop.time()
         while idle:
             connection = idle.pop()
-            since = connection.idle_since or 0.0
-            if self._loop.time() - since < self._keepalive and not connection.transport.is_closing():
-                connection.idle_since = None
+            if now - _idle_since(connection) < self._keepalive and not connection.transport.is_closing():
+                connection.idle_since, connection.reused_at = None, now
                 return connection
             connection.close()
         return None

@@ -43,19 +43,19 @@ class CallIds:
         return call_id
 
 
-class Naming:
+class Naming(CallIds):
     """Creates the ToolCalls of one answer with unique ids. ``faults`` creates the errors of reading it."""
 
-    __slots__ = ("_ids", "faults")
+    __slots__ = ("faults",)
 
     def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
+        super().__init__(messages)
         self.faults = faults
-        self._ids = CallIds(messages)
 
     def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
         if not name:
             raise self.faults.bad("the answer has a tool call without a name")
-        return ToolCall(self._ids.take(call_id), name, readable_json(arguments) if arguments.strip() else "{}")
+        return ToolCall(self.take(call_id), name, readable_json(arguments) if arguments.strip() else "{}")
 
 
 def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:

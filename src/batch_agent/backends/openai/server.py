@@ -105,16 +105,18 @@ class OpenAIServer(HttpBackend[bytes]):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
-        if shape.schema is None or self.own_body(request) is not None:
-            return await self._ask(request, on_tool_call)
-        if self._capabilities.schema_note:
-            return await self._ask(replace(request, shape=self._without_schema(shape)), on_tool_call)
+        schema = shape.schema if self.own_body(request) is None else None
+        if schema is not None and self._capabilities.schema_note:
+            request, schema = replace(request, shape=self._without_schema(shape)), None
         try:
-            reply = await self._ask(request, on_tool_call)
-        except Rejected as refusal:
+            reply = await super().infer(request, on_tool_call)
+        except Rejected as error:
+            refusal = await self._explained(error, shape.model)
+            if schema is None:
+                raise refusal from None
             return await self._ask_without_schema(request, on_tool_call, refusal)
-        if not self._capabilities.schema_proven and not reply.tool_calls:
-            self._judge(reply.text, shape.schema)
+        if schema is not None and not self._capabilities.schema_proven and not reply.tool_calls:
+            self._judge(reply.text, schema)
         return reply
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
@@ -133,12 +135,6 @@ class OpenAIServer(HttpBackend[bytes]):
         return names
 
     # One request
-
-    async def _ask(self, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
-        try:
-            return await super().infer(request, on_tool_call)
-        except Rejected as refusal:
-            raise await self._explained(refusal, request.shape.model) from None
 
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
         fields, headers = super().write_own(client, request)
@@ -180,7 +176,7 @@ class OpenAIServer(HttpBackend[bytes]):
         if blame == "surely":
             self._give_schemas_up(f"refused the output schema ({refusal})")
         try:
-            reply = await self._ask(replace(request, shape=self._without_schema(request.shape)), on_tool_call)
+            reply = await self.infer(replace(request, shape=self._without_schema(request.shape)), on_tool_call)
         except Rejected:
             raise refusal from None
         self._give_schemas_up(f"refused the output schema ({refusal})")

@@ -58,14 +58,14 @@ class Agent:
         """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
         state, deadline = self._state, self._deadline
         state.ticket = ticket
-        limit = asyncio.timeout(deadline)
+        limit = None if deadline is None else asyncio.timeout(deadline)
         self._task = task = asyncio.current_task()
         if self.stopped_by is not None and task is not None:
             task.cancel()
         try:
             if self._trail.past.unreadable:
                 raise RecordUnreadable(UNREADABLE.format(reason=self._trail.past.unreadable))
-            if deadline is None:  # the usual case, on the hot path
+            if limit is None:
                 self._output = await state.work()
             else:
                 async with limit:
@@ -73,7 +73,7 @@ class Agent:
             if state.failure is not None:  # the worker's output cannot replace this failure
                 raise state.failure
         except TimeoutError:
-            if not limit.expired():
+            if limit is None or not limit.expired():
                 raise
             turns = state.tally.turns
             self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -35,7 +34,7 @@ async def run_calls(
         trail.add(Begun(writes))
         await trail.settle()
     index = job.index
-    every, left = asyncio.get_running_loop().create_future(), len(calls)
+    every, left = r.dispatcher.slots.loop.create_future(), len(calls)
 
     def ended(place: int, call: ToolCall, outcome: ToolOutcome | Exception) -> None:
         nonlocal left

@@ -202,15 +202,17 @@ class LoopContext(WorkState):
             return await self._send(shape)
         if excess := compactor.excess(history):
             await self._cut(compactor, excess)
+        fitted = shape if shape.max_tokens is None else compactor.fitted(shape, compactor.foreseen(history))
         try:
-            reply = await self._send(compactor.fitted(shape, compactor.foreseen(history)))
+            reply = await self._send(fitted)
         except ContextOverflow as error:
             again, excess = compactor.after(error, shape, history)
             if again is shape and not (excess and await self._cut(compactor, excess)):
                 raise
             self.tally.again = True
             reply = await self._send(again)
-        self._tell_of_cut(reply)
+        if self._cut_from is not None:
+            self._tell_of_cut(reply, self._cut_from)
         return reply
 
     async def _cut(self, compactor: Compactor, excess: int) -> bool:
@@ -222,10 +224,8 @@ class LoopContext(WorkState):
         self._trail.add(compacted)
         return True
 
-    def _tell_of_cut(self, reply: Reply) -> None:
-        if self._cut_from is None:
-            return
-        r, usage, before = self._r, reply.usage, self._cut_from
+    def _tell_of_cut(self, reply: Reply, before: int) -> None:
+        r, usage = self._r, reply.usage
         self._cut_from = None
         turn, index = self.tally.turns, self.job.index
         r.emit(ContextCompacted(r.clock(), r.run, index, turn, before, usage.prompt_tokens, usage.cached_tokens))

@@ -42,13 +42,10 @@ class TurnCall(ModelCall, Observer):
         self._r, self._index, self._tally, self._early = r, index, tally, early
         self._schema = r.schema if isinstance(schema, EllipsisType) else schema
 
-    async def send(self, endpoint: str) -> Reply:
-        try:
-            return await super().send(endpoint)
-        except Truncated as cut:
-            if not self._r.keeps_cut_text or cut.in_call or not _is_begun(cut.text):
-                raise
-            return Reply(cut.text, usage=cut.usage or Usage(), finish_reason=CUT)
+    def shortened(self, cut: Truncated) -> Reply:
+        if not self._r.keeps_cut_text or cut.in_call or not _is_begun(cut.text):
+            return super().shortened(cut)
+        return Reply(cut.text, usage=cut.usage or Usage(), finish_reason=CUT)
 
     def check(self, reply: Reply) -> None:
         if not reply.tool_calls and not _has_answer(reply.text, self._schema):

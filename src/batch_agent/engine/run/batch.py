@@ -286,13 +286,16 @@ class Batch:
 
 async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
     """Return the jobs of inputs that begin at index ``first``. Images and documents are read outside the event loop."""
-
-    def jobs() -> list[Job | AgentResult[object]]:
-        return [_compile(plan, first + place, value) for place, value in enumerate(values)]
-
-    if any(plan.reads(_unplaced(value)) for value in values):
+    bare = [_unplaced(value) for value in values]
+    if not any(map(plan.shows, bare)):
+        return _compile_each(plan, first, values)
+    if any(map(plan.reads, bare)):
         return await _read_all(plan, first, values)
-    return await in_thread(jobs) if any(plan.shows(_unplaced(value)) for value in values) else jobs()
+    return await in_thread(partial(_compile_each, plan, first, values))
+
+
+def _compile_each(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    return [_compile(plan, first + place, value) for place, value in enumerate(values)]
 
 
 async def _read_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:

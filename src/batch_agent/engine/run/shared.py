@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
@@ -45,18 +44,6 @@ class Sinks:
                 self._sinks = [other for other in self._sinks if other is not sink]
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What the outermost run stores in its run directory besides its session; empty without one."""
-
-    directory: Path | None = None
-    rate_mark: RateMark | None = None
-
-    @classmethod
-    def at(cls, run_dir: str | Path | None) -> Self:
-        return cls() if run_dir is None else cls(Path(run_dir), RateMark(Path(run_dir)))
-
-
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool`` and ``session`` are
@@ -67,7 +54,8 @@ class Shared:
     dispatcher: Dispatcher
     spending: Spending
     dispatchers: dict[str, Dispatcher]
-    owned: Owned
+    directory: Path | None  # the run directory of the outermost run
+    rate_mark: RateMark | None  # in that directory
     observers: Observers
     pool: ToolPool | None = None
     session: RunSession | None = None
@@ -83,13 +71,13 @@ class Shared:
     def keep_jobs(self, backend: Backend) -> None:
         """Let a backend whose answers take hours record its jobs in the run directory."""
         if backend.capabilities.patient:
-            backend.keep(self.owned.directory)
-            if self.owned.directory is None:
+            backend.keep(self.directory)
+            if self.directory is None:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_rates(self, spec: BatchSpec) -> None:
         """Keep the usage of the user's rate limits across kills."""
-        mark = self.owned.rate_mark
+        mark = self.rate_mark
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
             self.dispatcher.endpoints.budgets.keep(mark, self.dispatcher.scheduler.endpoints)
 
@@ -97,7 +85,7 @@ class Shared:
         """Send nothing while a journal waits for the disk: answers could not be recorded soon."""
         if overdue and not self._was_overdue:
             self._was_overdue = True
-            where = self.owned.directory or "the record of the run"
+            where = self.directory or "the record of the run"
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)
