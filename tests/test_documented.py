@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
 from batch_agent.backends.base import Backend
 from batch_agent.documented import plain
-from batch_agent.engine.run.elsewhere import Cluster
+from batch_agent.engine.run.lender import Cluster
 from batch_agent.events import Sink
 from batch_agent.options import Options
 from batch_agent.runtimes.base import CommandLineRuntime

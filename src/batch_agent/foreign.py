@@ -25,6 +25,11 @@ def message_of(error: BaseException) -> str:
         raise
     except BaseException:
         return ""
+    return encodable(text)
+
+
+def encodable(text: str) -> str:
+    """Return the text with "?" in place of lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

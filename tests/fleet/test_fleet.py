@@ -180,7 +180,7 @@ async def test_an_agents_turns_stay_on_one_server() -> None:
 async def test_rows_with_one_affinity_share_a_server() -> None:
     async with AsyncExitStack() as stack:
         known = await servers(stack, "a", "b", "c")
-        rows = [{"site": f"site {number % 12}", "n": number} for number in range(120)]
+        rows = [{"site": f"site {number % 40}", "n": number} for number in range(120)]
         results = await finish(
             [server.backend_url for server in known], task="{site} {n}", inputs=rows, affinity="site", max_inflight=120
         )
@@ -292,6 +292,31 @@ async def test_at_the_end_of_a_batch_what_a_much_slower_server_has_is_taken_back
     results = await finish(Fleet([slow, fast]), model="scripted", inputs=ROWS[:20])
     assert [result.output for result in results] == ["fast"] * 20
     assert len(fast.requests) == 20 and len(slow.requests) <= 16
+
+
+def working(slots: int, seconds: float) -> ScriptedBackend:
+    """A server that computes ``slots`` requests at once; others wait in its queue."""
+    gate = asyncio.Semaphore(slots)
+
+    async def answer(request: Request) -> Say:
+        async with gate:
+            await asyncio.sleep(seconds)
+        return Say("ok")
+
+    return ScriptedBackend(answer)
+
+
+@pytest.mark.parametrize("rows", [200, 300, 500])
+def test_a_batch_ends_before_the_one_server_that_is_much_slower_has_answered(rows: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        fleet = Fleet([*(working(16, 0.2) for _ in range(7)), working(16, 1.6)])
+        began = asyncio.get_running_loop().time()
+        inputs = [str(n) for n in range(rows)]
+        assert all(await finish(fleet, model="scripted", inputs=inputs, max_inflight=None))
+        assert asyncio.get_running_loop().time() - began < 1.6
+
+    scenario()
 
 
 @virtual_clock

@@ -97,8 +97,19 @@ def test_the_limit_does_not_grow_beyond_what_is_used() -> None:
     rounds_until(19, capacity)
     capacity.filled = False
     for _ in range(1_000):
-        capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=1.0)
+        capacity.succeeded(sent_at=1.0, seconds=1.0, tokens=1, now=2.0)
     assert capacity.limit == 19
+
+
+def test_answers_that_arrive_together_count_as_a_whole_round() -> None:
+    """The next requests are sent after all of them were handled, so no slot is in use between two of them."""
+    capacity = Capacity(128)
+    capacity.overloaded(0, 8)
+    for now in range(1, 31):
+        capacity.filled = True
+        for _ in range(capacity.limit or 0):
+            capacity.succeeded(sent_at=now - 1, seconds=1.0, tokens=1, now=now)
+    assert capacity.limit == 128
 
 
 def test_without_a_ceiling_a_refusal_makes_a_limit() -> None:

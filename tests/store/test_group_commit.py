@@ -13,7 +13,7 @@ import pytest
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply, Usage
-from batch_agent.store.base import Entry, Identity, Progress
+from batch_agent.store.base import Account, Entry, Identity, Progress
 from batch_agent.store.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal
 from batch_agent.store.steps import Done, Past, Spent
 from batch_agent.store.trail import Trail
@@ -47,7 +47,7 @@ class Disk:
         self.order += [f"line {result.index}" for result in results]
 
 
-class Purse:
+class Purse(Account):
     def __init__(self) -> None:
         self.told: list[StoreError | None] = []
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 
 import pytest
 from redis_servers import needs_redis, redis_cluster, redis_server
 from run_store_contract import Expire, OpenedRun, RunStoreContract
 
 from batch_agent.store.address import StoreAddress
-from batch_agent.store.redis.connection import connect
+from batch_agent.store.redis.connection import RedisConnection, connect
 from batch_agent.store.redis.store import RedisRunStore
 from batch_agent.store.shared import RowLease, RunStore
 
@@ -81,3 +84,23 @@ class TestRedisCluster(OfRedis):
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
         with redis_cluster(tmp_path_factory.mktemp("cluster")) as address:
             yield address
+
+
+@needs_redis
+def test_a_call_waits_while_the_server_is_full(tmp_path: Path) -> None:
+    away: list[bool] = []
+    with redis_server(tmp_path) as server, ThreadPoolExecutor(1) as thread:
+        address = StoreAddress.parse(f"{server.url}/full")
+        connection = RedisConnection(address, on_away=away.append)
+        client = connect(address)
+        client.execute_command("CONFIG", "SET", "maxmemory", 1)
+        call = thread.submit(lambda: connection.call(lambda each: each.execute_command("SET", "a", "b")))
+        while not away:
+            time.sleep(0.01)
+        assert not call.done()
+        client.execute_command("CONFIG", "SET", "maxmemory", 0)
+        assert call.result(timeout=30)
+        connection.close()
+        client.close()
+
+    assert away == [True, False]

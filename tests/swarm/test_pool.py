@@ -279,13 +279,6 @@ async def test_a_subclass_that_posts_in_its_own_way_is_asked_through_it() -> Non
     assert [response.agent_index for response in await pool.broadcast_prompt("a")] == [0, 1]
 
 
-def test_thousands_of_endpoints_cost_nothing_until_they_are_asked() -> None:
-    pool = AgentPool([(f"node{number}", 8000) for number in range(4000)])
-    parts = [pool.slice(number, number + 2) for number in range(4000)]
-    assert sum(part.size for part in parts) == 7999
-    assert all(line._client is None for line in pool._lines)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

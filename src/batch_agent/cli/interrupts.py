@@ -13,10 +13,18 @@ from batch_agent.cli.output.streams import say
 
 
 def serve(serving: Coroutine[object, object, None]) -> int:
-    """Run a server until Ctrl-C. Returns the exit status."""
+    """Run a server until Ctrl-C or SIGTERM. Returns the exit status."""
+
+    async def until_stopped() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with suppress(NotImplementedError, RuntimeError):  # Windows, or not in the main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await serving
+
     try:
-        asyncio.run(serving)
-    except KeyboardInterrupt:
+        asyncio.run(until_stopped())
+    except (KeyboardInterrupt, asyncio.CancelledError):
         say("stopped")
     return ALL_OK
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar, cast
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
@@ -34,19 +35,10 @@ MASK = "the value"
 SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
 
 
-class Reader(Protocol[T_co]):
-    """Exact validation; raises NotJSON, Invalid, or whatever the user's own code raises."""
-
-    def from_json(self, data: bytes) -> T_co: ...
-    def from_python(self, value: object) -> T_co: ...
-    def to_plain(self, value: object) -> object: ...
-
-
-class OutputSchema(Generic[T_co]):
+class OutputSchema(ABC, Generic[T_co]):
     """What each answer must be. ``json_schema`` is for models and backends, ``name`` for wires that require one."""
 
-    def __init__(self, reader: Reader[T_co], json_schema: JsonObject) -> None:
-        self._reader = reader
+    def __init__(self, json_schema: JsonObject) -> None:
         self.json_schema = json_schema
         self.json_text = to_json(json_schema).decode()
         title = re.sub(r"[^A-Za-z0-9_-]+", "_", str(json_schema.get("title", "")))
@@ -60,7 +52,7 @@ class OutputSchema(Generic[T_co]):
         if isinstance(value, str) or inspect.isroutine(value):
             raise SpecError(f"output_schema is {_shown(value)}: give {ALLOWED}")
         try:
-            return _of_json_schema(value) if isinstance(value, Mapping) else _of_type(value)
+            return _JsonSchema(value) if isinstance(value, Mapping) else _TypeSchema(value)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -78,48 +70,59 @@ class OutputSchema(Generic[T_co]):
             data = text.encode() if isinstance(text, str) else text
         except UnicodeEncodeError as error:
             raise NotJSON(f"the answer is not valid Unicode: {error}") from None
-        return _guarded(self._reader.from_json, data)
+        return _guarded(self._from_json, data)
 
     def validate_python(self, value: object) -> T_co:
         """Validate a parsed value exactly. Raises Invalid."""
-        return _guarded(self._reader.from_python, value)
+        return _guarded(self._from_python, value)
 
+    @abstractmethod
     def to_plain(self, value: object) -> object:
         """Return a value of this schema as plain JSON data. Raises whatever the user's own serializers raise."""
-        return self._reader.to_plain(value)
+
+    # Exact validation. Raises NotJSON, Invalid, or whatever the user's own code raises.
+
+    @abstractmethod
+    def _from_json(self, data: bytes) -> T_co: ...
+
+    @abstractmethod
+    def _from_python(self, value: object) -> T_co: ...
 
 
-class _TypeReader(Generic[T]):
-    def __init__(self, adapter: TypeAdapter[T]) -> None:
-        self._adapter = adapter
+class _TypeSchema(OutputSchema[object]):
+    def __init__(self, kind: object) -> None:
+        self._adapter = TypeAdapter(cast("type[object]", modern_typed_dicts(kind)))
+        super().__init__(self._adapter.json_schema())
 
-    def from_json(self, data: bytes) -> T:
+    def _from_json(self, data: bytes) -> object:
         return self._adapter.validate_json(data)
 
-    def from_python(self, value: object) -> T:
+    def _from_python(self, value: object) -> object:
         return self._adapter.validate_python(value)
 
     def to_plain(self, value: object) -> object:
         # A validator may have returned another type than declared; it is then written as it is.
-        plain: object = self._adapter.dump_python(cast(T, value), mode="json", warnings=False)
+        plain: object = self._adapter.dump_python(value, mode="json", warnings=False)
         return plain
 
 
-class _JsonSchemaReader:
-    def __init__(self, schema: JsonObject) -> None:
+class _JsonSchema(OutputSchema[object]):
+    def __init__(self, given: Mapping[object, object]) -> None:
         import jsonschema_rs  # imported here, because few runs need it and it is slow to load
 
+        schema = cast(JsonObject, from_json(to_json(given)))
+        super().__init__(schema)
         # The mask keeps whole answers out of the messages.
-        self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=_no_retrieval, mask=MASK)
+        self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=no_retrieval, mask=MASK)
 
-    def from_json(self, data: bytes) -> JsonValue:
+    def _from_json(self, data: bytes) -> object:
         try:
             value = from_json(data, allow_inf_nan=False)
         except ValueError as error:
             raise _not_json(str(error), data) from None
-        return self.from_python(value)
+        return self._from_python(value)
 
-    def from_python(self, value: object) -> JsonValue:
+    def _from_python(self, value: object) -> object:
         errors = [
             # If the message does not mention the value, it names a property, and the value would be everything around
             # it.
@@ -128,20 +131,10 @@ class _JsonSchemaReader:
         ]
         if errors:
             raise Invalid(_lines(errors))
-        return cast(JsonValue, value)
+        return value
 
     def to_plain(self, value: object) -> object:
         return value
-
-
-def _of_json_schema(value: Mapping[object, object]) -> OutputSchema[object]:
-    schema = cast(JsonObject, from_json(to_json(value)))
-    return OutputSchema(_JsonSchemaReader(schema), schema)
-
-
-def _of_type(value: object) -> OutputSchema[object]:
-    adapter = TypeAdapter(cast("type[object]", modern_typed_dicts(value)))
-    return OutputSchema(_TypeReader(adapter), adapter.json_schema())
 
 
 def _is_scalar(schema: JsonValue) -> bool:
@@ -151,7 +144,7 @@ def _is_scalar(schema: JsonValue) -> bool:
     return SCALARS.issuperset(kinds if isinstance(kinds, list) else [kinds]) or "enum" in schema
 
 
-def _no_retrieval(uri: str) -> NoReturn:
+def no_retrieval(uri: str) -> NoReturn:
     raise ValueError(f"a schema may only refer to itself, not to {uri}")
 
 

@@ -18,11 +18,12 @@ from batch_agent.scheduler.routing import Router
 
 # A request moves to an idle endpoint if its remaining time is more than this many times what that endpoint takes.
 COMPUTED, QUEUED = 1.5, 0.6
-SLOWER = 1.25  # times what an idle endpoint takes: then answers wait in a queue
+SLOWER = 1.25  # times what others take: then answers wait in a queue, or the endpoint is slower than the others
 SHORTEST_TAIL = 0.05  # seconds between two checks at the end of a batch
 STREAM_SILENCE = 3.0  # seconds without a byte after which an answer that has begun is recalled
 SHORTEST_GAIN = 0.1  # seconds that a move must save at least: less may be a delay of our own event loop
-# An endpoint that never answered loses its requests after this factor of the usual time, and at least these seconds.
+# An endpoint that never answered loses its requests after this factor of the usual time or ``SLOWER`` times the slowest
+# answer of others, whichever is sooner, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
 
 
@@ -155,8 +156,15 @@ class Flights:
         slow.sort(key=lambda item: -item[0])
         for _, ticket in slow[: int(min(self._router.spare, len(slow)))]:
             ticket.moves += 1
-            self.recall(ticket, now)
+            self._recall_slow(ticket, now)
         self._timer = asyncio.get_running_loop().call_later(max(SHORTEST_TAIL, fast / 2), self._ring)
+
+    def _recall_slow(self, ticket: Ticket, now: float) -> None:
+        assert ticket.endpoint is not None
+        server = ticket.endpoint.server
+        if not server.seconds:
+            server.unanswered = max(server.unanswered, now - ticket.sent_at)
+        self.recall(ticket, now)
 
     def _ring(self) -> None:
         self._timer = None
@@ -168,11 +176,14 @@ class Flights:
         progress than a queued one."""
         waited, server = now - ticket.sent_at, endpoint.server
         if server.seconds:
-            queued = place * server.gap / QUEUED if server.seconds > SLOWER * fast else 0.0
-            return max((server.seconds - waited) / COMPUTED, queued)
+            if server.seconds <= SLOWER * fast:
+                return (server.seconds - waited) / COMPUTED
+            # A server that computes many requests together sends no answer between two rounds.
+            silent = now - server.answered_at if waited > server.seconds else 0.0
+            return max((server.seconds - waited) / COMPUTED, max(place * server.gap, silent) / QUEUED)
         # The wait doubles with each move: of two endpoints that never answered, one may be slow and the other dead.
-        patience = max(UNKNOWN_SECONDS, UNKNOWN_FACTOR * self._router.usual) * 2.0 ** min(ticket.moves, 30)
-        return inf if waited > patience else 0.0
+        patience = min(UNKNOWN_FACTOR * self._router.usual, SLOWER * self._router.slowest)
+        return inf if waited > max(UNKNOWN_SECONDS, patience) * 2.0 ** min(ticket.moves, 30) else 0.0
 
 
 def _may_move(ticket: Ticket) -> bool:

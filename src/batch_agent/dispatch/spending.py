@@ -34,6 +34,7 @@ from batch_agent.scheduler.budget import (
     TimeShare,
 )
 from batch_agent.spec import BatchSpec
+from batch_agent.store.base import Account
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,7 @@ class Call:
         return None if self.settled else self.spending.fail(self, error)
 
 
-class Spending:
+class Spending(Account):
     """``on_short`` is called with whether a request waits for others to settle. ``on_exhausted`` is called once with
     the limit that ended the run. ``on_time_up`` is called if that is a time limit: every later request is refused, and
     agents that wait for something else should end with ``refusal()``."""

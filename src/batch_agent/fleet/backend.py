@@ -68,7 +68,7 @@ class Fleet(Backend):
         self._inside, self._outside = Transport(proxies=False), Transport()
         self._servers: dict[str, FleetServer] = {}
         self._listeners: dict[Listener, None] = {}
-        self._loop, self._users = OneLoop("fleet"), 0
+        self._loop, self._users = OneLoop("fleet", self._forget_loop), 0
         self.hostfile: Hostfile | None = None  # that it follows
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()  # closing servers that have left
@@ -150,7 +150,7 @@ class Fleet(Backend):
         self, url: Given, *, model: str | None = None, context: int | None = None, weight: float | None = None
     ) -> str:
         """Add a server, also to running runs. Returns its name."""
-        self._check_loop()
+        self._loop.check()
         server = self._make(url, {"model": model, "context": context, "weight": weight})
         self._register(server)
         self._tell()
@@ -158,7 +158,7 @@ class Fleet(Backend):
 
     def remove(self, url: str) -> None:
         """Remove a server, by its name or address. It is closed after its last answer."""
-        self._check_loop()
+        self._loop.check()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
             raise SpecError(f"the fleet has no endpoint {url.rpartition('@')[2]!r}")
@@ -245,15 +245,6 @@ class Fleet(Backend):
 
     # A Backend
 
-    def _bind(self) -> None:
-        """Bind to the running event loop. Raises SpecError if the fleet is in use in another loop."""
-        if self._loop.bind():
-            self._forget_loop()
-
-    def _check_loop(self) -> None:
-        if self._loop.check():
-            self._forget_loop()
-
     def _forget_loop(self) -> None:
         """Drop the state of a closed event loop."""
         self._users = 0
@@ -263,11 +254,11 @@ class Fleet(Backend):
             server.forget_loop()
 
     async def _enter(self, server: FleetServer) -> None:
-        self._bind()
+        self._loop.bind()
         await server.enter()
 
     async def __aenter__(self) -> Self:
-        self._bind()
+        self._loop.bind()
         if not self._users and self.hostfile is not None:
             self._watching = asyncio.get_running_loop().create_task(self.hostfile.follow(self._follow))
         self._users += 1
@@ -275,7 +266,7 @@ class Fleet(Backend):
 
     async def __aexit__(self, *exception: object) -> None:
         if self._loop.check():
-            return self._forget_loop()
+            return
         self._users -= 1
         if self._users:
             return
@@ -354,7 +345,7 @@ class Fleet(Backend):
             except BackendError as error:
                 answers[server.name] = error
 
-        self._bind()
+        self._loop.bind()
         tasks = {asyncio.get_running_loop().create_task(ask(server)) for server in servers}
         try:
             pending = tasks

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 from batch_agent.errors import SpecError
 
 
 class OneLoop:
-    """The event loop in which ``what`` is used."""
+    """The event loop in which ``what`` is used. ``forget`` drops its state if that loop was closed."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, forget: Callable[[], None]) -> None:
+        self._what, self._forget = what, forget
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # two threads may call at the same time
 
-    def bind(self) -> bool:
-        """Bind to the running loop. Raises SpecError if another uses it. True: the previous one was closed."""
+    def bind(self) -> None:
+        """Bind to the running loop. Raises SpecError if another uses it."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            void = self._release_from(loop)
+            self._release_from(loop)
             self._loop = loop
-            return void
 
     def check(self) -> bool:
-        """Check like ``bind`` without binding; also works when no loop is running."""
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
+        """Check like ``bind`` without binding, also without a running loop. Returns True if the state was dropped."""
         with self._lock:
-            return self._release_from(running)
+            return self._release_from(running_loop())
 
     def release(self) -> None:
         self._loop = None
@@ -44,4 +40,12 @@ class OneLoop:
                 f"the {self._what} is in use in another event loop: close it there first, or make one for each loop"
             )
         self._loop = None
+        self._forget()
         return True
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

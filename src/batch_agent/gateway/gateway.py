@@ -80,8 +80,8 @@ class Guest:
 class Gateway:
     """Listens while entered. ``admit`` gives a row its key, ``dismiss`` ends the key and its requests."""
 
-    def __init__(self, *, patience: float = PATIENCE_SECONDS, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._patience, self._max_body_bytes = patience, max_body_bytes
+    def __init__(self, *, patience: float = PATIENCE_SECONDS) -> None:
+        self._patience = patience
         self._server = HttpServer(self._handle, patience=patience)
         self._guests: dict[str, Guest] = {}
         self._reader = RequestReader()
@@ -141,7 +141,7 @@ class Gateway:
         try:
             if "Content-Encoding" in request.headers:
                 raise BodyRefused(415, "compressed bodies are not accepted")
-            body = await read_body(request, self._patience, self._max_body_bytes)
+            body = await read_body(request, self._patience, MAX_BODY_BYTES)
         except BodyRefused as error:
             return await answer_unread(request, _refusal(dialect, error.status, str(error)))
         try:

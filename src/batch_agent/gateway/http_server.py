@@ -55,21 +55,25 @@ class HttpServer:
         )
         self._runner = runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
-        host, port = self._host, self._port
-        try:
-            await web.TCPSite(runner, host, port, backlog=1024).start()
-        except OSError as error:
-            await runner.cleanup()
-            if error.errno == errno.EADDRINUSE:
-                raise SpecError(f"{host}:{port} is in use by another program: choose another port") from None
-            raise SpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-        place = f"[{host}]" if ":" in host else host
-        self.url = f"http://{place}:{runner.addresses[0][1]}"
+        self.url = await listen(runner, self._host, self._port)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+
+async def listen(runner: web.BaseRunner, host: str, port: int) -> str:
+    """Start to listen, and return the URL. Raises SpecError, and ends the runner, if that is impossible."""
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        if error.errno == errno.EADDRINUSE:
+            raise SpecError(f"{host}:{port} is in use by another program: choose another port") from None
+        raise SpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    place = f"[{host}]" if ":" in host else host
+    return f"http://{place}:{runner.addresses[0][1]}"
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MAX_BODY_BYTES) -> bytes:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -24,14 +24,17 @@ from batch_agent.ray.relay import relayed
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from batch_agent.cluster.fed_stages import FedStages
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
+    from batch_agent.engine.run.steering import Controls
     from batch_agent.events import Sink
 
 logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report nodes that join
 REACH_SECONDS = 10.0  # for a cluster to accept a connection
+TOKEN_HINT = ". If the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended; a dead worker must not block the end
 
@@ -68,6 +71,20 @@ class Ray:
 
         return RayRun(prepared, self, sinks, command)
 
+    def open_stages(
+        self,
+        prepared: Prepared,
+        stages_work: Callable[[], Awaitable[object]],
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        *,
+        controls: Controls,
+    ) -> FedStages:
+        """Return the driver's run around the stages of a pipeline, which is kept in Redis. Raises SpecError."""
+        from batch_agent.ray.run import RayStages
+
+        return RayStages(prepared, self, stages_work, sinks, command, controls=controls)
+
     def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
         """Connect this process to the cluster, with the modules that workers import.
 
@@ -82,7 +99,9 @@ class Ray:
         try:
             ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
+            # Ray's client reports a missing token as a timeout.
+            token = TOKEN_HINT if self.address.startswith("ray://") else ""
+            raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}{token}") from None
         return True
 
     def _look(self) -> None:

@@ -21,7 +21,7 @@ If several processes work on one run, the searched number is that of all of them
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, sqrt
 
 from batch_agent.scheduler.engine_load import Load, LoadGuide
 from batch_agent.scheduler.limit_search import RAMP_SECONDS, LimitSearch, Progress
@@ -56,6 +56,7 @@ class Capacity:
         self._proven: int | None = ceiling  # the last limit with good answers, except while it grows back
         self._known: int | None = None  # the limit doubles up to this; None: nothing was refused
         self._refused_at = 0  # the limit at the last refusal
+        self._raised_at = -inf  # when slow growth last raised the limit
         self._answered = False  # a good answer came since the last refusal
         self._pause = 0.0  # rounds left before ``_refused_at`` is tried again
         self._probe_at = 0.0  # and the earliest time for that
@@ -112,7 +113,10 @@ class Capacity:
             if self.uneven or not self.leads:
                 return ""
             return self._follow(self.search.answered(sent_at, seconds, tokens, self.filled, now))
-        if limit is None or known is None or limit == self.ceiling or not self.filled:
+        if limit is None or known is None or limit == self.ceiling:
+            return ""
+        # A request sent before the last raise was in flight while all slots were in use. The new slot may not be yet.
+        if not (self.filled or sent_at < self._raised_at):
             return ""
         return self._climb(limit, now)
 
@@ -128,7 +132,7 @@ class Capacity:
         if gain < 1:
             return ""
         self._gain = gain - 1
-        self.limit, self.filled = limit + 1, False
+        self.limit, self.filled, self._raised_at = limit + 1, False, now
         return "answers are good"
 
     def ramp(self, inflight: int, now: float) -> str:

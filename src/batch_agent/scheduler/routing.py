@@ -76,6 +76,7 @@ class Router:
         self.trials: deque[Endpoint] = deque()  # endpoints that are down and worth a trial
         self.prefix = PrefixCost()
         self.usual = 0.0  # seconds per turn, mean of all
+        self.slowest = 0.0  # seconds of the slowest answer
         self._answers = 0
         self.first_tokens = 0.0  # mean tokens of a first prompt
         self._standing: dict[Endpoint, Standing] = {}
@@ -149,7 +150,8 @@ class Router:
         if standing.works and standing.spare > 0:
             server = endpoint.server
             # An endpoint that has never answered ranks behind those that have.
-            score = (server.inflight + 1) * (server.seconds or UNKNOWN * self.usual or 1.0) / server.weight
+            seconds = server.seconds or max(UNKNOWN * self.usual, server.unanswered) or 1.0
+            score = (server.inflight + 1) * seconds / server.weight
             heap = self._heaps[kind]
             heappush(heap, (score, self._numbers, endpoint))
             if len(heap) > 64 + 8 * len(self._standing):
@@ -250,6 +252,7 @@ class Router:
 
     def answered(self, seconds: float) -> None:
         self._answers += 1
+        self.slowest = max(self.slowest, seconds)
         self.usual += max(LEARN_ALL, 1 / self._answers) * (seconds - self.usual)
 
     def learn_prefix(self, usage: Usage, seconds: float, *, first: bool) -> None:
@@ -268,8 +271,8 @@ class Router:
         return standing.works and standing.spare > 0 and standing.number > 0
 
     def seconds(self, endpoint: Endpoint) -> float:
-        """Return the seconds per turn of the endpoint; the mean of all if unknown."""
-        return endpoint.server.seconds or self.usual
+        """Return the seconds per turn of the endpoint; if unknown, the mean of all or the longest vain wait."""
+        return endpoint.server.seconds or max(self.usual, endpoint.server.unanswered)
 
     def wait(self, endpoint: Endpoint, ahead: int) -> float:
         """Return the seconds until a slot is free at a full endpoint where ``ahead`` turns wait."""
@@ -278,7 +281,7 @@ class Router:
 
     def is_slow_for(self, endpoint: Endpoint, turns_left: float, slots: float) -> bool:
         """Return whether the rest of the batch will finish sooner without it."""
-        seconds = endpoint.server.seconds
+        seconds = endpoint.server.seconds or endpoint.server.unanswered
         return seconds > SLOW * self.usual and seconds > self.usual * (1 + turns_left / max(1.0, slots))
 
     # Keys

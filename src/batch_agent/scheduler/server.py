@@ -63,7 +63,6 @@ class Server:
         self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
         self._terms: list[Terms] = []
         self._thread = 0  # thread of the dispatchers that use it now
-        self.allotted: int | None = None  # slots that this process may use; None: all of them
         self._forget()
 
     def _forget(self) -> None:
@@ -71,13 +70,15 @@ class Server:
         self.health = Health()
         self.history = EndpointHistory()
         self.refusals = Refusals()
+        self.allotted: int | None = None  # slots that this process may use; None: all of them
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+        self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
-        self._answered_at = -inf
+        self.answered_at = -inf  # time of its latest answer
         self._answers = 0
 
     def lent_to(self, thread: int) -> Server:
@@ -128,8 +129,8 @@ class Server:
         """Learn from an answer that took ``seconds``."""
         self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
         self._answers += 1
-        self.gap += max(LEARN_GAP, 1 / self._answers) * (min(seconds, now - self._answered_at) - self.gap)
-        self._answered_at = now
+        self.gap += max(LEARN_GAP, 1 / self._answers) * (min(seconds, now - self.answered_at) - self.gap)
+        self.answered_at = now
 
     def share(self, endpoint: Endpoint) -> int | None:
         """Return the most requests that one dispatcher may have in flight now; None: no limit."""

@@ -43,25 +43,24 @@ class Progress:
     learnt: tuple[int, ...] | None = None  # statistics of calls, for the next session
 
 
-class Account(Protocol):
-    """Reports to the journal what a session spends."""
+class Account:
+    """Reports to the journal what a session spends. The base class is for a session that spends nothing."""
 
     def so_far(self) -> tuple[int, float | None]:
         """Return the tokens and $ spent in this session; $ is None if no price is known."""
-        ...
+        return 0, None
 
     def lease(self) -> tuple[int, float] | None:
         """Return the lease to write with the commit that begins now."""
-        ...
+        return None
 
     def learnt(self) -> tuple[int, ...] | None:
         """Return the statistics of calls, for the next session."""
-        ...
+        return None
 
     def leased(self, error: StoreError | None = None) -> None:
         """Called when that commit is on disk, or with the error if it failed. After a failure, all later commits fail
         too."""
-        ...
 
 
 class Store(Protocol):

@@ -35,22 +35,6 @@ class Log(Protocol):
     def write(self, results: Sequence[AgentResult[object]]) -> None: ...
 
 
-class NoAccount:
-    """The account of a session that spends nothing."""
-
-    def so_far(self) -> tuple[int, float | None]:
-        return 0, None
-
-    def lease(self) -> tuple[int, float] | None:
-        return None
-
-    def learnt(self) -> tuple[int, ...] | None:
-        return None
-
-    def leased(self, error: StoreError | None = None) -> None:
-        return
-
-
 class Journal:
     """``account`` reports what the session spends. ``on_backlog`` is called with True when too many records wait for
     the disk to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit takes
@@ -70,7 +54,7 @@ class Journal:
         self._store, self._log, self._thread = store, log, thread
         self._loop = asyncio.get_running_loop()
         self._next_agent = next_agent
-        self._account: Account = NoAccount() if account is None else account
+        self._account = Account() if account is None else account
         self._on_backlog, self._on_overdue = on_backlog, on_overdue
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False

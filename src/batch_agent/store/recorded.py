@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from batch_agent.errors import SpecError
-from batch_agent.files.tables import ResultFile
+from batch_agent.files.tables import InOrderOfInput
 from batch_agent.messages import JsonObject
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.control import NotAlive, Refused
@@ -49,23 +49,24 @@ def brought(place: RunPlace, *, steps: bool = True) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="batch-agent-") as folder:
         directory = Path(folder) / place.name
-        copy_out(place, directory, steps=steps)
+        copy_out(place, directory, steps=steps, inputs=True)
         yield directory
 
 
 def failures(place: RunPlace) -> Counter[str]:
     """Return the number of failed rows by type of error."""
     with brought(place, steps=False) as directory:
-        return Counter(str(failure.get("type")) for failure in ResultFile(directory / FAILURES))
+        return Counter(str(failure.get("type")) for failure in InOrderOfInput(directory / FAILURES))
 
 
-def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True) -> int:
-    """Copy a run from Redis into a new directory, with its stages. Returns the number of its rows."""
+def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True, inputs: bool = False) -> int:
+    """Copy a run from Redis into a new directory, with its stages. Returns the number of its rows. With ``inputs`` the
+    copy has the inputs of unfinished rows."""
     mirror = RunMirror(address, directory, steps=steps)
     try:
         while mirror.refresh():
             pass
-        return mirror.finish()
+        return mirror.finish(inputs=inputs)
     finally:
         mirror.close()
 

@@ -147,7 +147,7 @@ class Lines:
         self._transport = Transport(proxies=False, connections=self._sockets)
         self._api_key = api_key
         self._lines: list[Line] = []  # of the whole tree of pools
-        self._loop = OneLoop("pool")
+        self._loop = OneLoop("pool", self._forget)
         self._dispatcher: Dispatcher | None = None  # while it is open
         self._endpoints: dict[Line, Endpoint] = {}
         self._unjudged: Endpoint  # for requests that are judged elsewhere
@@ -163,8 +163,7 @@ class Lines:
 
     async def open(self) -> Dispatcher:
         """Open the connections in the running event loop. Raises SpecError if they are open in another loop."""
-        if self._loop.bind():
-            self._dispatcher = None
+        self._loop.bind()
         if self._dispatcher is None:
             await self._transport.__aenter__()
             servers = {str(place): Server(line.endpoint.url) for place, line in enumerate(self._lines)}
@@ -175,9 +174,11 @@ class Lines:
                 endpoint.health.patient = True  # prompts differ in length: how long others took is no evidence
         return self._dispatcher
 
+    def _forget(self) -> None:
+        self._dispatcher = None  # resources of a closed loop cannot be closed any more
+
     async def close(self) -> None:
-        if self._loop.bind():  # resources of a closed loop cannot be closed any more
-            self._dispatcher = None
+        self._loop.bind()
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.refuse("not sent, because the pool was closed")

@@ -70,11 +70,7 @@ class AgentPool(Members):
         """Send all prompts at once, prompt i to agent i mod size. Returns the responses in the order of the prompts."""
         return await self._send_all(prompts, max_tokens, options)
 
-    async def send_all_batched(
-        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
-    ) -> list[Response]:
-        """Do the same as ``send_all``: ``/generate`` takes one prompt."""
-        return await self._send_all(prompts, max_tokens, options)
+    send_all_batched = send_all  # ``/generate`` takes one prompt
 
     async def broadcast_prompt(
         self, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 from pydantic_core import to_json
 
-from batch_agent.foreign import describe
+from batch_agent.foreign import describe, encodable
 
 DEPTH = 32
 ITEMS = 100_000  # values in total
@@ -48,11 +48,6 @@ def text_of(value: object) -> str:
     except BaseException:
         text = str(plain(value))
     return _cut(text)
-
-
-def encodable(text: str) -> str:
-    """Return the text with "?" in place of lone surrogates, which UTF-8 cannot encode."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _cut(text: str) -> str:

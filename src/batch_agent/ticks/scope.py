@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from batch_agent.dispatch.cancellation import outlast
+from batch_agent.fleet.one_loop import running_loop
 from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.thinking import Thinker
@@ -88,10 +89,3 @@ class LoopScope:
             for task in done:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     logger.error("a backend could not be closed", exc_info=error)
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -18,12 +18,14 @@ from pydantic_core import to_json
 
 from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.errors import SpecError
+from batch_agent.foreign import encodable
+from batch_agent.gateway.http_server import listen
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
 from batch_agent.observe.metrics_server import metrics_handler
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent_runtime import AgentRuntime
-from batch_agent.ticks.plain import encodable, plain
+from batch_agent.ticks.plain import plain
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 OBSERVATION_KEYS = ("observations", "observation")
@@ -51,13 +53,7 @@ class TickServer:
         runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
-            try:
-                await site.start()
-            except OSError as error:
-                raise SpecError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-            shown = f"[{host}]" if ":" in host else host
-            ready(f"http://{shown}:{runner.addresses[0][1]}")
+            ready(await listen(runner, host, port))
             await self._stopping.wait()
         finally:
             await self._runtime.stop()

@@ -16,14 +16,14 @@ from typing import Any, Self, TypeVar
 
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import JobError, Rejected, SpecError
+from batch_agent.fleet.one_loop import running_loop
+from batch_agent.foreign import encodable
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action_space import ActionSpace
 from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
-from batch_agent.ticks.plain import encodable
 from batch_agent.ticks.reading import text_of_reply
-from batch_agent.ticks.scope import running_loop
 
 T = TypeVar("T")
 TIMEOUT = 60.0

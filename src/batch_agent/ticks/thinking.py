@@ -17,7 +17,7 @@ from math import inf
 
 from batch_agent.backends.base import ModelRequest
 from batch_agent.errors import BatchAgentError, OutputError, Timeout, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.foreign import describe, encodable
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent import Agent
@@ -25,7 +25,7 @@ from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.guard import called, guarded
 from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.patience import Patience
-from batch_agent.ticks.plain import encodable, text_of
+from batch_agent.ticks.plain import text_of
 from batch_agent.ticks.reading import text_of_reply
 from batch_agent.tools.threads import Threads
 

@@ -8,6 +8,7 @@ import math
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.foreign import encodable
 
 # Default maximum of a result, about fifty pages. A conversation holds several results, and each later turn sends them
 # again.
@@ -39,12 +40,12 @@ def cut_tokens(text: str, max_tokens: int | None) -> str:
     question marks: a file name may contain them, but a request cannot.
     """
     if max_tokens is None or len(text) <= max_tokens:
-        return _encodable(text)
+        return encodable(text)
     limit = max_tokens * BYTES_PER_TOKEN
     head = text[:limit]  # a character is at least one byte
     data = head.encode(errors="replace")
     if len(head) == len(text) and len(data) <= limit:
-        return _encodable(text)
+        return encodable(text)
     shown = data[:limit].decode(errors="ignore")
     total = len(data) / len(head) * len(text)
     missing = math.ceil((total - len(shown.encode())) / BYTES_PER_TOKEN)
@@ -52,7 +53,3 @@ def cut_tokens(text: str, max_tokens: int | None) -> str:
         f"{shown}\n[cut: this is the beginning; about {missing} of {math.ceil(total / BYTES_PER_TOKEN)} tokens "
         "are left out]"
     )
-
-
-def _encodable(text: str) -> str:
-    return text if text.isascii() else text.encode(errors="replace").decode()

@@ -163,12 +163,17 @@ def _state(path: Path) -> str:
 
 class ShownRuns:
     """The given runs, or all runs of a directory, and their stages. ``followed`` are the given runs that are in
-    Redis."""
+    Redis. If they are ``listed``, the page begins with the list of runs."""
 
     def __init__(
-        self, paths: Sequence[Path], directory: Path | None = None, followed: Sequence[FollowedRun] = ()
+        self,
+        paths: Sequence[Path],
+        directory: Path | None = None,
+        followed: Sequence[FollowedRun] = (),
+        *,
+        listed: bool = False,
     ) -> None:
-        self._directory = directory
+        self._directory, self._listed = directory, listed
         self._followed = {run.path: run for run in followed}
         self._paths: dict[str, Path] = {}
         self._open: dict[str, ShownRun] = {}
@@ -178,7 +183,7 @@ class ShownRuns:
     @property
     def first(self) -> list[str]:
         """The keys of the given runs."""
-        return [] if self._directory is not None else list(self._paths)
+        return [] if self._listed or self._directory is not None else list(self._paths)
 
     def of(self, key: str) -> ShownRun:
         """Return the run of a key. Raises SpecError if there is none."""

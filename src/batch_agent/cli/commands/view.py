@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import cast
 
 from batch_agent.blocking import in_thread
 from batch_agent.cli.interrupts import serve
@@ -14,7 +15,7 @@ from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.cli.spec.numbers import add_address
 from batch_agent.errors import SpecError
 from batch_agent.store.address import StoreAddress
-from batch_agent.store.recorded import place_of
+from batch_agent.store.recorded import RunPlace, place_of
 from batch_agent.store.rundir import RUN
 from batch_agent.view.followed import FollowedRun, follow
 from batch_agent.view.runs import ShownRuns
@@ -37,10 +38,16 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def view_command(options: argparse.Namespace) -> int:
-    places = [place_of(run) for run in options.runs]
+    places = [place_of(run, named=False) for run in options.runs]
+    listed = len(places) == 1 and isinstance(places[0], StoreAddress) and not places[0].name
+    if listed:
+        places = _runs_at(cast(StoreAddress, places[0]))
     followed = {place: follow(place, waits=options.beside) for place in places if isinstance(place, StoreAddress)}
     paths = [place if isinstance(place, Path) else followed[place].path for place in places]
-    runs = _runs(paths, list(followed.values()), waits=options.beside)
+    if listed:
+        runs = ShownRuns(paths, followed=list(followed.values()), listed=True)
+    else:
+        runs = _runs(paths, list(followed.values()), waits=options.beside)
     server = ViewServer(runs, options.host, options.port)
     if options.host not in LOOPBACK:
         say(
@@ -49,7 +56,7 @@ def view_command(options: argparse.Namespace) -> int:
         )
 
     async def ready(address: str) -> None:
-        put(address, sys.stdout)
+        put(address)
         sys.stdout.flush()
         if options.beside:
             await in_thread(sys.stdin.read)
@@ -58,6 +65,16 @@ def view_command(options: argparse.Namespace) -> int:
         await asyncio.get_running_loop().create_future()
 
     return serve(server.serve(ready))
+
+
+def _runs_at(server: StoreAddress) -> list[RunPlace]:
+    """Return the runs of a Redis database. Raises SpecError if there are none."""
+    from batch_agent.store.redis.reading import run_names
+
+    names = run_names(server)
+    if not names:
+        raise SpecError(f"there are no runs in {server}")
+    return [server.at(name) for name in names]
 
 
 def _runs(paths: list[Path], followed: list[FollowedRun], *, waits: bool) -> ShownRuns:

@@ -12,12 +12,14 @@ from typing import TextIO
 
 from batch_agent.cli.output.results import ResultWriter
 from batch_agent.cli.output.streams import put, say
+from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import to_json
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import counted, harmless
 from batch_agent.spec import BatchSpec
-from batch_agent.store.address import StoreAddress, is_store_url
+from batch_agent.store.address import StoreAddress
+from batch_agent.store.recorded import look, place_of
 from batch_agent.store.rundir import RUN
 from batch_agent.tools.latency import ToolStatistics
 
@@ -25,9 +27,7 @@ from batch_agent.tools.latency import ToolStatistics
 class Reporter:
     def __init__(self, options: argparse.Namespace, spec: BatchSpec, writer: ResultWriter, stdout: TextIO) -> None:
         self._json: bool = options.json
-        shared = is_store_url(spec.run_dir)
-        self._url = str(StoreAddress.parse(str(spec.run_dir))) if shared else None  # without its password
-        self._run_dir = None if spec.run_dir is None or shared else Path(spec.run_dir)
+        self._place = None if spec.run_dir is None else place_of(str(spec.run_dir))
         self._writer = writer
         self._stdout = stdout if options.output is not None else None
 
@@ -39,7 +39,7 @@ class Reporter:
             return
         record = {
             **summary_json(statistics, output=output, tools=tools),
-            "run_dir": self._record(),
+            "run_dir": self._record(statistics),
         }
         text = to_json(record).decode()
         say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
@@ -54,7 +54,7 @@ class Reporter:
 
     def _name_record(self, statistics: Statistics) -> None:
         """Print the command that continues the run, or that shows it if all rows are ok."""
-        record = self._record()
+        record = self._record(statistics)
         if record is None:
             return
         directory = shlex.quote(harmless(record))
@@ -63,8 +63,13 @@ class Reporter:
         else:
             say(f"  show     batch-agent show {directory}", wrap=False)
 
-    def _record(self) -> str | None:
-        """Return the path or URL of the record, or None."""
-        if self._url is not None:
-            return self._url
-        return str(self._run_dir) if self._run_dir is not None and (self._run_dir / RUN).exists() else None
+    def _record(self, statistics: Statistics) -> str | None:
+        """Return the path or URL of the record, without a password; None if there is none."""
+        if self._place is None or (isinstance(self._place, Path) and not (self._place / RUN).exists()):
+            return None
+        if isinstance(self._place, StoreAddress) and not statistics.started:
+            try:
+                look(self._place)
+            except BatchAgentError:  # nothing was recorded: Redis is unreachable or refused the login
+                return None
+        return str(self._place)

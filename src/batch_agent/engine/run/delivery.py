@@ -24,12 +24,9 @@ CALLBACKS = 64  # async callbacks that may run; above that, no new agent starts
 
 
 class Delivery(Generic[T]):
-    def __init__(
-        self, on_result: Callable[..., object] | None, on_backlog: Callable[[bool], None], window: int = WINDOW
-    ) -> None:
+    def __init__(self, on_result: Callable[..., object] | None, on_backlog: Callable[[bool], None]) -> None:
         self._on_result = on_result
         self._on_backlog = on_backlog
-        self._window = window
         self._ready: deque[AgentResult[T]] = deque()
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -91,7 +88,7 @@ class Delivery(Generic[T]):
         return result
 
     def _say_backlog(self) -> None:
-        full = len(self._ready) >= self._window or self._callbacks >= CALLBACKS
+        full = len(self._ready) >= WINDOW or self._callbacks >= CALLBACKS
         if full != self._full:
             self._full = full
             self._on_backlog(full)

@@ -13,7 +13,6 @@ from batch_agent.backends.base import Backend
 from batch_agent.backends.once import Once
 from batch_agent.engine.run.shared import Shared
 from batch_agent.engine.run.steering import Controls
-from batch_agent.errors import StoreError
 from batch_agent.events import Sink
 from batch_agent.store.base import Account
 
@@ -44,7 +43,7 @@ class Lender(Protocol):
         """Request more of the budget."""
 
 
-class WorkerAccount:
+class WorkerAccount(Account):
     """Reports what one worker spends, for the record. The lender has its lease."""
 
     def __init__(self, account: Account) -> None:
@@ -53,11 +52,5 @@ class WorkerAccount:
     def so_far(self) -> tuple[int, float | None]:
         return self._account.so_far()
 
-    def lease(self) -> tuple[int, float] | None:
-        return None
-
     def learnt(self) -> tuple[int, ...] | None:
         return self._account.learnt()
-
-    def leased(self, error: StoreError | None = None) -> None:
-        """Does nothing: no task waits for a commit."""

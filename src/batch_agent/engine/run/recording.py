@@ -84,7 +84,7 @@ def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
     }
 
 
-class StageAccount:
+class StageAccount(Account):
     """Reports what an inner run spends, for its own directory. The outer run has the ledger. Its ``session`` records
     the ledger each time this run records something."""
 
@@ -93,12 +93,6 @@ class StageAccount:
 
     def so_far(self) -> tuple[int, float | None]:
         return self._metrics.spent()
-
-    def lease(self) -> tuple[int, float] | None:
-        return None
-
-    def learnt(self) -> tuple[int, ...] | None:
-        return None
 
     def leased(self, error: StoreError | None = None) -> None:
         if self._session is not None:

@@ -26,6 +26,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
+from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.agent import open_worker
 from batch_agent.engine.agent.compaction import open_compactor
@@ -49,7 +50,8 @@ from batch_agent.engine.run.recording import (
     rows_under,
 )
 from batch_agent.engine.run.rows import Rows
-from batch_agent.engine.run.shared import Owned, Shared, Sinks
+from batch_agent.engine.run.shared import Shared
+from batch_agent.engine.run.sinks import Sinks
 from batch_agent.engine.run.steering import Controls, Steered
 from batch_agent.engine.run.watch import Watch
 from batch_agent.errors import RunRejected, RunUnreachable
@@ -129,9 +131,13 @@ class Run(Steered, Generic[T]):
         if dispatcher is None:
             dispatcher = dispatchers[name] = self._new_dispatcher()
             dispatcher.spending = spending
-        owned = Owned.at(self._prepared.spec.run_dir) if within is None else within.owned
-        observers = Observers() if within is None else within.observers
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned, observers)
+        if within is not None:
+            directory, rate_mark, observers = within.directory, within.rate_mark, within.observers
+        else:
+            run_dir, observers = self._prepared.spec.run_dir, Observers()
+            directory = None if run_dir is None else Path(run_dir)
+            rate_mark = None if directory is None else RateMark(directory)
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, observers)
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend

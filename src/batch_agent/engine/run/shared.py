@@ -7,10 +7,8 @@ limits. An inner run may have its own directory, for its journal and its results
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
@@ -18,43 +16,13 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.observers import Observers
-from batch_agent.events import Event, Sink
+from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.spec import BatchSpec
 from batch_agent.store.session import RunSession
 from batch_agent.tools.pool import ToolPool
 
 logger = logging.getLogger("batch_agent")
-
-
-class Sinks:
-    """A sink that passes events to all others. A sink that raises gets no more events, and does not affect the run."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-
-    def add(self, sink: Sink) -> None:
-        self._sinks = [*self._sinks, sink]
-
-    def __call__(self, event: Event) -> None:
-        for sink in self._sinks:
-            try:
-                sink(event)
-            except Exception:
-                logger.exception("a sink of events raised an exception and gets no more events")
-                self._sinks = [other for other in self._sinks if other is not sink]
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What the outermost run stores in its run directory besides its session; empty without one."""
-
-    directory: Path | None = None
-    rate_mark: RateMark | None = None
-
-    @classmethod
-    def at(cls, run_dir: str | Path | None) -> Self:
-        return cls() if run_dir is None else cls(Path(run_dir), RateMark(Path(run_dir)))
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +35,8 @@ class Shared:
     dispatcher: Dispatcher
     spending: Spending
     dispatchers: dict[str, Dispatcher]
-    owned: Owned
+    directory: Path | None  # the run directory of the outermost run
+    rate_mark: RateMark | None  # in that directory
     observers: Observers
     pool: ToolPool | None = None
     session: RunSession | None = None
@@ -83,13 +52,13 @@ class Shared:
     def keep_jobs(self, backend: Backend) -> None:
         """Let a backend whose answers take hours record its jobs in the run directory."""
         if backend.capabilities.patient:
-            backend.keep(self.owned.directory)
-            if self.owned.directory is None:
+            backend.keep(self.directory)
+            if self.directory is None:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_rates(self, spec: BatchSpec) -> None:
         """Keep the usage of the user's rate limits across kills."""
-        mark = self.owned.rate_mark
+        mark = self.rate_mark
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
             self.dispatcher.endpoints.budgets.keep(mark, self.dispatcher.scheduler.endpoints)
 
@@ -97,7 +66,7 @@ class Shared:
         """Send nothing while a journal waits for the disk: answers could not be recorded soon."""
         if overdue and not self._was_overdue:
             self._was_overdue = True
-            where = self.owned.directory or "the record of the run"
+            where = self.directory or "the record of the run"
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)

@@ -108,10 +108,12 @@ class RedisConnection:
                   else client.execute_command("PING"), patience=0.0)  # fmt: skip
 
     def call(self, function: Callable[[Client], T], *, patience: float | None = None) -> T:
-        """Return the result of ``function``. It is retried while the server is unreachable."""
+        """Return the result of ``function``. It is retried while the server is unreachable or refuses writes."""
         redis = _redis()
+        # A script is refused before its first write or not at all, so it can be repeated.
+        unwritable = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError)
         away = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.exceptions.ClusterDownError,
-                redis.exceptions.RedisClusterException, OSError)  # fmt: skip
+                redis.exceptions.RedisClusterException, *unwritable, OSError)  # fmt: skip
         began: float | None = None
         pause = PAUSE
         try:
@@ -125,15 +127,25 @@ class RedisConnection:
                     redis.exceptions.NoPermissionError,
                 ) as error:
                     raise SpecError(
-                        f"{self.address} refused the login: {error}. Set the password in {PASSWORD_VARIABLE} or the URL"
+                        f"{self.address} refused the login: {str(error).rstrip('.')}. Set the password in "
+                        f"{PASSWORD_VARIABLE} or in the URL"
                     ) from None
                 except away as error:
+                    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                        raise SpecError(
+                            f"{self.address} has a certificate that is not trusted here: {str(error).rstrip('.')}. Set "
+                            "SSL_CERT_FILE to the certificate of its CA"
+                        ) from None
+                    trouble = f"is unreachable: {error}"
+                    if isinstance(error, unwritable):
+                        full = isinstance(error, redis.exceptions.OutOfMemoryError)
+                        trouble = "is full: its memory has reached maxmemory" if full else f"refuses writes: {error}"
                     now, limit = time.monotonic(), self.patience if patience is None else patience
                     if began is None and limit > 0:
                         began = now
-                        self._count(1)
+                        self._count(1, trouble)
                     if began is None or now - began >= limit or self._closing.wait(pause):
-                        raise StoreError(f"{self.address} is unreachable: {error}") from None
+                        raise StoreError(f"{self.address} {trouble}") from None
                     pause = min(2 * pause, LONGEST_PAUSE)
                 except redis.RedisError as error:
                     raise StoreError(f"the run cannot be recorded in {self.address}: {error}") from None
@@ -170,13 +182,13 @@ class RedisConnection:
         if client is not None:
             client.close()
 
-    def _count(self, change: int) -> None:
+    def _count(self, change: int, trouble: str = "") -> None:
         with self._guard:
             before, self._away = self._away, self._away + change
             if not self._away:
                 self.since = time.monotonic()
         if before == 0:
-            logger.warning("%s is unreachable: no request is sent until it is back", self.address)
+            logger.warning("%s %s. No request is sent meanwhile", self.address, trouble.rstrip("."))
             self.on_away(True)
         elif not before + change:
             self.on_away(False)

@@ -73,6 +73,11 @@ class RedisRunStore:
     def lent(self) -> RedisLent:
         return RedisLent(self.address, self.connection)
 
+    def stage(self, name: str) -> RedisRunStore:
+        store = RedisRunStore(RedisConnection(self.address.at(self.address.name, name)))
+        store.polite = self.polite
+        return store
+
     def close(self) -> None:
         self.connection.close()
 
@@ -197,17 +202,31 @@ class RedisRunStore:
 
     # Redis
 
-    def persistence(self) -> str:
+    def dangers(self) -> list[str]:
+        """Return the settings of this server with which it could lose the run, each with its effect."""
+        return [danger for danger in (self._persistence(), self._eviction()) if danger]
+
+    def _eviction(self) -> str:
+        facts = self.connection.call(lambda client: self._info(client, "memory"))
+        policy = str(facts.get("maxmemory_policy", "noeviction"))
+        if policy == "noeviction" or not int(cast(int, facts.get("maxmemory", 0))):
+            return ""
+        return f"maxmemory-policy is {policy}: when its memory is full, it deletes rows. Set it to noeviction"
+
+    def _info(self, client: Client, section: str) -> dict[str, object]:
+        target = {"target_nodes": "random"} if self.address.cluster else {}
+        facts = client.execute_command("INFO", section, **target)
+        if isinstance(facts, dict) and len(facts) == 1 and isinstance(next(iter(facts.values())), dict):
+            facts = next(iter(facts.values()))
+        return cast("dict[str, object]", facts)
+
+    def _persistence(self) -> str:
         """Return the reason why a restart of this server would lose the run, or ""."""
 
         def ask(client: Client) -> str:
-            target = {"target_nodes": "random"} if self.address.cluster else {}
-            facts = client.execute_command("INFO", "persistence", **target)
-            if isinstance(facts, dict) and len(facts) == 1 and isinstance(next(iter(facts.values())), dict):
-                facts = next(iter(facts.values()))
-            if int(facts.get("aof_enabled", 0)):
+            if int(cast(int, self._info(client, "persistence").get("aof_enabled", 0))):
                 return ""
-            saves = _configured(client, "save", target)
+            saves = _configured(client, "save", {"target_nodes": "random"} if self.address.cluster else {})
             if saves is None or saves:
                 return "only snapshots are written (appendonly is off): a crash loses what came after the latest one"
             return "nothing is written to disk (appendonly and save are off): a restart loses the run"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol, cast
+from typing import Protocol, cast
 
+from batch_agent.compiler.schema import no_retrieval
 from batch_agent.errors import BadArguments, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.tools.schema import Arguments, Signature
@@ -38,7 +39,7 @@ class SchemaSignature(Signature):
         import jsonschema_rs  # here, because few runs have such a tool
 
         try:
-            validator = jsonschema_rs.validator_for({**schema}, retriever=_no_retrieval)
+            validator = jsonschema_rs.validator_for({**schema}, retriever=no_retrieval)
         except ValueError as error:
             raise SpecError(f"its schema cannot be used: {str(error).splitlines()[0]}") from None
         return cls({}, True, False, shown, validator=cast("_Validator", validator))
@@ -61,7 +62,3 @@ class SchemaSignature(Signature):
     def _explain(self, what: str, problems: object = ()) -> str:
         lines = [f"- {problem}" for problem in cast("list[str]", problems)]
         return "\n".join([f"{what}:" if lines else what, *lines, f"Expected: {json.dumps(self.json_schema)[:2000]}"])
-
-
-def _no_retrieval(uri: str) -> NoReturn:
-    raise ValueError(f"a schema may only refer to itself, not to {uri}")

@@ -43,8 +43,7 @@ Incoming = SessionMessage | Exception
 class MessageLines:
     """Splits the output of a server into lines of limited length."""
 
-    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size_bytes = 0
         self._head = b""  # start of a line that is too long
@@ -64,7 +63,7 @@ class MessageLines:
 
     def _add(self, part: bytes) -> None:
         self._size_bytes += len(part)
-        if self._size_bytes <= self._max_bytes:
+        if self._size_bytes <= MAX_MESSAGE_BYTES:
             self._parts.append(part)
             return
         if self._parts:
@@ -77,11 +76,11 @@ class MessageLines:
         size_bytes, line = self._size_bytes, b"".join(self._parts)
         head, tail = self._head, self._tail
         self._parts, self._size_bytes, self._head, self._tail = [], 0, b"", b""
-        if size_bytes > self._max_bytes:
+        if size_bytes > MAX_MESSAGE_BYTES:
             answered = _ID_FIRST.match(head) or _ID_LAST.search(tail)
             if answered is None:
                 return None
-            why = f"the server's answer is longer than {self._max_bytes:,} bytes"
+            why = f"the server's answer is longer than {MAX_MESSAGE_BYTES:,} bytes"
             error = ErrorData(code=INTERNAL_ERROR, message=why)
             return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(answered[1]), error=error))
         try:
