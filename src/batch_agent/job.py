@@ -84,7 +84,7 @@ class Timings:
     first_token: float | None = None
 
 
-@value_type
+@dataclass(frozen=True, slots=True, repr=False)
 class BaseResult(Generic[T_co]):
     """How one job ended; always a Success or a Failure."""
 
@@ -134,7 +134,7 @@ class BaseResult(Generic[T_co]):
         return f"<AgentResult {self.index}{name} {outcome}>"
 
 
-@value_type
+@dataclass(frozen=True, slots=True, repr=False)
 class Success(BaseResult[T_co]):
     """A job that succeeded. ``output`` is an instance of the given schema, or text without one."""
 
@@ -150,7 +150,7 @@ class Success(BaseResult[T_co]):
         return True
 
 
-@value_type
+@dataclass(frozen=True, slots=True, repr=False)
 class Failure(BaseResult[Never]):
     """A job that failed; ``error`` says why."""
 

@@ -85,7 +85,7 @@ class RayRun(FedRun[T]):
             return self._url
         if self._where is None:
             self._where = tempfile.mkdtemp(prefix="batch-agent-")
-            # Not removed earlier: the session still writes there.
+            # Not removed earlier: the session writes there after this method.
             weakref.finalize(self, shutil.rmtree, self._where, ignore_errors=True)
         path, schema = Path(self._where), self._prepared.schema
         directory = await asyncio.to_thread(RunDir.open, path, resume=self._resume, open_store=_open_shared)
