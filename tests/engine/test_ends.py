@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Tool
+from batch_agent.backends.base import Capabilities, Load
 from batch_agent.engine.run.delivery import WINDOW
 from batch_agent.testing import (
     CallTools,
@@ -363,3 +364,31 @@ async def test_inputs_that_raise_let_what_runs_finish_and_the_error_carries_the_
         await BatchAgent.run(task="{input}", inputs=rows(), backend=backend)
     assert [result.input for result in caught.value.results] == ["a", "b", "c"]  # type: ignore[attr-defined]
     assert all(result.ok for result in caught.value.results)  # type: ignore[attr-defined]
+
+
+class QueueingServer(ScriptedBackend):
+    """Computes two requests at once, and reports how many others wait."""
+
+    def __init__(self) -> None:
+        super().__init__(self._answer, capabilities=Capabilities(reports_load=True))
+        self._gate = asyncio.Semaphore(2)
+
+    async def _answer(self, request: Request) -> Say:
+        async with self._gate:
+            await asyncio.sleep(5)
+        return Say("ok")
+
+    async def load(self, endpoint: str = "") -> Load:
+        return Load(min(2, self.inflight), max(0, self.inflight - 2))
+
+
+@virtual_clock
+async def test_a_drain_does_not_wait_for_first_turns_in_the_queue_of_the_server() -> None:
+    backend = QueueingServer()
+    async with BatchAgent.open(task="{input}", inputs=map(str, range(100)), backend=backend, max_inflight=20) as run:
+        ends = []
+        async for result in run.results():
+            run.drain()
+            ends.append(result.ok)
+    assert sum(ends) <= 6, "those that were computed when the run was drained"
+    assert asyncio.get_running_loop().time() < 20

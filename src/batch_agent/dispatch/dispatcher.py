@@ -201,6 +201,9 @@ class Dispatcher:
                 if call is not None:
                     call.fail()
                 self.slots.release(ticket)
+            if ticket.withdrawn:
+                observer.failed(error, seconds, cost, None)
+                raise Interrupted("the run was drained before the server began with this job")
             step = await self.endpoints.decisions.step(
                 ticket,
                 attempt,
@@ -378,6 +381,10 @@ class Dispatcher:
             self._tools_waited_for.discard(ended)
 
     # Control
+
+    def drain(self) -> None:
+        """Withdraw the first turns of agents that wait in the queue of a server, if the server reports its queue."""
+        self.endpoints.flights.draining = True
 
     def pause(self) -> None:
         """Send nothing until ``resume``. Requests in flight finish."""

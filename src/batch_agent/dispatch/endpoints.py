@@ -227,6 +227,7 @@ class EndpointMonitor:
         """Apply a load reading of the server."""
         self.say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
         self._scheduler.admission.read(endpoint, load)
+        self.flights.loaded(endpoint, load.waiting, _now())
         self._wake(endpoint)
 
     def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:
@@ -382,8 +383,7 @@ class EndpointMonitor:
         return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
-        """Return the time at which the endpoint counts as silent. With too little data about it, the usual time of the
-        other endpoints counts."""
+        """Return when the endpoint counts as silent, by its own answers; if too few, by those of other endpoints."""
         if endpoint.health.silent_at < inf or endpoint.health.patient or not self._router.others_work(endpoint):
             return endpoint.health.silent_at
         return endpoint.health.heard + self._router.longest_silence

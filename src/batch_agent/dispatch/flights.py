@@ -36,6 +36,7 @@ class Flights:
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that continues beside later ones
         self._deadlines = Deadlines()
         self._timer: asyncio.TimerHandle | None = None
+        self.draining = False  # no new agents start
 
     def close(self) -> None:
         self._deadlines.close()
@@ -134,6 +135,16 @@ class Flights:
         waiting = [ticket for ticket in self.at(endpoint) if ticket.sent_at < began and not ticket.recalled]
         if waiting:
             self.recall(min(waiting, key=lambda ticket: ticket.sent_at), now)
+
+    def loaded(self, endpoint: Endpoint, waiting: int, now: float) -> None:
+        """If the run is being drained, withdraw the first turns that wait in the server's queue: the newest."""
+        if self.draining and waiting > 0:
+            first = [
+                each for each in self.at(endpoint) if each.progress.turns == 0 and not (each.heard_at or each.trial)
+            ]
+            for ticket in sorted(first, key=lambda each: -each.sent_at)[:waiting]:
+                ticket.withdrawn = True
+                self.recall(ticket, now)
 
     # The end of a batch
 

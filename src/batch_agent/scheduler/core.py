@@ -65,6 +65,7 @@ class Ticket:
     sound: bool = False  # the endpoint had just proved to be up when it was sent
     overdue: bool = False  # a trial that took too long; it continues beside the next one
     recalled: bool = False  # the dispatcher withdrew it
+    withdrawn: bool = False  # recalled for good: the run is being drained, and the server has not begun with it
     moves: int = 0  # times it was withdrawn at the end of the batch
     heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
     lease: Lease | None = None  # its part of the endpoint's rate limits, while it is in flight

@@ -138,10 +138,13 @@ class Steered:
             dispatcher.resize(max_inflight)
 
     def drain(self) -> None:
-        """Start no new agents. Running agents finish, and ``results`` ends after them."""
+        """Start no new agents. Running agents finish, and ``results`` ends after them. Agents whose first request waits
+        in the queue of a server end as failed results of type Interrupted; a resumed run does them."""
         if not self._feed.closed:
             self._emit(DrainStarted(self.shared.clock(), self.id))
             self._feed.close()
+            for dispatcher in self.shared.dispatchers.values() if self._outer is None else ():
+                dispatcher.drain()
 
     def cancel(self) -> None:
         """Stop now. Running agents end as failed results of type Interrupted."""
