@@ -108,6 +108,8 @@ class FedRun(Run[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
             originals=_originals(self._prepared.spec.inputs),
         )
+        if self._cannot_continue:  # before this stage began
+            feeder.stop()
         if self._lent is not None:
             self._lender = self._lent()
         else:

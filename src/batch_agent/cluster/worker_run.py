@@ -52,6 +52,8 @@ class WorkerRun(Run[object]):
         if stage:
             lender.count_stage(stage, self._metrics.spent)
         leases.on_lost, leases.on_need = self._drop, lender.soon
+        if self.shared.dispatcher.scheduler.closed:  # the budget was used up before this stage began
+            self.drain()
 
     async def _check_first(self) -> None:
         self._feed.set_reading(True)  # rows of other stages do not wait for evidence from this one
