@@ -75,6 +75,28 @@ async def test_a_run_under_way_follows_weights_and_loses_nothing(tmp_path: Path)
 
 
 @virtual_clock
+async def test_a_server_that_gets_another_model_gets_no_more_requests_for_this_one(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        places = [
+            await stack.enter_async_context(ScriptedServer(lambda request, name=name: Say(name, latency=0.5)))
+            for name in "ab"
+        ]
+        hosts = tmp_path / "hosts.txt"
+        hosts.write_text("".join(f"{server.address}\n" for server in places))
+        outputs = list[str]()
+        async with BatchAgent.open(
+            task="{input}", inputs=[str(n) for n in range(300)], backend=f"fleet://{hosts}", model="m", max_inflight=16
+        ) as run:
+            async for result in run.results():
+                outputs.append(str(result.output))
+                if len(outputs) == 100:
+                    hosts.write_text(f"{places[0].address}\n{places[1].address} model=other\n")
+        assert len(outputs) == 300
+        assert Counter(outputs[:100])["b"] > 20
+        assert set(outputs[-50:]) == {"a"}
+
+
+@virtual_clock
 async def test_a_weight_moves_the_limit_of_a_server_that_has_a_number() -> None:
     fleet = Fleet([ScriptedBackend(lambda request: Say("x"), capabilities=Capabilities(default_inflight=8))])
     assert next(iter(fleet.servers.values())).default_inflight == 8

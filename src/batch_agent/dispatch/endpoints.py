@@ -227,7 +227,7 @@ class EndpointMonitor:
         """Apply a load reading of the server."""
         self.say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
         self._scheduler.admission.read(endpoint, load)
-        self.flights.loaded(endpoint, load.waiting, _now())
+        self.flights.loaded(endpoint, load.waiting, self._slots.loop.time())
         self._wake(endpoint)
 
     def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:

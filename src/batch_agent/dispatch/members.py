@@ -44,8 +44,10 @@ class Following:
         useful = {
             name: server for name, server in servers.items() if server.models is None or self._models & server.models
         }
-        some_say_so = any(server.models is not None for server in useful.values())
-        return useful if some_say_so else servers
+        if any(server.models is not None for server in useful.values()):
+            return useful
+        # No server lists the models. A server may serve more than it lists, but not more than the user states.
+        return {name: server for name, server in servers.items() if name in useful or not server.stated} or servers
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class Traits:
         server.weight, server.context = self.weight, self.context
         server.default_inflight = None if inflight is None else max(1, round(inflight * self.weight))
         server.models = found if self.model is None else frozenset({self.model})
+        server.stated = self.model is not None
         return server
 
 

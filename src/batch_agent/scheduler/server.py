@@ -45,7 +45,8 @@ class Terms:
 
 
 class Server:
-    """``weight``: its share; ``models``: those it serves (None: unknown); ``context``: in tokens."""
+    """``weight``: its share; ``models``: those it serves (None: unknown), ``stated`` by the user or listed by the server,
+    which may serve others too; ``context``: in tokens."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Server:
     ) -> None:
         self.name = name
         self.weight, self.models, self.context = weight, models, context
+        self.stated = False
         self.default_inflight = default_inflight  # requests in flight if the user gives no number; None: searched
         self.rates: Rates | None = None  # None while no rate limit is known
         self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
