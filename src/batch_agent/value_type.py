@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value_type(cls: type[T]) -> type[T]:
-    """A dataclass with slots that type checkers treat as frozen. A ``__repr__`` of its own or of a base class is kept.
+    """A dataclass with slots that type checkers treat as frozen.
 
     At run time an assignment is not refused. A frozen dataclass sets each field with ``object.__setattr__``, which
     makes creating one five times slower, and each turn creates about twenty.
     """
-    return dataclass(slots=True, unsafe_hash=True, repr=cls.__repr__ is object.__repr__)(cls)
+    return dataclass(slots=True, unsafe_hash=True)(cls)

@@ -108,10 +108,10 @@ async def stdio_transport(
     server: McpServer, stderr: Stderr, on_end: Callable[[], None]
 ) -> AsyncIterator[tuple[MemoryObjectReceiveStream[Incoming], MemoryObjectSendStream[SessionMessage]]]:
     """Start the server and yield the streams of its messages. ``on_end`` is called when it closes its output."""
-    said_all = anyio.Event()
-    put, incoming = anyio.create_memory_object_stream[Incoming](0)
-    outgoing, take = anyio.create_memory_object_stream[SessionMessage](0)
     async with _started(server) as process:
+        said_all = anyio.Event()
+        put, incoming = anyio.create_memory_object_stream[Incoming](0)
+        outgoing, take = anyio.create_memory_object_stream[SessionMessage](0)
         try:
             async with anyio.create_task_group() as pipes:
                 pipes.start_soon(_read, process, put, said_all, on_end)
