@@ -1,8 +1,9 @@
-"""What it costs to be watched: CPU per turn of a run with Prometheus and OpenTelemetry, over that of one without.
+"""What it costs to be watched: CPU per turn of a run with page, Prometheus and OpenTelemetry, over that of one without.
 
 ``python -m benchmarks.observed``. Needs the extra ``otel``. The work, the server and the way of comparing are those of
 ``throughput``. A collector in another process takes what is exported; the page for Prometheus is read once a second.
-With ``always_on`` every row is exported: that is not the default, and has no bar.
+The page needs a run directory, so the run with it is compared with a recorded one. With ``always_on`` every row is
+exported: that is not the default, and has no bar.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from contextlib import contextmanager, suppress
 
 from benchmarks import report
 from benchmarks.server import Server, serving
-from benchmarks.throughput import OURS, Cell, Contender, Costs, cpu_ratio, median, run_once
+from benchmarks.throughput import OURS, RECORDED, Cell, Contender, Costs, cpu_ratio, median, run_once
 
 BAR = 1.15
 CELLS = (Cell(10_000, 1), Cell(5_000, 2))
 OBSERVED = Contender("batch_agent, observed", "benchmarks.contenders.ours_observed")
-BOTH = "prometheus and opentelemetry"
+BOTH, ALL = "prometheus and opentelemetry", "page, prometheus and opentelemetry"
 # What each is given by the environment, beside the collector and the port.
 CASES: Mapping[str, Mapping[str, str]] = {
     "prometheus": {"OBSERVED": "prometheus"},
     "opentelemetry": {"OBSERVED": "opentelemetry"},
     BOTH: {"OBSERVED": "prometheus opentelemetry"},
+    ALL: {"OBSERVED": "page prometheus opentelemetry"},
     "both, every row exported": {"OBSERVED": "prometheus opentelemetry", "OTEL_TRACES_SAMPLER": "always_on"},
 }
 COLLECTOR = """
@@ -85,7 +87,8 @@ def free_port() -> int:
 
 
 def measure(cell: Cell, repetitions: int, server: Server, endpoint: str) -> Costs:
-    costs: Costs = {name: [] for name in (OURS.name, *CASES)}
+    unwatched = {contender.name: contender for contender in (OURS, RECORDED)}
+    costs: Costs = {name: [] for name in (*unwatched, *CASES)}
     for _ in range(repetitions):
         for name in costs:
             port = free_port()
@@ -93,7 +96,7 @@ def measure(cell: Cell, repetitions: int, server: Server, endpoint: str) -> Cost
             if "opentelemetry" in CASES.get(name, {}).get("OBSERVED", ""):
                 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
             with scraping(port):
-                cost = run_once(OBSERVED if name in CASES else OURS, cell, server, limit=300.0)
+                cost = run_once(unwatched.get(name, OBSERVED), cell, server, limit=300.0)
             for variable in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OBSERVED"):
                 os.environ.pop(variable, None)
             assert cost is not None
@@ -111,15 +114,18 @@ def main() -> int:
     with serving() as server, collector() as endpoint:
         for cell in CELLS:
             costs = measure(cell, options.repetitions, server, endpoint)
-            bare = costs[OURS.name]
+            ratios = {
+                name: cpu_ratio(its, costs[RECORDED.name if name == ALL else OURS.name]) for name, its in costs.items()
+            }
             print(f"\n{cell.name}")
             rows = [
-                (name, f"{median(its).cpu_per_turn * 1e6:,.0f}", f"{cpu_ratio(its, bare):.3f}")
-                for name, its in costs.items()
+                (name, f"{median(its).cpu_per_turn * 1e6:,.0f}", f"{ratios[name]:.3f}") for name, its in costs.items()
             ]
             print(report.table(("", "µs CPU/turn", "over unwatched"), rows))
-            ratio = cpu_ratio(costs[BOTH], bare)
-            bars.append(report.Bar(f"CPU per turn, {BOTH}/unwatched: {cell.name}", ratio, "<=", BAR))
+            bars += [
+                report.Bar(f"CPU per turn, {name}/unwatched: {cell.name}", ratios[name], "<=", BAR)
+                for name in (BOTH, ALL)
+            ]
             spreads = {name: report.spread([cost.cpu_per_turn for cost in its]) for name, its in costs.items()}
             measurements.append({"work": cell.name, "cpu_per_turn_s": spreads})
     print()

@@ -23,6 +23,8 @@ NAMES = (
     "fleet",
     "at_scale",
     "cluster",
+    "cluster-linear",
+    "cluster-record",
     "cluster-memory",
     "gateway",
     "ticks",

@@ -42,11 +42,11 @@ ORDER = [
     "dispatch",
     "gateway",
     "engine",
-    "topology",
     "fleet",
+    "cluster",
+    "topology",
     "swarm",
     "ticks",
-    "cluster",
     "view",
     "testing",
     "options",
@@ -88,15 +88,14 @@ SAME_NAME = {
     "Agent": "the vocabulary of ticks, for users",
     "AnswerStream": "the same role in two wires",
     "Cut": "the vocabulary of testing, for users",
-    "Head": "the same role in two wires",
     "Reduced": "the vocabulary of swarm, for users",
     "Request": "the vocabulary of testing, for users",
     "ToolUse": "the vocabulary of testing, for users",
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Limits", "Line", "Model"),
-    *("Options", "Outcome", "Part", "Progress", "Rates", "Sample", "Slots", "Source", "Step"),
+    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Line", "Model"),
+    *("Options", "Outcome", "Part", "Progress", "Rates", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 70

@@ -1,8 +1,10 @@
-"""Messages as people and files get them."""
+"""Messages as people and files get them, and conversations as wires see them."""
 
 from __future__ import annotations
 
-from batch_agent.messages import Image, Message, Reply, Sealed, ToolCall, content_text
+from batch_agent.backends.anthropic.request import MessagesView
+from batch_agent.backends.openai.chat import ChatView
+from batch_agent.messages import Conversation, Image, Message, Reply, Sealed, ToolCall, content_text
 
 
 def test_a_transcript_shows_parts_and_keeps_to_itself_what_only_a_wire_can_read() -> None:
@@ -17,6 +19,16 @@ def test_a_transcript_shows_parts_and_keeps_to_itself_what_only_a_wire_can_read(
     assert content_text(asked.content) == "Look:"
     answered = Reply("a cat", reasoning="hm", sealed=Sealed("w", {"signature": "s"})).message()
     assert answered.to_dict() == {"role": "assistant", "content": "a cat", "reasoning": "hm"}
+
+
+def test_agents_fork_from_what_they_share_and_each_wire_has_its_own_view() -> None:
+    shared = Conversation([Message("system", "Be brief.")])
+    one, two = (Conversation([Message("user", word)], shared) for word in ("one", "two"))
+    assert one.view(MessagesView).system[0] is two.view(MessagesView).system[0]
+    chat = one.view(ChatView)
+    one.append(Message("assistant", "Hello."))
+    assert one.view(ChatView) is chat and len(chat.pieces) == 3
+    assert len(two.view(ChatView).pieces) == 2 and len(shared.view(ChatView).pieces) == 1
 
 
 def test_an_answer_keeps_its_calls_and_its_sealed_part_as_a_message() -> None:

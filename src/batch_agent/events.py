@@ -10,8 +10,8 @@ quote the part of an answer that did not validate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.messages import Usage
@@ -252,3 +252,31 @@ Event = (
     | RunFinished
 )
 Sink = Callable[[Event], None]
+
+
+class TypedSink:
+    """A sink with one handler for each type of event that it needs. A run calls the handlers directly, so an event of
+    any other type costs the sink nothing."""
+
+    handlers: Mapping[type, Callable[[Any], None]]
+
+    def __call__(self, event: Event) -> None:
+        handle = self.handlers.get(type(event))
+        if handle is not None:
+            handle(event)
+
+
+class ListSink:
+    """A sink that handles many events at once, which is cheaper than one at a time."""
+
+    handlers: Mapping[type, Callable[[Any], None]]  # by type of event
+
+    def __call__(self, event: Event) -> None:
+        self.take((event,))
+
+    def take(self, events: Iterable[Event]) -> None:
+        handlers = self.handlers
+        for event in events:
+            handle = handlers.get(type(event))
+            if handle is not None:
+                handle(event)

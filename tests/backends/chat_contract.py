@@ -9,11 +9,11 @@ from typing import ClassVar
 import orjson
 
 from backends.http_contract import HttpContract
-from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
+from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say, hear
 from backends.wire import Exchange, Step, answer, half_of, stream
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai.chat import OpenAIBackend
-from batch_agent.testing import Request
+from batch_agent.gateway.chat import ChatDialect
 
 
 def usage_of(say: Say) -> dict:
@@ -63,24 +63,7 @@ def in_pieces(say: Say) -> list[object]:
 
 
 def hear_chat(body: bytes) -> Heard:
-    """What a body of ``/chat/completions`` says."""
-    fields = orjson.loads(body)
-    request = Request(0, "/v1/chat/completions", fields)
-    choice = fields.get("tool_choice")
-    return Heard(
-        model=request.model,
-        messages=request.conversation(),
-        tools=request.tools,
-        tool_choice=choice["function"]["name"] if isinstance(choice, dict) else choice,
-        schema=request.schema,
-        max_tokens=request.max_tokens,
-        temperature=fields.get("temperature"),
-        top_p=fields.get("top_p"),
-        seed=fields.get("seed"),
-        stop=fields.get("stop", ()),
-        extra=fields,
-        streamed=request.streamed,
-    )
+    return hear(ChatDialect(), body)
 
 
 def chat_history(body: bytes) -> bytes:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend
+from batch_agent.gateway.client_request import ClientDialect
 from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec, Usage
 
 
@@ -92,6 +94,16 @@ class Heard:
     extra: Mapping[str, JsonValue] = field(default_factory=dict)  # where extra_body lands: mostly the whole body
     seals: Sequence[str] = ()  # the signatures (``Say.sealed``) that came back, oldest first
     streamed: bool = False
+
+
+def hear(dialect: ClientDialect, body: bytes, seals: Sequence[str] = ()) -> Heard:
+    """What a body says, as the gateway reads this wire."""
+    fields = orjson.loads(body)
+    shape = dialect.read_kind(fields, "").shape
+    options = {name: getattr(shape, name) for name in ("tools", "tool_choice", "schema", "max_tokens", "temperature")}
+    more = {"top_p": shape.top_p, "seed": shape.seed, "stop": shape.stop, "seals": seals}
+    messages = [replace(message, reasoning="") for message in dialect.read_messages(fields, [])]
+    return Heard(shape.model, messages, **options, **more, extra=fields, streamed=fields.get("stream", False))
 
 
 class Peer(Protocol):

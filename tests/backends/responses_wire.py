@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import orjson
 
-from backends.peer import Heard, Say
+from backends.peer import Heard, Say, hear
 from backends.strict_mode import Refused, judge
 from backends.wire import dumped
-from batch_agent.messages import Image, Message, ToolCall, ToolSpec
+from batch_agent.gateway.responses import ResponsesDialect
 
 FIELDS = {
     *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"),
@@ -159,45 +159,6 @@ def refuse_wrong(fields: dict) -> None:
         raise Refused(f"No tool output found for function call {sorted(open_calls)[0]}.")
 
 
-def hear(body: bytes) -> Heard:
-    fields = orjson.loads(body)
-    choice, form = fields.get("tool_choice"), (fields.get("text") or {}).get("format") or {}
-    return Heard(
-        model=fields["model"],
-        messages=_messages(fields["input"]),
-        tools=[ToolSpec(tool["name"], tool["description"], tool["parameters"]) for tool in fields.get("tools", ())],
-        tool_choice=choice["name"] if isinstance(choice, dict) else choice,
-        schema=form.get("schema"),
-        max_tokens=fields.get("max_output_tokens"),
-        temperature=fields.get("temperature"),
-        top_p=fields.get("top_p"),
-        extra=fields,
-        seals=[item["encrypted_content"] for item in fields["input"] if item.get("type") == "reasoning"],
-        streamed=fields.get("stream", False),
-    )
-
-
-def _messages(items: list[dict]) -> list[Message]:
-    """One for each turn: an answer's text and calls are items of their own."""
-    messages: list[Message] = []
-    for item in items:
-        last = messages[-1] if messages else None
-        match item.get("type", "message"):
-            case "function_call_output":
-                messages.append(Message("tool", _content(item["output"]), tool_call_id=item["call_id"]))
-            case "function_call":
-                call = ToolCall(item["call_id"], item["name"], item["arguments"])
-                if last is not None and last.role == "assistant":
-                    messages[-1] = Message("assistant", last.content, (*last.tool_calls, call))
-                else:
-                    messages.append(Message("assistant", "", (call,)))
-            case "message":
-                messages.append(Message(item["role"], _content(item["content"])))
-    return messages
-
-
-def _content(content: object) -> object:
-    if isinstance(content, str):
-        return content
-    parts = tuple(Image(part["image_url"]) if part["type"] == "input_image" else part["text"] for part in content)
-    return parts if any(isinstance(part, Image) for part in parts) else "".join(parts)
+def hear_responses(body: bytes) -> Heard:
+    items = orjson.loads(body)["input"]
+    return hear(ResponsesDialect(), body, [i["encrypted_content"] for i in items if i.get("type") == "reasoning"])

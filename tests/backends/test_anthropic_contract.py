@@ -8,12 +8,12 @@ import orjson
 
 from backends.contract import smoke
 from backends.http_contract import HttpContract
-from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
+from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say, hear
 from backends.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
 from batch_agent.backends.anthropic.messages import VERSIONS, AnthropicBackend
 from batch_agent.backends.anthropic.request import MARK
 from batch_agent.backends.base import Backend
-from batch_agent.messages import Image, Message, Part, ToolCall, ToolSpec
+from batch_agent.gateway.messages import MessagesDialect
 
 KINDS = {400: "invalid_request_error", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 
@@ -81,53 +81,8 @@ def in_pieces(say: Say) -> list[object]:
 
 
 def hear_messages(body: bytes) -> Heard:
-    fields = orjson.loads(body)
-    system = [Message("system", block["text"]) for block in fields.get("system", ())]
-    choice = fields.get("tool_choice")
-    kinds = {"auto": "auto", "none": "none", "any": "required"}
-    form = fields.get("output_config", {}).get("format")
-    blocks = [block for message in fields["messages"] for block in message["content"]]
-    return Heard(
-        model=fields["model"],
-        messages=[*system, *(part for message in fields["messages"] for part in _taken_apart(message))],
-        tools=[
-            ToolSpec(tool["name"], tool.get("description", ""), tool["input_schema"])
-            for tool in fields.get("tools", ())
-        ],
-        tool_choice=None if choice is None else choice.get("name") or kinds[choice["type"]],
-        schema=form["schema"] if form else None,
-        max_tokens=fields["max_tokens"],
-        temperature=fields.get("temperature"),
-        top_p=fields.get("top_p"),
-        stop=fields.get("stop_sequences", ()),
-        extra=fields,
-        seals=[block["signature"] for block in blocks if block["type"] == "thinking"],
-        streamed=fields.get("stream", False),
-    )
-
-
-def _taken_apart(message: dict) -> list[Message]:
-    results = [
-        Message("tool", block.get("content", ""), tool_call_id=block["tool_use_id"])
-        for block in message["content"]
-        if block["type"] == "tool_result"
-    ]
-    calls = tuple(
-        ToolCall(block["id"], block["name"], orjson.dumps(block["input"]).decode())
-        for block in message["content"]
-        if block["type"] == "tool_use"
-    )
-    parts = [_part(block) for block in message["content"] if block["type"] in ("text", "image")]
-    content = tuple(parts) if any(isinstance(part, Image) for part in parts) else "".join(map(str, parts))
-    said = [Message(message["role"], content, calls)] if content or calls else []
-    return [*results, *said]
-
-
-def _part(block: dict) -> Part:
-    if block["type"] == "text":
-        return block["text"]
-    source = block["source"]
-    return Image(source.get("url") or f"data:{source['media_type']};base64,{source['data']}")
+    blocks = [block for message in orjson.loads(body)["messages"] for block in message["content"]]
+    return hear(MessagesDialect(), body, [block["signature"] for block in blocks if block["type"] == "thinking"])
 
 
 class MessagesContract(HttpContract):
@@ -144,9 +99,10 @@ class MessagesContract(HttpContract):
         return stream(*in_pieces(item), done=False) if streamed else answer(whole(item))
 
     def break_off(self, item: BreakOff, streamed: bool) -> Step:
+        begun = Say(item.text, item.calls)
         if streamed:
-            return stream(*in_pieces(Say(item.text))[:-2], done=False, end=item.clean)
-        return half_of(orjson.dumps(whole(Say(item.text))), item.clean)
+            return stream(*in_pieces(begun)[:-2], done=False, end=item.clean)
+        return half_of(orjson.dumps(whole(begun)), item.clean)
 
     def error_inside(self, item: ErrorInside, streamed: bool) -> Step:
         error = {"type": KINDS[item.status], "message": item.message}

@@ -4,49 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import orjson
 import pytest
 
-from backends.chat_contract import in_pieces, whole
+from backends import chat_contract, test_anthropic_contract
 from backends.contract import CALLS, Say, ask
-from backends.wire import Exchange, WireServer
+from backends.wire import Exchange, WireServer, dumped
+from batch_agent.backends.anthropic import answer as messages_answer
+from batch_agent.backends.anthropic.messages import WORDING
+from batch_agent.backends.anthropic.request import MessagesView, build_head
+from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.faults import Faults, ServerError
 from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.openai import chat_answer
 from batch_agent.backends.openai.chat import OpenAIBackend
-from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
 from batch_agent.errors import BackendError
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage
 
-FAULTS = Faults("POST http://host/v1/chat/completions")
+WHERE = "POST http://host/v1"
 SAYINGS = [
-    Say("Hello, wörld. 😀", usage=Usage(12, 8, 5, 2)),
+    Say("Hello, wörld. 😀", usage=Usage(12, 8, 5, 2), reasoning="Hm.", sealed="sig"),
     Say("Let me look.", CALLS, usage=Usage(12, 8, 5, 2)),
-    Say("", (ToolCall("c", "now", ""), *CALLS)),
+    Say("", (ToolCall("c", "now", ""), *CALLS), reasoning="Hm.", sealed="sig"),
     Say("Once upon a", cut=True),
 ]
-DOCUMENTS = [orjson.dumps(whole(say)) for say in SAYINGS] + [
-    orjson.dumps({"error": {"message": "busy", "code": 503, "param": None}})
-]
-STREAMS = [
-    b"".join(b"data: " + orjson.dumps(part) + b"\n\n" for part in in_pieces(say)) + b"data: [DONE]\n\n"
-    for say in SAYINGS
-] + [b': ping\r\n\r\nevent: error\r\ndata: {"error": {"message": "x"}}\r\n\r\n']
-SNIPPETS = [
-    b"null",
-    b"{}",
-    b"[]",
-    b'"',
-    b"\n\n",
-    b"data: ",
-    b"[DONE]",
-    b"\xff",
-    b"-1",
-    b"1e999",
-    b"\\ud800",
-    b"}",
-    b"0",
-]
+CHAT = (chat_answer, chat_contract, Faults(WHERE))
+MESSAGES = (messages_answer, test_anthropic_contract, Faults(WHERE, wording=WORDING))
+ERROR = orjson.dumps({"error": {"message": "busy", "code": 503, "param": None}})
+wires = pytest.mark.parametrize(("wire", "server", "faults"), [CHAT, MESSAGES], ids=["chat", "messages"])
+
+
+def documents(server: Any) -> list[bytes]:
+    return [*(orjson.dumps(server.whole(say)) for say in SAYINGS), ERROR]
+
+
+def streams(server: Any) -> list[bytes]:
+    """What a server of this wire streams, and an error alone."""
+    parts = [
+        [part if isinstance(part, bytes) else b"data: " + dumped(part) + b"\n\n" for part in server.in_pieces(say)]
+        for say in SAYINGS
+    ]
+    ping = b': ping\r\n\r\nevent: error\r\ndata: {"error": {"message": "x"}}\r\n\r\n'
+    return [*(b"".join(each) + b"data: [DONE]\n\n" for each in parts), ping]
+
+
+SNIPPETS = (
+    *(b"null", b"{}", b"[]", b'"', b"\n\n", b"data: ", b"[DONE]", b"\xff", b"-1", b"1e999", b"\\ud800", b"}", b"0"),
+)
 
 
 def damaged(rng: random.Random, body: bytes) -> bytes:
@@ -70,56 +78,50 @@ def damaged(rng: random.Random, body: bytes) -> bytes:
     return body
 
 
-def outcome(read: object) -> str:
+def outcome(read: Callable[[], Reply]) -> str:
     try:
         reply = read()
     except BackendError as error:
-        assert str(error).startswith(FAULTS.where)
+        assert str(error).startswith(WHERE)
         return type(error).__name__
-    assert isinstance(reply, Reply)
     assert isinstance(reply.text, str)
     assert all(isinstance(f, str) for call in reply.tool_calls for f in (call.id, call.name, call.arguments))
+    # What was read can be sent back, whatever it was.
+    talk = Conversation([Message("user", "Hello"), reply.message()])
+    orjson.loads(build_head(RequestShape("m"), False).body(talk.view(MessagesView), is_last=False))
     return "Reply"
 
 
-def test_five_thousand_damaged_documents() -> None:
-    rng = random.Random(20)
-    outcomes = set()
-    for _ in range(5000):
-        body = damaged(rng, rng.choice(DOCUMENTS))
-        outcomes.add(outcome(lambda body=body: read_answer(body, Naming([], FAULTS))))
-    assert outcomes >= {"Reply", "BadResponse", "Truncated", "Unavailable"}
-
-
-def test_five_thousand_damaged_streams() -> None:
-    rng = random.Random(21)
-    outcomes = set()
-    for _ in range(5000):
-        body = damaged(rng, rng.choice(STREAMS))
-        seen: list[ToolCall] = []
-
-        def read(body: bytes = body, seen: list[ToolCall] = seen) -> Reply:
-            stream = AnswerStream(Naming([], FAULTS), seen.append, lambda: 0.0, [])
-            at = 0
-            while at < len(body):
-                step = rng.choice((1, 7, 100, 5000))
-                if stream.feed(body[at : at + step]):
-                    break
-                at += step
-            reply = stream.finish()
-            assert len(seen) == len(reply.tool_calls)
-            assert set(seen) == set(reply.tool_calls)
-            return reply
-
-        outcomes.add(outcome(read))
+@wires
+def test_four_thousand_damaged_documents(wire: Any, server: Any, faults: Faults) -> None:
+    rng, good = random.Random(20), documents(server)
+    bodies = (damaged(rng, rng.choice(good)) for _ in range(4000))
+    outcomes = {outcome(partial(wire.read_answer, body, Naming([], faults))) for body in bodies}
     assert outcomes >= {"Reply", "BadResponse", "Truncated"}
+
+
+@wires
+def test_three_thousand_damaged_streams(wire: Any, server: Any, faults: Faults) -> None:
+    rng, good = random.Random(21), streams(server)
+
+    def read(body: bytes) -> Reply:
+        seen: list[ToolCall] = []
+        stream = wire.AnswerStream(Naming([], faults), seen.append, lambda: 0.0, [])
+        size = rng.choice((1, 7, 100, 5000))
+        any(stream.feed(body[at : at + size]) for at in range(0, len(body), size))
+        reply = stream.finish()
+        assert sorted(call.id for call in seen) == sorted(call.id for call in reply.tool_calls)
+        return reply
+
+    bodies = (damaged(rng, rng.choice(good)) for _ in range(3000))
+    assert {outcome(partial(read, body)) for body in bodies} >= {"Reply", "BadResponse", "Truncated"}
 
 
 def test_damaged_error_bodies_are_always_an_error() -> None:
     rng = random.Random(22)
     for _ in range(2000):
-        body = damaged(rng, DOCUMENTS[-1])
-        assert isinstance(FAULTS.answered(rng.choice((400, 429, 500)), {}, body), BackendError)
+        body = damaged(rng, ERROR)
+        assert isinstance(Faults(WHERE).answered(rng.choice((400, 429, 500)), {}, body), BackendError)
         assert isinstance(ServerError.in_body(body).message, str)
 
 
@@ -127,9 +129,10 @@ def test_damaged_error_bodies_are_always_an_error() -> None:
 async def test_three_hundred_damaged_answers_over_a_socket(streamed: bool) -> None:
     rng = random.Random(23)
     kind = b"text/event-stream" if streamed else b"application/json"
+    good = streams(chat_contract) if streamed else documents(chat_contract)
 
     async def serve(exchange: Exchange) -> None:
-        body = rng.choice(STREAMS if streamed else DOCUMENTS)
+        body = rng.choice(good)
         head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body))
         await exchange.send(damaged(rng, head + body))
         exchange.writer.close()

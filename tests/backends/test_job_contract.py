@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import orjson
 import pytest
+from tests.backends.job_server import JobServer
 
 from backends.chat_contract import chat_history, hear_chat, whole
 from backends.contract import BackendContract
@@ -16,7 +17,6 @@ from backends.peer import Hang, Heard, Item, Refuse, Say
 from backends.terms import REFUSALS
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
-from batch_agent.testing.job_server import JobServer
 
 
 class JobPeer:

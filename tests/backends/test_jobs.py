@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.backends.job_server import JobServer, ServedJob
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.batch.job_ledger import FILE, JobLedger
-from batch_agent.backends.batch.jobs import Candidate, JobBackend, Lost
+from batch_agent.backends.batch.jobs import JobBackend, Wave
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import ScriptedBackend, virtual_clock
-from batch_agent.testing.job_server import JobServer, ServedJob
 
 Body = dict[str, Any]
 
@@ -208,7 +208,7 @@ class SilentList(OpenAIJobs):
 
     submitted = 0
 
-    async def candidates(self, lost: Lost) -> list[Candidate]:
+    async def candidates(self, wave: Wave) -> list[str]:
         raise Unavailable("no list")
 
     async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
@@ -274,7 +274,7 @@ async def test_a_wave_that_is_full_goes_and_the_next_one_begins() -> None:
         assert isinstance(backend, JobBackend)
         service = backend._service
         assert isinstance(service, OpenAIJobs)
-        service.limits = type(service.limits)(requests=2, body_bytes=10**6)  # type: ignore[misc]
+        service.most_requests = 2
         results = await ask(server, "a", "b", "c", backend=backend)
     assert all(results)
     assert sorted(len(job.requests) for job in server.jobs) == [1, 2]

@@ -137,11 +137,6 @@ def test_no_backend_is_an_error_that_says_what_to_give(model: str | None) -> Non
         open_backend(None, model=model, api_key=None, environ=KEY)
 
 
-def test_a_provider_that_is_nearly_one_is_suggested() -> None:
-    with pytest.raises(SpecError, match="did you mean openai/gpt-4o"):
-        open_backend(None, model="opnai/gpt-4o", api_key=None, environ=KEY)
-
-
 def test_a_backend_object_is_taken_as_it_is() -> None:
     backend: Backend = OpenAIBackend("http://h")
     assert open_backend(backend, model="a/b", api_key=None, environ={}) == (backend, "a/b")

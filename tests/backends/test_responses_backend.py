@@ -10,11 +10,11 @@ import pytest
 from backends.contract import CALLS, SEARCH, Say, ask, go_on
 from backends.http_contract import HttpContract
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse
-from backends.responses_wire import as_bytes, document, events_of, hear, refuse_wrong
+from backends.responses_wire import as_bytes, document, events_of, hear_responses, refuse_wrong
 from backends.strict_mode import Refused
 from backends.wire import Exchange, Step, WireServer, answer, half_of, stream
 from batch_agent.backends.base import Backend, RequestShape
-from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.openai.responses import ResponsesBackend, encode_items
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Document, Image, Message, Usage
@@ -74,7 +74,7 @@ class TestResponsesBackend(HttpContract):
         return {"error": {"message": item.message, "type": "invalid_request_error", "param": None, "code": code}}
 
     def hear(self, exchange: Exchange) -> Heard:
-        return hear(exchange.body)
+        return hear_responses(exchange.body)
 
     def history(self, exchange: Exchange) -> bytes:
         return exchange.body[exchange.body.index(b'"input":[') : -2]

@@ -60,7 +60,7 @@ def check_blocks(engine: Engine) -> None:
         for index, block in enumerate(sequence.blocks):
             history = text[: (index + 1) * size * TOKEN_BYTES]
             assert held.setdefault(block, history) == history
-    assert len(held) == engine.pool.held <= engine.pool.size
+    assert len(held) == engine.pool.held <= engine.pool.num_gpu_blocks
 
 
 def play(model: EngineModel, script: list[tuple[str, object]]) -> list[object]:
@@ -175,7 +175,6 @@ def test_a_full_cache_evicts_what_was_used_longest_ago() -> None:
         run_one(engine, tokens(32, kind), tokens(1, "o"))  # 8 blocks each
     run_one(engine, tokens(32, "a"), tokens(1, "o"))  # a is now younger than b
     run_one(engine, tokens(32, "d"), tokens(1, "o"))
-    assert engine.pool.evictions > 0
     assert run_one(engine, tokens(32, "a"), tokens(1, "o")).cached_tokens == 28
     assert run_one(engine, tokens(32, "b"), tokens(1, "o")).cached_tokens == 0
 

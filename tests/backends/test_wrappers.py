@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.backends.job_server import JobServer
 
 from batch_agent.backends.base import Backend, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
@@ -22,7 +23,6 @@ from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import Conversation, Message, Reply
 from batch_agent.scheduler.server import Server
 from batch_agent.testing import Say, ScriptedBackend, ScriptedServer
-from batch_agent.testing.job_server import JobServer
 
 SHAPE = RequestShape("m", temperature=0.0)
 REQUEST = ModelRequest(SHAPE, Conversation([Message("user", "hello")]), "0")

@@ -115,6 +115,54 @@ async def test_a_run_goes_into_a_directory_and_back(
     assert "already" in await said("copy", str(directory), run, status=1)
 
 
+PIPELINE = """
+model: m
+stages:
+  - map: {{name: read, task: "Row {{n}}"}}
+  - reduce: {{name: survey, prompt: "Sum up {{n}}", tree: 5}}
+"""
+
+
+async def test_commands_on_a_pipeline_do_what_they_do_in_a_directory(
+    said: Said, server: RedisServer, models: ScriptedServer, tmp_path: Path
+) -> None:
+    spec, rows, directory = tmp_path / "spec.yaml", tmp_path / "rows.jsonl", tmp_path / "run"
+    spec.write_text(PIPELINE.format())
+    rows.write_text("".join(f'{{"n": {number}}}\n' for number in range(ROWS)))
+    url, back, to = f"{server.url}/pipeline", f"{server.url}/pipeline-back", ("--output", str(tmp_path / "out"))
+    given = (str(spec), "--inputs", str(rows), "--backend", models.backend_url, *to)
+    await said("run", *given, "--run-dir", str(directory), status=2)
+    await said("run", *given, "--run-dir", url, status=2)
+
+    def counts(status: str) -> dict[str, Any]:
+        stages = json.loads(status)["stages"]
+        return {stage["name"]: (stage["rows"]["ok"], stage["rows"]["failed"]) for stage in stages}
+
+    status = await said("status", url, "--json")
+    assert counts(status) == {"read": (11, 1), "survey": (4, 0)}
+    assert counts(status) == counts(await said("status", str(directory), "--json"))
+    assert json.loads(status)["rows"]["ok"] == 15
+    tokens = [stage["tokens"] for stage in json.loads(status)["stages"]]
+    assert min(tokens) > 0 and sum(tokens) == json.loads(status)["tokens"]
+    assert "Row 3" in await said("show", url, "--row", "read/3")
+    assert "Row 7" in await said("show", url, "--failed")
+    exported = await said("export", url, "--stage", "read", "--format", "csv")
+    assert exported.count("\n") == ROWS + 1
+    await said("report", url, "--output", str(tmp_path / "report.html"))
+
+    asked = models.received
+    await said("copy", url, str(tmp_path / "copied"))
+    await said("copy", str(tmp_path / "copied"), back)
+    assert "was not" not in await said("resume", back, "--no-retry-failed", status=2)
+    assert models.received == asked  # nothing was asked again
+    retried = await said("retry-failed", back, status=2)
+    assert "retrying 1 row that failed: 1 of read" in retried and models.received == asked + 1
+    assert counts(await said("status", back, "--json"))["read"] == (11, 1)
+    await said("delete", back)
+    assert "holds no run" in await said("status", back, status=1)
+    assert "pipeline-back" not in await said("runs", server.url)
+
+
 async def test_a_deleted_run_is_gone(said: Said, run: str) -> None:
     await said("delete", run)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from batch_agent.backends.simulated.metrics import Sample, prometheus_text
 from batch_agent.messages import Usage
 from batch_agent.scheduler.lending import BUDGET
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.connection import RedisConnection
 from batch_agent.store.redis.lent import RedisLent
 from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
+from batch_agent.testing.metrics import VllmMetrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from redis_servers import RedisServer, needs_redis, redis_server
@@ -213,6 +213,5 @@ async def test_a_searched_number_of_slots_is_that_of_all_workers_together(
 
 
 def _queue(inflight: int, sequences: int) -> str:
-    running = Sample("num_requests_running", "Requests that run", min(sequences, inflight))
-    waiting = Sample("num_requests_waiting", "Requests in the queue", max(0, inflight - sequences))
-    return prometheus_text([running, waiting], model_name="m", origin="scripted")
+    told = VllmMetrics("m", "scripted").put("num_requests_running", "Requests that run", min(sequences, inflight))
+    return str(told.put("num_requests_waiting", "Requests in the queue", max(0, inflight - sequences)))

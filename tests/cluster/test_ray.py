@@ -12,9 +12,10 @@ import ray
 import ray.data
 from tests.cluster.harness import Account, Driver, RayNodes, model_server, prepare, ray_nodes, wait_for_notes
 from tests.cluster.modules.cluster_notes import write_note
+from tests.store.redis_servers import needs_redis, redis_server
 from tests.store.run_store_contract import Expire, OpenedRun, RunStoreContract
 
-from batch_agent import BatchAgent
+from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError
 from batch_agent.ray import Ray, map_dataset
 from batch_agent.ray.relay import Relay, RelayServer, relayed
@@ -108,6 +109,20 @@ async def test_a_run_without_a_directory_leaves_nothing_behind(server: str) -> N
         task=TASK, inputs=rows(5), backend=server, model="m", tools=[write_note], cluster=Ray(worker_cpus=0.5)
     )
     assert all(results)
+
+
+@needs_redis
+@pytest.mark.usefixtures("connected")
+async def test_a_pipeline_in_redis_is_worked_on_by_actors_and_resumed_without_them(server: str, tmp_path: Path) -> None:
+    pipeline = Pipeline(rows(20)).map(name="work", task=TASK, tools=[write_note]).flat_map(lambda text: [text])
+    pipeline = pipeline.map(name="again", task="Again: {input}", tools=[write_note])
+    with redis_server(tmp_path / "redis") as redis:
+        options = {"backend": server, "model": "m", "run_dir": f"{redis.url}/pipeline"}
+        first = await pipeline.run(cluster=Ray("auto", workers=2, worker_cpus=0.5), **options)
+        asked = (tmp_path / "requests.log").read_text()
+        again = await pipeline.run(resume=True, **options)
+    assert again.outputs == first.outputs and len(first.outputs) == 20
+    assert (tmp_path / "requests.log").read_text() == asked
 
 
 @pytest.mark.usefixtures("connected")

@@ -38,6 +38,9 @@ def note(row: str) -> str:
     os.write(descriptor, (row + "\\n").encode())
     os.close(descriptor)
     return "written"
+
+def halves(text):
+    return [text + " a", text + " b"]
 """
 SPEC = """
 task: "Do {{row}}"
@@ -46,6 +49,16 @@ backend: {url}
 tools: ["fault_notes:note"]
 max_turns: 4
 max_inflight: {slots}
+"""
+PIPELINE = """
+model: m
+backend: {url}
+max_inflight: {slots}
+stages:
+  - map: {{name: work, task: "Do {{row}}", tools: ["fault_notes:note"], max_turns: 4}}
+  - flat_map: "fault_notes:halves"
+  - map: {{name: check, task: "Check {{input}}"}}
+  - reduce: {{name: sum, prompt: "Sum up {{n}}", tree: 10}}
 """
 
 
@@ -79,9 +92,13 @@ class Scene:
     def worker(self) -> subprocess.Popen[bytes]:
         return self.start("work", self.url, "--import-from", str(self.folder))
 
-    def feeder(self, *words: str) -> subprocess.Popen[bytes]:
+    def feeder(self, *words: str, spec: str = "spec.yaml") -> subprocess.Popen[bytes]:
         record = ("--run-dir", self.url, "--lease", str(LEASE))
-        return self.start("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl", *record, *words)
+        return self.start("run", spec, "--inputs", "rows.jsonl", "--output", "out.jsonl", *record, *words)
+
+    def of(self, kind: str) -> list[str]:
+        """The different requests that begin so."""
+        return list({row for row, _ in self.asked if row.startswith(kind)})
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
@@ -114,6 +131,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
             async with _server(scene) as server:
                 (tmp_path / "fault_notes.py").write_text(MODULE.format(log=tmp_path / "notes.log"))
                 (tmp_path / "spec.yaml").write_text(SPEC.format(url=server.backend_url, slots=SLOTS))
+                (tmp_path / "pipeline.yaml").write_text(PIPELINE.format(url=server.backend_url, slots=SLOTS))
                 (tmp_path / "rows.jsonl").write_text("".join(f'{{"row": "row {row}"}}\n' for row in range(ROWS)))
                 yield scene
         finally:
@@ -129,9 +147,9 @@ async def _server(scene: Scene) -> AsyncIterator[ScriptedServer]:
         row = str(next(message["content"] for message in request.messages if message["role"] == "user"))
         scene.asked[row, request.turn] += 1
         scene.times.append(time.monotonic())
-        if request.turn == 0:
+        if request.turn == 0 and row.startswith("Do"):
             return CallTools(ToolUse("note", {"row": row}), latency=0.2)
-        return Say("done", latency=0.2)
+        return Say(f"done {row[:12]}", latency=0.2)
 
     async with ScriptedServer(answer, models=["m"]) as server:
         yield server
@@ -194,3 +212,22 @@ async def test_a_worker_that_gets_sigterm_hands_back_at_once(scene: Scene) -> No
     assert await scene.ended(feeder) == 0, scene.logs()
     assert await scene.ended(stayer) == 0
     scene.check(asked_again=2 * SLOTS)
+
+
+async def test_a_worker_and_the_feeder_of_a_pipeline_are_killed(scene: Scene) -> None:
+    """The worker dies while two stages are at work, the feeder during the reduction."""
+    feeder = scene.feeder("--no-work", spec="pipeline.yaml")
+    workers = [scene.worker() for _ in range(2)]
+    await scene.until(lambda: len(scene.of("Check")) >= 60)
+    workers[0].kill()
+    await scene.until(lambda: len(scene.of("Sum up")) >= 20)
+    feeder.kill()
+    assert await scene.ended(scene.start("resume", scene.url, "--no-work")) == 0, scene.logs()
+    assert await scene.ended(workers[1]) == 0
+    [survey] = [json.loads(line) for line in (scene.folder / "out.jsonl").read_text().splitlines()]
+    assert survey["ok"] and len(scene.of("Check")) == 2 * ROWS and len(scene.of("Sum up")) == 60 + 6 + 1
+    written = Counter((scene.folder / "notes.log").read_text().split("\n")[:-1])
+    assert len(written) == ROWS and max(written.values()) == 1
+    again = {row: count - 1 for (row, _), count in scene.asked.items() if count > 1}
+    assert sum(again.values()) <= 2 * SLOTS, again
+    assert not any(row.startswith("Sum up") for row in again), "a request of the reduction was sent again"

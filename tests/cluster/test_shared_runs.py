@@ -16,7 +16,7 @@ from pydantic import BaseModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from redis_servers import RedisServer, needs_redis, redis_server
 
-from batch_agent import BatchAgent, Pipeline, SpecError, Tool
+from batch_agent import BatchAgent, SpecError, Tool
 from batch_agent.cluster.worker import NoRunCame, Worker, WorkReport
 from batch_agent.cluster.worker import work as join
 from batch_agent.errors import StoreError
@@ -180,9 +180,9 @@ async def test_what_cannot_travel_is_refused_before_anything_is_sent(server: Scr
     assert server.received == 0
 
 
-async def test_a_pipeline_and_options_of_shared_runs_say_what_they_need(server: ScriptedServer, url: str) -> None:
-    with pytest.raises(SpecError, match="a pipeline is recorded in a directory"):
-        await Pipeline([{"row": 1}]).map(task="Do {row}").run(backend=server.backend_url, model="m", run_dir=url)
+async def test_options_of_shared_runs_say_what_they_need(server: ScriptedServer, url: str) -> None:
+    with pytest.raises(SpecError, match="is a stage: give its run"):
+        await BatchAgent.run(**options(server, f"{url}/stage", 1))
     with pytest.raises(SpecError, match="lease is for a run that several processes share"):
         await BatchAgent.run(**{**options(server, url, 1, feed_only=True), "run_dir": None, "lease": 15.0})
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.backends.job_server import JobServer, ServedJob
 
 from batch_agent import Pipeline
 from batch_agent.store.rundir import RunView
-from batch_agent.testing.job_server import JobServer, ServedJob
 
 ROWS = ["a", "b", "c"]
 
@@ -46,7 +46,9 @@ async def test_a_pipeline_that_is_killed_while_a_job_is_pending_buys_nothing_twi
         url = f"openai-batch://{server.address}/v1?tls=false&gather=0.05&look=0.01"
         for kill in range(kills):
             server.may_end = kill * 2 // kills  # first the job of the first stage is pending, then that of the second
-            process = await asyncio.create_subprocess_exec(sys.executable, __file__, url, str(tmp_path / "run"))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tests.engine.test_killed_jobs", url, str(tmp_path / "run")
+            )
             while len(server.jobs) <= server.may_end or not server.jobs[-1].looked:
                 assert process.returncode is None
                 await asyncio.sleep(0.01)
@@ -54,7 +56,9 @@ async def test_a_pipeline_that_is_killed_while_a_job_is_pending_buys_nothing_twi
             process.kill()
             await process.wait()
         server.may_end = 2
-        process = await asyncio.create_subprocess_exec(sys.executable, __file__, url, str(tmp_path / "run"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.engine.test_killed_jobs", url, str(tmp_path / "run")
+        )
         assert await process.wait() == 0
     assert [len(job.requests) for job in server.jobs] == [3, 3]
     view = RunView.of(tmp_path / "run")

@@ -13,8 +13,8 @@ def line(index: int) -> bytes:
 
 @given(st.permutations(range(40)), st.integers(0, 40))
 def test_lines_leave_in_order_whatever_order_they_come_in_and_wherever_it_ends(order: list[int], end: int) -> None:
-    with tempfile.TemporaryFile(buffering=0) as waiting, tempfile.TemporaryFile(buffering=0) as places:
-        lines = InputOrder(waiting, places)
+    with tempfile.TemporaryFile() as waiting:
+        lines = InputOrder(waiting)
         out: list[bytes] = []
         for index in order[:end]:
             out += lines.put(index, line(index))
@@ -26,11 +26,8 @@ def test_lines_leave_in_order_whatever_order_they_come_in_and_wherever_it_ends(o
 
 
 def test_the_file_is_emptied_when_nothing_waits(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "waiting").open("w+b", buffering=0) as waiting,
-        (tmp_path / "places").open("w+b", buffering=0) as places,
-    ):
-        lines = InputOrder(waiting, places)
+    with (tmp_path / "waiting").open("w+b") as waiting:
+        lines = InputOrder(waiting)
         for first in range(0, 300, 3):
             for index in (first + 2, first + 1):
                 assert list(lines.put(index, line(index))) == []
@@ -40,8 +37,8 @@ def test_the_file_is_emptied_when_nothing_waits(tmp_path: Path) -> None:
 
 
 def test_indices_far_apart_come_in_order_at_the_end() -> None:
-    with tempfile.TemporaryFile(buffering=0) as waiting, tempfile.TemporaryFile(buffering=0) as places:
-        lines = InputOrder(waiting, places)
+    with tempfile.TemporaryFile() as waiting:
+        lines = InputOrder(waiting)
         for index in (1_000_000, 5, 70_000, 5000):
             assert list(lines.put(index, line(index))) == []
         assert list(lines.rest()) == [line(5), line(5000), line(70_000), line(1_000_000)]

@@ -2,13 +2,14 @@ import csv
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batch_agent.errors import SpecError
 from batch_agent.files.results import result_line
-from batch_agent.files.tables import ROW_GROUP_ROWS, ResultFile, check_table, write_table
+from batch_agent.files.tables import ROW_GROUP_ROWS, InOrderOfInput, check_table, write_table
 from batch_agent.job import AgentError, AgentResult, Timings, UnreadableRow
 from batch_agent.messages import Usage
 
@@ -16,7 +17,7 @@ from batch_agent.messages import Usage
 def table(directory: Path, results: Sequence[AgentResult[object]], name: str = "out.csv") -> Path:
     lines = directory / "results.jsonl"
     lines.write_bytes(b"".join(map(result_line, results)))
-    write_table(ResultFile(lines), directory / name)
+    write_table(InOrderOfInput(lines), directory / name)
     return directory / name
 
 
@@ -85,7 +86,7 @@ def test_a_table_may_be_compressed(tmp_path: Path) -> None:
 def test_a_torn_line_is_left_out_and_counted(tmp_path: Path) -> None:
     lines = tmp_path / "results.jsonl"
     lines.write_bytes(result_line(ok(0, "a")) + b"17\n" + result_line(ok(1, "b")) + b'{"index": 2, "ou')
-    results = ResultFile(lines)
+    results = InOrderOfInput(lines)
     assert [record["index"] for record in results] == [0, 1]
     assert results.torn == 2
 
@@ -116,7 +117,7 @@ def test_parquet_has_typed_columns_and_row_groups(tmp_path: Path) -> None:
         )
         for index in range(ROW_GROUP_ROWS + 1)
     ]
-    path = table(tmp_path, [FAILED, *results], "out.parquet")
+    path = table(tmp_path, [*results, replace(FAILED, index=len(results))], "out.parquet")
     file = pq.read_table(path)
     assert pq.ParquetFile(path).metadata.num_row_groups == 2
     assert {name: str(file.schema.field(name).type) for name in file.column_names} == {
@@ -127,7 +128,7 @@ def test_parquet_has_typed_columns_and_row_groups(tmp_path: Path) -> None:
         **{"completion_tokens": "int64", "reasoning_tokens": "int64", "cost": "double", "seconds": "double"},
         **{"n": "int64", "tags": "string", "deep": "string", "text": "string", "none": "string", "huge": "string"},
     }
-    failed, first, second = file.slice(0, 3).to_pylist()
+    first, second, failed = *file.slice(0, 2).to_pylist(), *file.slice(len(results)).to_pylist()
     assert (failed["ok"], failed["output.score"], failed["error_type"]) == (False, None, "InputError")
     assert (first["output.score"], first["output.mixed"], first["tags"], first["deep"]) == (
         1,

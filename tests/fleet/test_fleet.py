@@ -180,7 +180,7 @@ async def test_an_agents_turns_stay_on_one_server() -> None:
 async def test_rows_with_one_affinity_share_a_server() -> None:
     async with AsyncExitStack() as stack:
         known = await servers(stack, "a", "b", "c")
-        rows = [{"site": f"site {number % 12}", "n": number} for number in range(120)]
+        rows = [{"site": f"site {number % 40}", "n": number} for number in range(120)]
         results = await finish(
             [server.backend_url for server in known], task="{site} {n}", inputs=rows, affinity="site", max_inflight=120
         )

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import aiohttp
 import pytest
 from collector import attributes, collecting
 from tests.tools.mcp_tools.conftest import command
 
-from batch_agent import BatchAgent, Pipeline, SpecError, Tool, ToolContext
+from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext
 from batch_agent.observe.telemetry_wanted import is_wanted
 from batch_agent.observe.trace_ids import FIRST_ROWS, RowSampler, trace_of
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
@@ -87,6 +88,31 @@ async def test_run_row_turn_and_call_are_spans_with_the_conventions_names(monkey
     assert sum(point.count for point in collector.points("gen_ai.client.operation.duration")) == 2
     tokens = collector.points("gen_ai.client.token.usage")
     assert sorted(attributes(point)["gen_ai.token.type"] for point in tokens) == ["input", "output"]
+
+
+@needs_sdk
+async def test_a_users_workers_tools_and_requests_through_the_gateway_name_their_span(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(row: object, ctx: AgentContext) -> str:
+        body = {"model": ctx.model, "messages": [{"role": "user", "content": "hello"}]}
+        head = {"Authorization": f"Bearer {ctx.api_key}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{ctx.base_url}/chat/completions", json=body, headers=head) as answer,
+        ):
+            assert answer.ok
+        return str(await ctx.call("look_up", key="k"))
+
+    async with collecting() as collector, ScriptedServer(lambda _: Say("x"), models=["m"]) as server:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        backend = f"http://{server.address}/v1"
+        results = await BatchAgent.run(worker=work, inputs=["a"], tools=[look_up], backend=backend, model="m")
+    assert results[0].ok
+    [chat], [tool] = collector.named("chat m"), collector.named("execute_tool look_up")
+    sent = [request.headers["traceparent"] for request in server.requests]
+    assert sent == [f"00-{chat.trace_id.hex()}-{chat.span_id.hex()}-01"]
+    assert called == [f"00-{tool.trace_id.hex()}-{tool.span_id.hex()}-01"]
 
 
 @needs_sdk

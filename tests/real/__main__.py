@@ -20,7 +20,7 @@ from tests.real.servers.agents import agents
 from tests.real.servers.dynamo import dynamo
 from tests.real.servers.vllm import vllm, vllm_pin
 
-from batch_agent.backends.local.weights import cache_dir
+from batch_agent.backends.cache_store import cache_dir
 
 SUITES = {
     "vllm": ("test_vllm.py", "test_anthropic_wire.py", "test_vllm_fleet.py"),

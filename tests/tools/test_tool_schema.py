@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Optional
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, SecretStr, field_validator
 from typing_extensions import TypedDict
@@ -310,6 +310,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.one_of(st.text(), json_values.map(lambda v: __import__("json").dumps(v))))
 def test_whatever_a_model_sends_is_arguments_or_a_readable_error(text: str) -> None:
     signature = Tool.define(rich).signature

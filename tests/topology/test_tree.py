@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,3 +113,29 @@ def test_in_any_order_of_arrival_the_tree_is_the_same_and_covers_every_row_once(
     last = [part for part in mixed if part.last]
     kept = tuple(index for index, leaf in rows if leaf is not None)
     assert [part.covered("", 0).covers for part in last] == ([kept] if kept else [])
+
+
+@given(st.integers(1, 40), st.integers(2, 4), st.randoms(use_true_random=False), st.data())
+def test_the_index_of_a_part_is_its_own_and_does_not_depend_on_the_order_of_answers(
+    count: int, fan_in: int, order: Random, data: st.DataObject
+) -> None:
+    """Some parts are too long, and are split."""
+    long = data.draw(st.sets(st.integers(0, 40)))
+
+    def indexes(shuffled: bool) -> dict[tuple[str, bool], int]:
+        tree, found, ready = Tree(fan_in, None), {}, list[Part]()
+        for index in range(count):
+            ready += tree.add(index, row(index))
+        ready += tree.end(count)
+        while ready:
+            part = ready.pop(order.randrange(len(ready)) if shuffled else 0)
+            found[part.name, part.joins is not None] = part.index
+            if part.divisible and part.joins is None and part.rows[0].first in long:
+                ready += tree.split(part)
+            elif not part.last:
+                ready += tree.reduced(part, part.covered("answer", 1))
+        return found
+
+    first = indexes(shuffled=False)
+    assert indexes(shuffled=True) == first
+    assert len(set(first.values())) == len(first)

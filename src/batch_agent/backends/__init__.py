@@ -1,2 +1,1 @@
-"""Where inference happens: one package per wire format. ``base`` has the base class, ``registry`` finds a backend by
-URL."""
+"""Where inference happens: one package per wire. ``base`` has the base class, ``registry`` finds a backend by URL."""

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias
 
 from pydantic import JsonValue
@@ -50,11 +49,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RequestShape:
-    """What sibling requests share, apart from their messages.
-
-    Compared by identity: a run creates one or two of these, and a backend may cache what it derived from each (the
-    encoded head of a request body, a compiled grammar) in a WeakKeyDictionary.
-    """
+    """What sibling requests share, apart from their messages. Compared by identity: a run creates one or two of these,
+    and a backend may cache what it derived from each (the encoded head of a request body, a compiled grammar) in a
+    WeakKeyDictionary."""
 
     model: str
     max_tokens: int | None = None
@@ -171,9 +168,7 @@ class Backend(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         pass
 
     # Requests
@@ -220,8 +215,7 @@ class Backend(ABC):
         return Facts()
 
     async def load(self, endpoint: str = "") -> Load | None:
-        """Return how busy the endpoint is; None if it does not report that. Raises BackendError on failure, which never
-        fails a row."""
+        """Return how busy the endpoint is; None if it does not report that. A BackendError here never fails a row."""
         return None
 
     async def probe(self, endpoint: str = "") -> Probe:
@@ -232,8 +226,7 @@ class Backend(ABC):
 
     @property
     def servers(self) -> Mapping[str, Server]:
-        """Return what is known about each server behind it, by the name in ``ModelRequest.endpoint``. All dispatchers
-        of a server share this object."""
+        """Return what all dispatchers know about each server behind it, by the name in ``ModelRequest.endpoint``."""
         return {"": self._server}
 
     @cached_property

@@ -15,7 +15,6 @@ from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
 from math import inf
-from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -65,13 +64,11 @@ class CachingBackend(ForwardingBackend):
         self._entered += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._entered -= 1
         if not self._entered:
             try:
-                await self.inner.__aexit__(kind, error, trace)
+                await self.inner.__aexit__(*exception)
             finally:
                 await self._close()
 

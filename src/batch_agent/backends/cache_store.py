@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,8 @@ CREATE TABLE responses (
 ) WITHOUT ROWID;
 CREATE INDEX responses_used ON responses (used, bytes);
 """
+COUNT = "SELECT count(*) FROM responses"
+MEASURE = "SELECT coalesce(sum(bytes), 0) FROM responses"
 # Deletes everything beyond the size limit, counted from the most recently used.
 SHRINK = """
 DELETE FROM responses WHERE key IN (
@@ -59,16 +61,19 @@ class CachedModel:
 
 
 def cache_file(where: bool | str | Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache file in the given directory, else in ``BATCH_AGENT_CACHE``, else in the user's cache
-    directory."""
+    """Return the cache file in the given directory, in ``BATCH_AGENT_CACHE``, or in the user's cache directory."""
     if isinstance(where, str) and not where.strip():
         raise SpecError("cache is empty: name a directory, or give True for your cache directory")
     if not isinstance(where, bool):
         return Path(where).expanduser() / FILE
+    return cache_dir(environ) / FILE
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of answers and models: ``BATCH_AGENT_CACHE``, or one in the user's cache directory."""
     if named := environ.get(VARIABLE):
-        return Path(named).expanduser() / FILE
-    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "batch-agent" / FILE
+        return Path(named).expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "batch-agent"
 
 
 class ResponseStore:
@@ -127,7 +132,7 @@ class ResponseStore:
         self._size_bytes += size
         if self._size_bytes > self._max_bytes:
             self._try(SHRINK, int(self._max_bytes * KEPT))
-            self._size_bytes = self._measure()
+            self._size_bytes = self._number(MEASURE)
 
     # For people
 
@@ -139,23 +144,19 @@ class ResponseStore:
 
     def prune(self, *, max_bytes: int | None = None, unused_seconds: float | None = None) -> int:
         """Delete answers unused for that long, then the least recently used above ``max_bytes``. Returns how many."""
-        before = self._count()
+        before = self._number(COUNT)
         if unused_seconds is not None:
             self._try("DELETE FROM responses WHERE used < ?", time.time() - unused_seconds)
         if max_bytes is not None:
             self._try(SHRINK, max_bytes)
         self._try("VACUUM")
-        return before - self._count()
+        return before - self._number(COUNT)
 
     def clear(self) -> int:
         return self.prune(max_bytes=-1)
 
-    def _count(self) -> int:
-        rows = self._try("SELECT count(*) FROM responses")
-        return int(rows[0][0]) if rows else 0
-
-    def _measure(self) -> int:
-        rows = self._try("SELECT coalesce(sum(bytes), 0) FROM responses")
+    def _number(self, statement: str) -> int:
+        rows = self._try(statement)
         return int(rows[0][0]) if rows else 0
 
     # SQLite
@@ -175,8 +176,7 @@ class ResponseStore:
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:  # of another release, and valid for it
                 raise sqlite3.NotSupportedError(f"its version is {version}, and this release reads {VERSION}")
-            total = self._connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
-        self._size_bytes = int(total[0])
+            self._size_bytes = int(self._connection.execute(MEASURE).fetchone()[0])
 
     def _make_private(self) -> None:
         """Make the file private: answers may quote prompts. SQLite gives its side files the same permissions."""
@@ -214,24 +214,16 @@ class ResponseStore:
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:
-    """Return whether the file is damaged. A lock, a full disk or missing permissions are OperationalErrors: the file is
-    fine."""
+    """Return whether the file is damaged. A lock, a full disk or missing permissions are OperationalErrors."""
     return type(error) is sqlite3.DatabaseError
 
 
 def encode_reply(reply: Reply) -> str:
-    usage = reply.usage
     return json.dumps(
         {
             "text": reply.text,
             "tool_calls": [[call.id, call.name, call.arguments] for call in reply.tool_calls],
-            "usage": [
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                usage.reasoning_tokens,
-                usage.cache_write_tokens,
-            ],
+            "usage": astuple(reply.usage),
             "reasoning": reply.reasoning,
             "finish_reason": reply.finish_reason,
             "sealed": None if reply.sealed is None else [reply.sealed.wire, reply.sealed.value],
@@ -240,10 +232,8 @@ def encode_reply(reply: Reply) -> str:
 
 
 def decode_reply(text: str) -> Reply:
-    """Return a cached answer: without usage, and with the original usage as ``saved``.
-
-    Raises ValueError for text that ``encode_reply`` did not write.
-    """
+    """Return a cached answer: without usage, and with the original usage as ``saved``. Raises ValueError for text that
+    ``encode_reply`` did not write."""
     try:
         record = json.loads(text)
         sealed = record.get("sealed")  # answers cached by an earlier version have none

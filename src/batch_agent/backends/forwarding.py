@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from batch_agent.backends.base import (
@@ -45,10 +44,8 @@ class ForwardingBackend(Backend):
         await self.inner.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.inner.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await self.inner.__aexit__(*exception)
 
     def check(self, shape: RequestShape) -> None:
         self.inner.check(shape)

@@ -75,7 +75,9 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
     provider, slash, name = (model or "").partition("/")
     if slash and name and provider in PROVIDERS:
         return PROVIDERS[provider], name
-    if model is None or model.endswith(".gguf") or _is_embedded(model):
+    from batch_agent.backends.local import weights
+
+    if model is None or model.endswith(".gguf") or weights.find(model) is not None:
         return f"local://{model or ''}", None
     near = difflib.get_close_matches(provider, PROVIDERS) if slash else []
     hint = f"; did you mean {' or '.join(f'{one}/{name}' for one in near)}?" if near and name else ""
@@ -83,12 +85,6 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
         f"no backend for the model {model!r}{hint or ':'} give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
         f"or put a provider before its name ({', '.join(f'{p}/…' for p in PROVIDERS)})"
     )
-
-
-def _is_embedded(model: str) -> bool:
-    from batch_agent.backends.local import weights
-
-    return weights.find(model) is not None
 
 
 def _read_mapping(mapping: Mapping[object, object], api_key: str | None) -> tuple[str, str | None, Mapping[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import StoreError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
-from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim
+from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
 from batch_agent.store.base import Identity, Progress
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import JOURNAL, RunView
@@ -26,10 +26,32 @@ ROWS_AT_ONCE = 100
 ResultRecord = Mapping[str, object]
 
 
-def copy_in(store: RunStore, view: RunView, prepared: Prepared, records: Iterable[ResultRecord]) -> int:
+def copy_stages_in(
+    store: RunStore, view: RunView, prepared: Mapping[str, Prepared], records: Callable[[Path], Iterable[ResultRecord]]
+) -> int:
+    """Write the stages of a pipeline into a new run; return the number of their rows.
+
+    ``prepared`` are the stages by name. ``records`` returns the result lines of a directory.
+    """
+    sitting = store.open_feed(dict(view.facts), resume=False, keep_results_only=False).sitting
+    count = 0
+    for name, stage in view.stages.items():
+        with closing(store.stage(name)) as inner:
+            count += copy_in(inner, stage, prepared[name], records(stage.path), name)
+        store.keep_feed(sitting)
+    _note_spent(store, view.glance.latest, "")
+    facts: JsonObject = dict(view.facts) if view.summary is None else {**view.facts, "summary": view.summary}
+    store.close_feed(sitting, facts, "ended")
+    return count
+
+
+def copy_in(
+    store: RunStore, view: RunView, prepared: Prepared, records: Iterable[ResultRecord], stage: str = ""
+) -> int:
     """Write the rows of a directory that have results into a new run; return their number.
 
-    ``prepared`` must make the same requests as the run. ``records`` are the run's result lines.
+    ``prepared`` must make the same requests as the run. ``records`` are the run's result lines. ``stage`` is the name
+    of the run in its pipeline.
     """
     facts = _facts(view, prepared)
     sitting = store.open_feed(facts, resume=False, keep_results_only=False).sitting
@@ -57,7 +79,7 @@ def copy_in(store: RunStore, view: RunView, prepared: Prepared, records: Iterabl
                 count += 1
             store.keep_feed(sitting)
     store.end_inputs(sitting)
-    _note_spent(store, view.glance.latest)
+    _note_spent(store, view.glance.latest, stage)
     store.leave(worker)
     store.close_feed(sitting, facts, "ended")
     return count
@@ -93,10 +115,10 @@ def _kept(journal: SqliteJournal, agent: int, identity: Identity) -> Iterator[Ke
         yield KeptStep(agent, identity.key, identity.row, kind, body)
 
 
-def _note_spent(store: RunStore, latest: Progress) -> None:
-    """Record the spending of the run, so that its budget counts it."""
+def _note_spent(store: RunStore, latest: Progress, stage: str) -> None:
+    """Record the spending of the run, so that its budget counts it, or of a stage."""
     lent, cost = store.lent(), round((latest.cost or 0.0) * DOLLAR)
-    spent = {BUDGET_TOKENS: latest.tokens, **({BUDGET_COST: cost} if cost else {})}
+    spent = {of_stage(BUDGET_TOKENS, stage): latest.tokens, **({of_stage(BUDGET_COST, stage): cost} if cost else {})}
     lent.beat("copied", 1.0, {name: Claim(used, used, used, spent=used) for name, used in spent.items()}, {}, {})
     lent.leave("copied")
 

@@ -33,7 +33,9 @@ class Feeder:
     """Feeds rows and delivers results.
 
     ``started`` is called with the index and the id of each row that is fed. ``finished`` is called with each result and
-    the number of its worker.
+    the number of its worker. ``row_schema`` is that of the inputs, if they are outputs of another stage. ``originals``
+    are the inputs, which the results get instead of their JSON form; rows of another stage are kept in it while they
+    are in progress.
     """
 
     def __init__(
@@ -45,14 +47,17 @@ class Feeder:
         *,
         started: Started,
         finished: Finished,
-        originals: Sequence[object] | None = None,
+        row_schema: OutputSchema[object] | None = None,
+        originals: Sequence[object] | dict[int, object] | None = None,
     ) -> None:
         self._session, self._rows, self._plan, self._schema = session, rows, plan, schema
-        self._started, self._finished, self._originals = started, finished, originals
-        self.outstanding = 0  # rows that are queued or leased
+        self._started, self._finished = started, finished
+        self._row_schema, self._originals = row_schema, originals
+        self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self._moved = asyncio.Event()  # set when a result arrives
+        self._awaited = asyncio.Event()  # set when a result is to be waited for, or none will come
         self._held = asyncio.Event()  # cleared while the user takes no results
         self._held.set()
         self._stopping = asyncio.Event()
@@ -68,6 +73,7 @@ class Feeder:
     def stop(self) -> None:
         """Feed no more rows; started rows finish."""
         self._stopping.set()
+        self._awaited.set()
 
     async def feed(self) -> None:
         """Put the inputs into the queue while it has room."""
@@ -75,7 +81,7 @@ class Feeder:
         index = 0
         while not self._stopping.is_set() and await self._room():
             try:
-                values = await self._rows.read(AT_ONCE)
+                values = await self._rows.read_ready(AT_ONCE)
             except Exception as error:
                 self.failure = error
                 self.stop()
@@ -86,29 +92,32 @@ class Feeder:
             for value in values:
                 place, value = (value.index, value.value) if isinstance(value, Placed) else (index, value)
                 index += 1
+                if isinstance(self._originals, dict):
+                    self._originals[place] = value
                 try:
                     new.append(self._compiled(place, value))
                 except JobError as error:
                     shown = None if isinstance(value, UnreadableRow) else value
                     await self._deliver(Failure(place, str(place), shown, False, None, AgentError.of(error)), 0)
             rows = [row for row, _ in new]
-            self.outstanding += len(rows)  # before a result can arrive
             answers = await session.run(partial(session.store.feed, sitting, rows, session.retry))
+            self.outstanding += answers.count(None)
+            self._awaited.set()
             for (row, name), answer in zip(new, answers, strict=True):
                 self._started(row.index, name)
                 if answer is not None:
-                    self.outstanding -= 1
                     await self._deliver(*decode_result(answer, row.index, self._schema, resumed=True))
         if not self._stopping.is_set():
             await session.run(lambda: session.store.end_inputs(sitting))
             self.fed = True
+            self._awaited.set()
 
     def _compiled(self, index: int, value: object) -> tuple[NewRow, str]:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
         data = encode_row(value)
-        value = decode_row(data)
+        value = decode_row(data, self._row_schema)
         self._plan.check_first(value)
         job = self._plan.job(index, value)
         identity = self._session.keys.identity(job, self._plan.question(job))
@@ -153,6 +162,10 @@ class Feeder:
         position, wait = session.feed.position, min(WAIT, session.lease / 4)
         while not (self.fed and not self.outstanding):
             await self._held.wait()
+            if not (self.outstanding or self.fed or self._stopping.is_set()):
+                self._awaited.clear()
+                await self._awaited.wait()
+                continue
             found = await session.run(partial(session.store.results, sitting, position, AT_ONCE, wait))
             for each in found:
                 position = each.position
@@ -165,8 +178,10 @@ class Feeder:
 
     async def _deliver(self, result: AgentResult[object], worker: int) -> None:
         session = self._session
-        if self._originals is not None:
-            result = replace(result, input=self._originals[result.index])
+        index, originals = result.index, self._originals
+        if originals is not None:
+            original = originals.pop(index) if isinstance(originals, dict) else originals[index]
+            result = replace(result, input=original)
         session.ok += result.ok
         session.failed += not result.ok
         session.resumed += result.resumed

@@ -11,9 +11,10 @@ from typing import NoReturn, TypeVar
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
+from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Account, Identity
 from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import State
+from batch_agent.store.rundir import State, stage_names
 from batch_agent.store.session import now_text, to_its_end, versions
 from batch_agent.store.shared import FeederSitting, RunStore
 from batch_agent.store.trail import Trail
@@ -29,14 +30,14 @@ class FeederSession:
 
     has_past = False
 
-    def __init__(
-        self, store: RunStore, *, resume: bool, retry: bool | Collection[str], lease: float, keep_results_only: bool
-    ) -> None:
-        self.store, self.retry = store, retry
+    def __init__(self, store: RunStore, spec: BatchSpec) -> None:
+        self.store, self.lease = store, spec.lease
+        self.retry: bool | Collection[str] = spec.retry_failed
+        if isinstance(spec.retry_failed, str):
+            self.retry = (spec.retry_failed,)
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
-        self.lease = lease
-        self._resume, self._keep_results_only = resume, keep_results_only
+        self._resume, self._keep_results_only = spec.resume, spec.keep == "results"
         self._feed: FeederSitting | None = None
         self._threads = ThreadPoolExecutor(max_workers=CALLS, thread_name_prefix="batch-agent-feeder")
         self.ok = self.failed = self.resumed = 0
@@ -73,7 +74,8 @@ class FeederSession:
         self._feed = await self.run(
             lambda: self.store.open_feed(self.facts, resume=self._resume, keep_results_only=self._keep_results_only)
         )
-        if previous and previous.get("fingerprint") != self.facts["fingerprint"]:
+        changed = bool(previous) and previous.get("fingerprint") != self.facts["fingerprint"]
+        if changed and not stage_names(self.facts):  # a pipeline has no rows of its own
             logger.warning(
                 "the task, model, schema or tools of the run have changed: all rows are sent again, and workers that "
                 "were started before the change leave"

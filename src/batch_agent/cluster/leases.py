@@ -17,6 +17,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from batch_agent.cluster.row_json import decode_row
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import StoreError
 from batch_agent.job import Placed
@@ -48,17 +49,29 @@ class WorkerLeases(AsyncIterator[Placed]):
     """An iterator over the rows of one worker.
 
     ``over`` is the reason why it ended, or "". ``patience`` is the number of seconds to wait if the queue is empty and
-    there is no feeder. ``on_lost`` is called with the index of a row whose lease is lost. ``on_away`` is called with
-    True when the store does not answer, and with False when it answers again.
+    there is no feeder. ``schema`` is that of the rows, if they are outputs of another stage. ``on_lost`` is called with
+    the index of a row whose lease is lost. ``on_away`` is called with True when the store does not answer, and with
+    False when it answers again. ``on_need`` is called when slots may be needed: at the begin, and when rows arrive
+    after the queue was empty.
     """
 
-    def __init__(self, store: RunStore, worker: int, *, lease: float, generation: int, patience: float) -> None:
-        self.store, self.worker = store, worker
+    def __init__(
+        self,
+        store: RunStore,
+        worker: int,
+        *,
+        lease: float,
+        generation: int,
+        patience: float,
+        schema: OutputSchema[object] | None = None,
+    ) -> None:
+        self.store, self.worker, self._schema = store, worker, schema
         self.held: dict[int, HeldRow] = {}  # by index: rows that this worker works on
         self.ending: set[int] = set()  # held rows whose results are not committed yet
         self.over: Over = ""
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
+        self.on_need: Callable[[], None] = lambda: None
         self._lease, self._generation, self._patience = lease, generation, patience
         self._ready: deque[LeasedRow] = deque()
         self._taking: asyncio.Future[list[LeasedRow]] | None = None
@@ -71,16 +84,21 @@ class WorkerLeases(AsyncIterator[Placed]):
 
     def begin(self) -> None:
         """Start to renew the leases."""
+        self.on_need()
         self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
     async def __anext__(self) -> Placed:
+        waited = False
         while not self._ready:
             if self.over:
                 raise StopAsyncIteration
             if rows := await self._take():
                 self._lonely_since = None
                 self._ready.extend(rows)
+                if waited:
+                    self.on_need()
                 continue
+            waited = True
             standing = await self._run(self.store.standing)
             self._judge(standing)
             self._fed = standing.counts.fed
@@ -92,7 +110,7 @@ class WorkerLeases(AsyncIterator[Placed]):
         if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
             self.on_lost(index)
         self.held[index] = HeldRow(row)
-        return Placed(index, decode_row(row.value))
+        return Placed(index, decode_row(row.value, self._schema))
 
     async def _take(self) -> list[LeasedRow]:
         """Return the next rows.

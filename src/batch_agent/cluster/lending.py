@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from batch_agent.backends.base import Backend
@@ -46,6 +47,7 @@ from batch_agent.scheduler.lending import (
     Grant,
     Learnt,
     Steering,
+    of_stage,
 )
 from batch_agent.store.lent import LentStore
 from batch_agent.store.shared import LEASE
@@ -85,33 +87,43 @@ class Lending:
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
         self._every = EVERY
-        self._hostfile: Hostfile | None = None  # only in the feeder
-        self._kept = ""  # the text of the hostfile in the store
+        self._hostfiles: list[Hostfile] = []  # only in the feeder
+        self._kept: dict[str, str] = {}  # path → text of the hostfiles in the store
+        self._stages: dict[str, list[Callable[[], tuple[int, float | None]]]] = {}  # what runs of a stage have spent
         self._lost: asyncio.TimerHandle | None = None
 
-    async def begin(self, backend: Backend) -> None:
+    async def begin(self, *backends: Backend) -> None:
         """Start a new sitting of the run, with this process as the feeder.
 
-        Clear the control actions of earlier sittings, and store the hostfile for workers on other machines.
+        Clear the control actions of earlier sittings, and store the hostfiles for workers on other machines.
         """
-        self._hostfile = _hostfile_of(backend)
+        self._hostfiles = [hostfile for backend in backends if (hostfile := _hostfile_of(backend)) is not None]
         await self._beside(lambda: self._store.steer({"do": "begin"}))
-        await self._keep_hostfile()
+        await self._keep_hostfiles()
 
-    async def _keep_hostfile(self) -> None:
-        if self._hostfile is not None and self._hostfile.text != self._kept:
-            name, text = str(self._hostfile.path), self._hostfile.text
-            await self._beside(lambda: self._store.put_file(name, text))
-            self._kept = text
+    async def _keep_hostfiles(self) -> None:
+        for hostfile in self._hostfiles:
+            name, text = str(hostfile.path), hostfile.text
+            if self._kept.get(name) != text:
+                await self._beside(partial(self._store.put_file, name, text))
+                self._kept[name] = text
 
     def soon(self) -> None:
         self._wanted.set()
 
-    @asynccontextmanager
-    async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
+    def share_answers(self, backend: Backend) -> None:
+        """Let a backend with a response cache share its answers with the other workers."""
         for layer in _layers(backend):
             if isinstance(layer, CachingBackend):
                 layer.once = self.once
+
+    def count_stage(self, stage: str, spent: Callable[[], tuple[int, float | None]]) -> None:
+        """Report the tokens and cost of a run of this worker also as those of a stage."""
+        self._stages.setdefault(stage, []).append(spent)
+
+    @asynccontextmanager
+    async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
+        self.share_answers(backend)
         self._stop_using(shared)
         await self._beat(shared, controls)
         beats = asyncio.get_running_loop().create_task(self._beats(shared, controls), name="batch-agent lending")
@@ -147,7 +159,7 @@ class Lending:
         if self._lost is not None:
             self._lost.cancel()
         self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
-        await self._keep_hostfile()
+        await self._keep_hostfiles()
         self._apply(shared, beat)
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
@@ -188,6 +200,9 @@ class Lending:
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
         yield from _budget(shared.spending)
+        for stage, runs in self._stages.items():
+            spent = [run() for run in runs]
+            yield from _spent_of(stage, sum(tokens for tokens, _ in spent), sum(cost or 0.0 for _, cost in spent))
 
     def _all_slots(self, name: str, dispatcher: Dispatcher, whole: int) -> Pot:
         scheduler = dispatcher.scheduler
@@ -341,16 +356,24 @@ def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
         spent = kept = wanted = Amount(used_tokens, used_cost or 0.0)
         part, tokens, cost = NOTHING, None, None
 
-    def nothing(share: int) -> None:
-        """Do nothing: ``_grant_budget`` applies both budgets together."""
-
     most = UNLIMITED if tokens is None else tokens
     of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
     most = UNLIMITED if cost is None else _nano(cost)
     of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost))
-    yield BUDGET_TOKENS, Pot(lambda: of_tokens, nothing)
+    yield BUDGET_TOKENS, Pot(lambda: of_tokens, _nothing)
     if cost is not None or spent.cost:
-        yield BUDGET_COST, Pot(lambda: of_cost, nothing)
+        yield BUDGET_COST, Pot(lambda: of_cost, _nothing)
+
+
+def _spent_of(stage: str, tokens: int, cost: float) -> Iterator[tuple[str, Pot]]:
+    """Yield what a stage has spent, as budgets without a limit."""
+    for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, _nano(cost))):
+        claim = Claim(UNLIMITED, amount, amount, 0, amount)
+        yield of_stage(name, stage), Pot(lambda claim=claim: claim, _nothing)  # type: ignore[misc]
+
+
+def _nothing(share: int) -> None:
+    """Do nothing: ``_grant_budget`` applies both budgets together."""
 
 
 def _nano(dollars: float) -> int:

@@ -29,8 +29,12 @@ def encode_row(value: object) -> bytes:
         ) from None
 
 
-def decode_row(data: bytes) -> object:
-    return from_json(data)
+def decode_row(data: bytes, schema: OutputSchema[object] | None = None) -> object:
+    """Return the input, as an instance of the schema if its rows are outputs of another stage. Raises InputError."""
+    try:
+        return from_json(data) if schema is None else schema.validate_json(data)
+    except OutputError as error:  # the schema's validators may reject their own output
+        raise InputError(f"this input cannot be sent to other processes: {error}") from None
 
 
 def _refuse_data(value: object) -> None:

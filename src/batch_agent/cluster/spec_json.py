@@ -47,7 +47,7 @@ def spec_json(prepared: Prepared) -> JsonObject:
         if name == "tools":
             options[name] = [_tool(tool) for tool in _flat(value)]
         elif name == "output_schema":
-            options[name] = _schema(value)
+            options[name] = schema_json(value)
         elif isinstance(value, CommandLineRuntime):
             options["runtime"] = _runtime(value)
         elif name in REFERENCES and callable(value):
@@ -137,7 +137,8 @@ def _tool(tool: object) -> str:
     return f"{module.__name__}:{named}"
 
 
-def _schema(value: object) -> JsonValue:
+def schema_json(value: object) -> JsonValue:
+    """Return a JSON schema, or the ``module:name`` of a class. Raises SpecError."""
     if value is None or isinstance(value, Mapping):
         return cast(JsonValue, value)
     return reference(value, "output_schema")

@@ -1,40 +1,31 @@
 """A worker: joins a run that another process feeds, and works until the run is done or the worker is stopped.
 
-It is an ordinary ``Run``. Its inputs are leased rows, and its record is the shared one.
+``worker_run`` is its run of a batch, ``stage_worker`` that of a pipeline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import logging
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
-from batch_agent.cluster.leases import Over, WorkerLeases
+from batch_agent.cluster.leases import Over
 from batch_agent.cluster.lending import Lending
-from batch_agent.cluster.row_json import decode_row
-from batch_agent.cluster.spec_json import pieces, read_spec
-from batch_agent.cluster.worker_session import WorkerSession
-from batch_agent.engine.run.lender import Lender
+from batch_agent.cluster.spec_json import read_spec
+from batch_agent.cluster.stage_worker import StagesRun
+from batch_agent.cluster.worker_run import WorkerRun, in_thread, open_worker_session, prepare_worker
 from batch_agent.engine.run.prepare import Prepared, prepare
-from batch_agent.engine.run.recording import fingerprint_of
-from batch_agent.engine.run.run import Run
-from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.store import RedisRunStore
-from batch_agent.store.session import versions
+from batch_agent.store.rundir import stage_names
 from batch_agent.store.shared import LEASE, RunStore
-
-T = TypeVar("T")
-logger = logging.getLogger("batch_agent")
 
 WAIT = 60.0  # seconds to wait for a run, or for a new feeder
 LOOK = 0.25  # seconds between two checks for a run
@@ -52,47 +43,6 @@ class WorkReport:
     why: Over
 
 
-class WorkerRun(Run[object]):
-    """The run of one worker. Its results go to the shared record."""
-
-    def __init__(
-        self, prepared: Prepared, session: WorkerSession, lender: Lender, within: Shared | None = None
-    ) -> None:
-        leases = session.leases
-        spec = prepared.spec.model_copy(update={"inputs": leases, "run_dir": None, "on_result": None, "resume": False})
-        plan = copy.copy(prepared.plan)
-        plan.total = None
-        super().__init__(replace(prepared, spec=spec, plan=plan), session=session, within=within, lender=lender)
-        self._leases = leases
-        leases.on_lost = self._drop
-
-    def _drop(self, index: int) -> None:
-        if self._batch is not None:
-            self._batch.drop(index)
-
-    def drain(self) -> None:
-        self._leases.leave()
-        super().drain()
-
-    async def finish(self) -> None:
-        """Work until the leases end."""
-        async with self:
-            async for _ in self.results():
-                pass
-
-
-def open_worker_session(store: RunStore, worker: int, facts: JsonObject, *, patience: float) -> WorkerSession:
-    """Return the session of a worker. Calls the store, so it blocks."""
-    leases = WorkerLeases(
-        store,
-        worker,
-        lease=float(cast(float, facts.get("lease", LEASE))),
-        generation=store.standing().generation,
-        patience=patience,
-    )
-    return WorkerSession(leases, str(facts["fingerprint"]), messages=facts.get("keep") != "results")
-
-
 class Worker:
     """Works on the run of a store.
 
@@ -103,7 +53,7 @@ class Worker:
     def __init__(self, store: RunStore, *, import_from: Path | None = None, wait: float = WAIT) -> None:
         self._store, self._import_from, self._wait = store, import_from, wait
         self._leaving = asyncio.Event()
-        self.run: WorkerRun | None = None
+        self.run: WorkerRun | StagesRun | None = None
 
     def drain(self) -> None:
         """Take no more rows, finish the running ones, and leave."""
@@ -125,15 +75,35 @@ class Worker:
         lent = self._store.lent()
         KEPT_HOSTFILES.set(lent.get_file)
         prepared = prepare_worker(facts, self._import_from)
+        for spec in cast("dict[str, JsonObject]", facts.get("specs", {})).values():
+            prepare(read_spec(spec, [], self._import_from))  # raises before this worker takes rows of another stage
         description: JsonObject = {"host": platform.node(), "process": os.getpid()}
-        worker = await _in_thread(lambda: self._store.join(description))
-        session = await _in_thread(lambda: open_worker_session(self._store, worker, facts, patience=self._wait))
+        worker = await in_thread(lambda: self._store.join(description))
         lender = Lending(lent, str(worker), float(cast(float, facts.get("lease", LEASE))))
+        if stages := stage_names(facts):
+            return await self._work_on_stages(prepared, stages, lender)
+        session = await in_thread(lambda: open_worker_session(self._store, worker, facts, patience=self._wait))
         self.run = run = WorkerRun(prepared, session, lender)
         if self._leaving.is_set():
             session.leases.leave()
         await run.finish()
-        rows, why = run.statistics().done, session.leases.over
+        return self._report(run.statistics().done, session.leases.over)
+
+    async def _work_on_stages(self, prepared: Prepared, names: Sequence[str], lender: Lending) -> WorkReport:
+        stages = {name: self._store.stage(name) for name in names}
+        try:
+            self.run = run = StagesRun(
+                prepared, self._store, stages, lender, import_from=self._import_from, patience=self._wait
+            )
+            if self._leaving.is_set():
+                run.drain()
+            await run.finish()
+        finally:
+            for store in stages.values():
+                store.close()
+        return self._report(run.finished, run.over)
+
+    def _report(self, rows: int, why: Over) -> WorkReport:
         if why == "no feeder":
             raise NoRunCame(f"the queue is empty, and the run had no feeder for {self._wait:g} s")
         return WorkReport(rows, why or "done")
@@ -142,11 +112,11 @@ class Worker:
         """Wait for a run and return its facts. None if the run is done, or if this worker is stopped."""
         deadline = asyncio.get_running_loop().time() + self._wait
         while not self._leaving.is_set():
-            facts = await _in_thread(self._store.facts)
+            facts = await in_thread(self._store.facts)
             if facts is not None:
                 if facts.get("state") == "complete":
                     return None
-                standing = await _in_thread(self._store.standing)
+                standing = await in_thread(self._store.standing)
                 left = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and (standing.feeder or left):
                     return facts
@@ -158,31 +128,6 @@ class Worker:
             except TimeoutError:
                 continue
         return None
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking call of the store in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(None, function)
-
-
-def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
-    """Prepare the feeder's run in this process. Raises SpecError, which names what differs."""
-    theirs, ours = cast(JsonObject, facts.get("versions", {})), versions()
-    for name in ("batch-agent", "journal"):
-        if theirs.get(name) != ours[name]:
-            raise SpecError(
-                f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
-            )
-    prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
-    prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
-    if fingerprint_of(prepared).hex() != facts["fingerprint"]:
-        known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
-        differ = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
-        raise SpecError(
-            f"the requests of this worker would differ from those of the run in: {', '.join(differ) or 'the worker'}. "
-            "Give it the same code and environment (--import-from)"
-        )
-    return prepared
 
 
 async def work(url: str, *, import_from: str | Path | None = None, wait: float = WAIT) -> WorkReport:
@@ -200,10 +145,11 @@ async def open_store(url: str, wait: float) -> RedisRunStore:
     Raises SpecError for a wrong URL, and if the store is unreachable for ``wait`` seconds.
     """
     address = StoreAddress.parse(url)
+    address.refuse_stage()
     deadline = asyncio.get_running_loop().time() + wait
     while True:
         try:
-            return await _in_thread(lambda: RedisRunStore.open(address))
+            return await in_thread(lambda: RedisRunStore.open(address))
         except StoreError as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None

@@ -70,7 +70,7 @@ class CalibrationFile:
 
 
 def calibration_file() -> Path:
-    from batch_agent.backends.local.weights import cache_dir
+    from batch_agent.backends.cache_store import cache_dir
 
     return cache_dir() / FILE
 

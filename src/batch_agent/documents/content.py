@@ -44,10 +44,8 @@ def read_document(
     native: Collection[str] = (),
     picture: Callable[[Image], Image] = lambda image: image,
 ) -> DocumentContent:
-    """Return the content of a file; relative paths are below ``root``. Raises InputError.
-
-    ``native`` are the formats that the backend accepts as files. ``picture`` prepares a page picture for sending.
-    """
+    """Return the content of a file; relative paths are below ``root``. Raises InputError. ``native`` are the formats
+    that the backend accepts as files. ``picture`` prepares a page picture for sending."""
     path = Path(document.url).expanduser() if root is None else root / Path(document.url).expanduser()
     kind = format_of_document(path)
     try:

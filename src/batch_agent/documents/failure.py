@@ -4,10 +4,8 @@ from __future__ import annotations
 
 
 class DocumentError(Exception):
-    """A document cannot be read. The message continues a sentence that starts with the path of the file.
-
-    If ``missing`` is true, a package is not installed, and the file itself may be valid.
-    """
+    """A document cannot be read. The message continues a sentence that starts with the path of the file. If ``missing``
+    is true, a package is not installed, and the file itself may be valid."""
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)

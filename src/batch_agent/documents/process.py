@@ -58,10 +58,8 @@ def open_document(
     silence: float = SILENCE,
     program: str = PROGRAM,
 ) -> Iterator[OpenDocument]:
-    """Start the process, and kill it when the block ends. Raises DocumentError.
-
-    ``kind`` is one of ``FORMATS``. ``first`` is the first page to read.
-    """
+    """Start the process, and kill it when the block ends. Raises DocumentError. ``kind`` is one of ``FORMATS``.
+    ``first`` is the first page to read."""
     command = [sys.executable, "-c", program, json.dumps(sys.path), what, kind, str(first)]
     # The open file is the standard input of the process. So the process reads the file that was checked here, even if
     # another file now has that path. In its own session it gets no Ctrl-C from the terminal.
@@ -86,14 +84,12 @@ def _lines(process: subprocess.Popen[bytes], silence: float) -> Iterator[dict[st
             raise DocumentError(f"could not be read: no page was read in {silence:g} s")
         chunk = os.read(descriptor, CHUNK_BYTES)
         if not chunk:
-            raise DocumentError(f"could not be read: the reader {_how_it_ended(process.wait())}")
+            code = process.wait()
+            how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise DocumentError(f"could not be read: the reader {how}")
         unread += chunk
         if b"\n" in chunk:
             until = time.monotonic() + silence
             *lines, unread = unread.split(b"\n")
             for line in lines:
                 yield json.loads(line)
-
-
-def _how_it_ended(code: int) -> str:
-    return f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -18,8 +18,7 @@ import orjson
 from batch_agent.errors import SpecError
 from batch_agent.files.cells import plain
 from batch_agent.files.extras import extra
-from batch_agent.files.reading import Reading
-from batch_agent.files.rows import Row
+from batch_agent.files.rows import Reading, Row
 from batch_agent.files.table import refuse_twice
 
 BATCH_ROWS = 256  # converted to Python at a time: few enough not to block the event loop
@@ -118,8 +117,7 @@ def _described(path: Path) -> dict[str, object]:
 
 
 def _count(pyarrow: ModuleType, path: Path) -> int:
-    """Return the number of rows of an Arrow file, from the counts of its batches. The file is mapped, so cells are not
-    read."""
+    """Return the number of rows of an Arrow file, from the counts of its batches: no cells are read."""
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
         return sum(batch.num_rows for batch in reader)
 

@@ -23,10 +23,8 @@ def format_of(path: Path) -> tuple[str, str]:
 
 
 class Codec:
-    """The compression of a file, by its extension. Raises SpecError if a package for it is missing.
-
-    ``errors`` are the exceptions of reading. Closing a stream does not close the file below it.
-    """
+    """The compression of a file, by its extension. Raises SpecError if a package for it is missing. ``errors`` are the
+    exceptions of reading. Closing a stream does not close the file below it."""
 
     def __init__(self, path: Path) -> None:
         self._compression = format_of(path)[1]

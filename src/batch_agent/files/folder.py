@@ -17,8 +17,7 @@ from batch_agent.documents import format_of_document
 from batch_agent.documents.content import plain_text
 from batch_agent.documents.failure import DocumentError
 from batch_agent.errors import SpecError
-from batch_agent.files.reading import Reading
-from batch_agent.files.rows import Row
+from batch_agent.files.rows import Reading, Row
 from batch_agent.job import UnreadableRow
 from batch_agent.messages import Document
 

@@ -64,8 +64,7 @@ class FrameRows:
 
 
 def rows_of_frame(value: object) -> list[Row] | FrameRows | None:
-    """Return the rows of a table, or None if the value is not a table. Raises SpecError for a table that cannot be
-    used."""
+    """Return the rows of a table, or None if the value is not a table. Raises SpecError for an unusable table."""
     for base in type(value).__mro__:
         name = (base.__module__.partition(".")[0], base.__name__)
         if name in _INSTEAD:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 from batch_agent.errors import SpecError
@@ -21,7 +20,7 @@ def rows_from(inputs: object) -> object:
         case Path():
             return _of_path(inputs)
         case io.TextIOBase():
-            return _lines(inputs)
+            return (line.rstrip("\r\n") for line in inputs if line.strip())
         case _:
             rows = rows_of_frame(inputs)
             return inputs if rows is None else rows
@@ -45,8 +44,3 @@ def _of_path(path: Path) -> object:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise SpecError(f"cannot read the inputs {path}: it is neither a file nor a directory")
     return read_inputs(path)
-
-
-def _lines(file: io.TextIOBase) -> Iterator[str]:
-    """Yield the lines of an open file as the run needs them, without blank lines."""
-    return (line.rstrip("\r\n") for line in file if line.strip())

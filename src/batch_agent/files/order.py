@@ -1,87 +1,55 @@
-"""Sorts lines that arrive in any order by their indices, in constant memory.
+"""Sorts lines that arrive in any order by their indices.
 
-A line that arrives too early waits in a file. A second file has its position, sixteen bytes per index. So one slow row
-costs disk space, not memory. When no line waits, the files are emptied.
+A line that arrives too early waits in a file, so one slow row costs disk space. Memory holds the position of each line,
+eight bytes per row. When no line waits, the file is emptied.
 """
 
 from __future__ import annotations
 
-import struct
+import itertools
+import os
+from array import array
 from collections.abc import Iterator
 from typing import IO
 
-_PLACE = struct.Struct("<QQ")  # a line's offset and length; a hole in the file reads as length 0, which means no line
-_PLACES_AT_ONCE = 4096
-
 
 class InputOrder:
-    """The lines in order. ``waiting`` and ``places`` are empty, unbuffered files, open for reading and writing. The
-    caller closes them."""
+    """The lines in order. ``waiting`` is an empty file, open for reading and writing. The caller closes it."""
 
-    def __init__(self, waiting: IO[bytes], places: IO[bytes]) -> None:
-        self._waiting, self._places = waiting, places
+    def __init__(self, waiting: IO[bytes]) -> None:
+        self._waiting = waiting
+        self._places = array("q")  # offset of the line of each index; -1: it does not wait
         self._next = 0
-        self._end = 0  # highest waiting index plus 1
         self._count = 0
-        self._written = 0
 
     def put(self, index: int, line: bytes) -> Iterator[bytes]:
         """Take a line, and yield the lines that are next in order."""
         if index > self._next:
-            self._keep(index, line)
+            self._places.extend(itertools.repeat(-1, index + 1 - len(self._places)))
+            self._places[index] = self._waiting.seek(0, os.SEEK_END)
+            self._waiting.write(line)
+            self._waiting.flush()
+            self._count += 1
             return
         yield line
         self._next = max(self._next, index + 1)
-        while self._count:
-            place = _read_at(self._places, _PLACE.size, _PLACE.size * self._next)
-            if not any(place):
-                return
-            yield self._line(place)
-            self._took(self._next)
+        while self._next < len(self._places) and self._places[self._next] >= 0:
+            yield self._take()
 
     def rest(self) -> Iterator[bytes]:
         """Yield all waiting lines in order, even if lines between them are missing."""
-        while self._next < self._end:
-            first, count = self._next, min(_PLACES_AT_ONCE, self._end - self._next)
-            places = _read_at(self._places, _PLACE.size * count, _PLACE.size * first)
-            for number in range(count):
-                place = places[_PLACE.size * number : _PLACE.size * (number + 1)]
-                if any(place):
-                    yield self._line(place)
-                    self._took(first + number)
-            self._next = first + count
+        while self._next < len(self._places):
+            if self._places[self._next] >= 0:
+                yield self._take()
+            else:
+                self._next += 1
 
-    def _keep(self, index: int, line: bytes) -> None:
-        _write_at(self._waiting, line, self._written)
-        _write_at(self._places, _PLACE.pack(self._written, len(line)), _PLACE.size * index)
-        self._written += len(line)
-        self._end = max(self._end, index + 1)
-        self._count += 1
-
-    def _line(self, place: bytes) -> bytes:
-        offset, length = _PLACE.unpack(place)
-        return _read_at(self._waiting, length, offset)
-
-    def _took(self, index: int) -> None:
-        self._next = index + 1
+    def _take(self) -> bytes:
+        self._waiting.seek(self._places[self._next])
+        line = self._waiting.readline()
+        self._places[self._next] = -1
+        self._next += 1
         self._count -= 1
         if not self._count:
             self._waiting.truncate(0)
-            self._places.truncate(0)
-            self._written = 0
-
-
-def _read_at(file: IO[bytes], size: int, offset: int) -> bytes:
-    file.seek(offset)
-    parts = []
-    while size and (part := file.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def _write_at(file: IO[bytes], data: bytes, offset: int) -> None:
-    file.seek(offset)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
+        return line

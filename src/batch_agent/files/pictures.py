@@ -25,8 +25,7 @@ PIXELS_PER_TOKEN, LEAST_TOKENS, MOST_TOKENS = 750, 85, 1600
 
 
 def read_image(image: Image, root: Path | None = None) -> Image:
-    """Return the image in the form that is sent: an http URL unchanged, other images as a ``data:`` URL. A relative
-    path is below ``root``."""
+    """Return the image as it is sent: an http URL, else a ``data:`` URL. A relative path is below ``root``."""
     if image.is_address:
         return image
     if image.is_data:

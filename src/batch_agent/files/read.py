@@ -19,8 +19,7 @@ from batch_agent.files.arrow import is_dataset, open_dataset, open_parquet
 from batch_agent.files.compression import format_of
 from batch_agent.files.folder import is_pattern, open_document_file, open_folder, open_pattern
 from batch_agent.files.json_array import parse_json
-from batch_agent.files.reading import Reading
-from batch_agent.files.rows import Row, parse_jsonl, parse_text
+from batch_agent.files.rows import Reading, Row, parse_jsonl, parse_text
 from batch_agent.files.source import Source
 from batch_agent.files.table import parse_csv, parse_tsv
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +18,16 @@ GUESSED = "WINDOWS-1252"  # the most common encoding of text that is not UTF-8
 BOM = b"\xef\xbb\xbf"
 
 Row: TypeAlias = "dict[str, object] | str | UnreadableRow"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Rows one at a time, and an estimate of their number: what opening a file of any format gives."""
+
+    rows: Iterator[Row]
+    close: Callable[[], None]
+    expected: Callable[[int], int]  # estimated total, from the number of rows read so far
+    memory_bytes: int  # estimated memory of all rows together
 
 
 def as_row(value: object, where: str) -> Row:

@@ -28,33 +28,10 @@ ROW_GROUP_ROWS = 5000
 INDEX = b'{"index":'  # start of a result line
 
 
-class ResultFile:
-    """The records of a file of result lines. It can be iterated several times.
-
-    A line that is not a record, such as the last line of a killed run, is skipped; ``torn`` counts such lines in the
-    latest pass. A missing file has no records.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.torn = 0
-
-    def __iter__(self) -> Iterator[Record]:
-        self.torn = 0
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            for line in file:
-                record = record_of(line)
-                if record is None:
-                    self.torn += 1
-                else:
-                    yield record
-
-
 class InOrderOfInput:
     """The records of files of result lines in input order. It can be iterated several times. It stores eight bytes for
-    each row, its position in a file, and no records. Of two lines for one row, the later file or line wins."""
+    each row, its position in a file, and no records. Of two lines for one row, the later file or line wins. A missing
+    file has no records. A line that is not a record, such as the last line of a killed run, is skipped."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -128,11 +105,11 @@ def check_table(path: Path, kind: str | None = None) -> None:
     Codec(path)
 
 
-def write_table(records: Iterable[Record], path: Path, kind: str | None = None) -> None:
-    """Write the records as a table. ``records`` is iterated twice. Without ``kind``, the extension is the format."""
+def write_table(records: Iterable[Record], path: Path) -> None:
+    """Write the records as a table, in the format of the extension. ``records`` is iterated twice."""
     columns = columns_of(records)
     with complete_file(path) as stream:
-        write_records(records, columns, stream, kind or format_of(path)[0])
+        write_records(records, columns, stream, format_of(path)[0])
 
 
 @contextmanager

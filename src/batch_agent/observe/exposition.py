@@ -83,13 +83,17 @@ class Histogram(Family):
             self._series[()] = self._empty()
 
     def observe(self, value: float, *labels: str) -> None:
-        series = self._series.get(labels)
+        self.observe_all((value,), *labels)
+
+    def observe_all(self, values: Sequence[float], *labels: str) -> None:
+        series, bounds = self._series.get(labels), self._bounds
         if series is None:
             if len(self._series) >= MOST_SERIES:
                 labels = (OTHER,) * len(labels)
             series = self._series.setdefault(labels, self._empty())
-        series[bisect_left(self._bounds, value)] += 1
-        series[-1] += value
+        for value in values:
+            series[bisect_left(bounds, value)] += 1
+        series[-1] += sum(values)
 
     def samples(self) -> Iterator[tuple[str, str, float]]:
         bounds = [_number(bound) for bound in self._bounds] + ["+Inf"]

@@ -32,6 +32,7 @@ from batch_agent.events import (
     TurnFailed,
     TurnFinished,
     TurnStarted,
+    TypedSink,
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.history import History, Pace
@@ -41,6 +42,7 @@ from batch_agent.observe.stage_counts import StageCount
 WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
+RARE = (CacheRead, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
 TOOLS = 64  # counted by name: a model may invent any number of names
 
 
@@ -208,8 +210,8 @@ class _Agent:
         self.turns_open = 0  # more than one if a row is processed in parts
 
 
-class Metrics:
-    """A Sink. ``clock`` must be the clock of the events' ``at``."""
+class Metrics(TypedSink):
+    """``clock`` must be the clock of the events' ``at``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -244,7 +246,7 @@ class Metrics:
         self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        self._takes: dict[type[Event], Callable[[Any], None]] = {
+        self.handlers = dict[type, Callable[[Any], None]].fromkeys(RARE, self._rare) | {
             AnswerRejected: self._answer_rejected,
             HealthChanged: self._health_changed,
             JobFinished: self._job_finished,
@@ -257,9 +259,6 @@ class Metrics:
             TurnFinished: self._turn_finished,
             TurnStarted: self._turn_started,
         }
-
-    def __call__(self, event: Event) -> None:
-        self._takes.get(type(event), self._rare)(event)
 
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished

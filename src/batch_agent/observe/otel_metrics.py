@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
+from batch_agent.events import Event, ListSink, ModelChosen, RunStarted, TurnFailed, TurnFinished
 from batch_agent.observe.spans import provider_of, server_of
 from batch_agent.version import __version__
 
@@ -42,51 +43,58 @@ class _Series:
         self.bounds, self.counts = bounds, [0] * (len(bounds) + 1)
         self.sum, self.lowest, self.highest = 0.0, inf, -inf
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-        if value < self.lowest:
-            self.lowest = value
-        if value > self.highest:
-            self.highest = value
+    def add(self, values: Sequence[float]) -> None:
+        counts, bounds = self.counts, self.bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+        self.lowest, self.highest = min(self.lowest, *values), max(self.highest, *values)
 
 
-class OtelMetrics:
-    """A sink. ``close`` exports for the last time, and may block as long as the exporter does."""
+class OtelMetrics(ListSink):
+    """``close`` exports for the last time, and may block as long as the exporter does."""
 
     def __init__(self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str]) -> None:
         self._exporter, self._resource = exporter, resource
         self._series: dict[Key, _Series] = {}
         self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._usual: dict[str, list[_Series]] = {}  # by run, the series of an answer
+        self._answered: list[TurnFinished] = []  # not yet counted
+        self.handlers = {
+            TurnFinished: self._answered.append,
+            TurnFailed: self._turn_failed,
+            RunStarted: self._run_started,
+            ModelChosen: self._model_chosen,
+        }
         self._began = time.time_ns()
         self._over = threading.Event()
         self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))
         self._thread = threading.Thread(target=self._export_often, name="batch-agent metrics", daemon=True)
         self._thread.start()
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case TurnFinished():
-                usual = self._usual.get(event.run)
-                if usual is None:
-                    kinds = ((DURATION, ""), (TOKENS, "input"), (TOKENS, "output"))
-                    usual = self._usual[event.run] = [self._one(metric, event.run, kind) for metric, kind in kinds]
-                seconds, prompt, completion = usual
-                seconds.add(event.seconds)
-                prompt.add(event.usage.prompt_tokens)
-                completion.add(event.usage.completion_tokens)
-            case TurnFailed():
-                self._one(DURATION, event.run, event.error_type).add(event.seconds)
-            case RunStarted():
-                self._common[event.run] = {
-                    "gen_ai.operation.name": "chat",
-                    "gen_ai.provider.name": provider_of(event.backend),
-                    "gen_ai.request.model": event.model,
-                    **server_of(event.backend),
-                }
-            case ModelChosen():
-                self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
+    def take(self, events: Iterable[Event]) -> None:
+        super().take(events)
+        answered = defaultdict[str, list[TurnFinished]](list)
+        for turn in self._answered:
+            answered[turn.run].append(turn)
+        self._answered.clear()
+        for run, turns in answered.items():
+            self._one(DURATION, run, "").add([turn.seconds for turn in turns])
+            self._one(TOKENS, run, "input").add([turn.usage.prompt_tokens for turn in turns])
+            self._one(TOKENS, run, "output").add([turn.usage.completion_tokens for turn in turns])
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        self._one(DURATION, event.run, event.error_type).add([event.seconds])
+
+    def _run_started(self, event: RunStarted) -> None:
+        self._common[event.run] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": provider_of(event.backend),
+            "gen_ai.request.model": event.model,
+            **server_of(event.backend),
+        }
+
+    def _model_chosen(self, event: ModelChosen) -> None:
+        self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
 
     def close(self) -> None:
         self._over.set()

@@ -6,6 +6,7 @@ Labels are bounded: endpoints, error types, tools and fixed values. No label nam
 from __future__ import annotations
 
 import time
+from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from batch_agent.events import (
     HealthChanged,
     JobFinished,
     JobStarted,
+    ListSink,
     ModelChosen,
     RunStarted,
     ToolFinished,
@@ -41,8 +43,8 @@ class LiveNumbers:
     journal_lag: float | None = None
 
 
-class RunNumbers:
-    """A sink. ``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
+class RunNumbers(ListSink):
+    """``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
     stages."""
 
     def __init__(self, live: Callable[[], LiveNumbers] = LiveNumbers, own: str = "") -> None:
@@ -51,9 +53,9 @@ class RunNumbers:
         self._started = self._ended = 0
         self._cost_per_second = 0.0
         self._began: float | None = None
-        # By event type, so that uncounted events cost one look-up.
-        self._handlers: dict[type, Callable[..., None]] = {
-            TurnFinished: self._turn_finished,
+        self._answered: list[TurnFinished] = []  # not yet counted
+        self.handlers = {
+            TurnFinished: self._answered.append,
             TurnFailed: self._turn_failed,
             ToolFinished: self._tool_finished,
             JobStarted: self._row_began,
@@ -103,19 +105,17 @@ class RunNumbers:
         self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
 
-    def __call__(self, event: Event) -> None:
-        handle = self._handlers.get(type(event))
-        if handle is not None:
-            handle(event)
-
-    def _turn_finished(self, event: TurnFinished) -> None:
-        self.turns.add(1, event.endpoint or self._backends.get(event.run, ""))
-        self.turn_time.observe(event.seconds)
-        if event.first_token is not None:
-            self.first_token.observe(event.first_token)
-        self._spent(event.usage, event.cost)
-        if event.saved is not None:
-            self.saved.add(event.saved.prompt_tokens + event.saved.completion_tokens)
+    def take(self, events: Iterable[Event]) -> None:
+        super().take(events)
+        self.turn_time.observe_all([turn.seconds for turn in self._answered])
+        self.first_token.observe_all([turn.first_token for turn in self._answered if turn.first_token is not None])
+        for turn in self._answered:
+            self._spent(turn.usage, turn.cost)
+            if turn.saved is not None:
+                self.saved.add(turn.saved.prompt_tokens + turn.saved.completion_tokens)
+        for place, turns in Count(turn.endpoint or self._backends.get(turn.run, "") for turn in self._answered).items():
+            self.turns.add(turns, place)
+        self._answered.clear()
 
     def _turn_failed(self, event: TurnFailed) -> None:
         (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)

@@ -7,16 +7,17 @@ sampled. Exporting is done elsewhere.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbits
-from typing import Literal, cast, get_args
+from typing import Literal
 from urllib.parse import urlsplit
 
 from batch_agent.events import (
     AnswerRejected,
-    Event,
     JobFinished,
+    ListSink,
     ModelChosen,
     RunFinished,
     RunStarted,
@@ -78,8 +79,6 @@ class SpanRecord:
 
 
 Told = TurnFinished | TurnFailed | ToolFinished | AnswerRejected
-SELDOM = frozenset((JobFinished, RunStarted, ModelChosen, RunFinished))
-TOLD = frozenset(get_args(Told))  # events that are kept until the row ends
 
 
 class _Workflow:
@@ -93,7 +92,7 @@ class _Workflow:
         self.common: Attributes = {"gen_ai.provider.name": provider_of(event.backend), **server_of(event.backend)}
 
 
-class RowSpans:
+class RowSpans(ListSink):
     """``export`` gets the spans of a row, or a run, to be sent. ``around`` is the caller's span that contains the run:
     its trace and its id. ``own`` is the id of a run whose rows do not count."""
 
@@ -106,38 +105,32 @@ class RowSpans:
     ) -> None:
         self._export, self._sampler, self._around, self._own = export, sampler, around, own
         self._runs: dict[str, _Workflow] = {}
-        self._rows: dict[tuple[str, int], list[Told]] = {}  # events of running rows
+        self._rows = defaultdict[tuple[str, int], list[Told]](list)  # events of running rows
         self._outermost: tuple[int, int] | None = None  # trace and span of the first run
         self._contents: dict[tuple[str, int], Attributes] = {}
+        self.handlers = {
+            TurnFinished: self._keep,
+            TurnFailed: self._keep,
+            ToolFinished: self._keep,
+            AnswerRejected: self._keep,
+            JobFinished: self._row_ended,
+            RunStarted: self._run_started,
+            ModelChosen: self._model_chosen,
+            RunFinished: self._run_ended,
+        }
 
     def describe(self, run: str, index: int, attributes: Attributes) -> None:
         """Set further attributes of a row that is about to end."""
         self._contents[run, index] = attributes
 
-    def __call__(self, event: Event) -> None:
-        kind = type(event)
-        if kind in TOLD:
-            told = cast(Told, event)
-            events = self._rows.get((told.run, told.index))
-            if events is None:
-                self._rows[told.run, told.index] = [told]
-            elif len(events) < MOST_EVENTS:
-                events.append(told)
-        elif kind in SELDOM:
-            self._handle(event)
+    def _keep(self, event: Told) -> None:
+        events = self._rows[event.run, event.index]
+        if len(events) < MOST_EVENTS:
+            events.append(event)
 
-    def _handle(self, event: Event) -> None:
-        match event:
-            case JobFinished():
-                if event.run != self._own:
-                    self._row_ended(event)
-            case RunStarted():
-                self._run_started(event)
-            case ModelChosen():
-                if event.run in self._runs:
-                    self._runs[event.run].model = event.model
-            case RunFinished():
-                self._run_ended(event)
+    def _model_chosen(self, event: ModelChosen) -> None:
+        if event.run in self._runs:
+            self._runs[event.run].model = event.model
 
     def _run_started(self, event: RunStarted) -> None:
         around = self._outermost or self._around
@@ -149,12 +142,12 @@ class RowSpans:
     def _row_ended(self, event: JobFinished) -> None:
         told, run = self._rows.pop((event.run, event.index), []), self._runs.get(event.run)
         content = self._contents.pop((event.run, event.index), {}) if self._contents else {}
-        if run is None or event.resumed:
+        if run is None or event.resumed or event.run == self._own:
             return
         run.ok += event.error is None
         run.failed += event.error is not None
-        trace = trace_of(event.run, event.index)
-        if event.error is None and not self._sampler.keeps(trace, event.index):
+        trace, sampled, *_ = self._sampler.row(event.run, event.index)
+        if event.error is None and not sampled:
             return
         attributes: Attributes = {
             "gen_ai.operation.name": "invoke_agent",

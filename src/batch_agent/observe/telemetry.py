@@ -13,23 +13,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
-from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
+from batch_agent.events import ListSink
 from batch_agent.job import AgentResult
 from batch_agent.observe.spans import RowSpans, SpanRecord
 from batch_agent.observe.trace_content import content_attributes, wants_content
-from batch_agent.observe.trace_ids import RowSampler, span_of_call, span_of_turn, trace_of, traceparent
-from batch_agent.tools.context import current_traceparent
+from batch_agent.observe.trace_ids import RowSampler, RowTrace, span_of_call, span_of_turn
+from batch_agent.tools.context import CallTrace, current_traceparent
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     from batch_agent.observe.otel_metrics import OtelMetrics
 
-MEASURED = frozenset((TurnFinished, TurnFailed, RunStarted, ModelChosen))  # events that the metrics need
 QUEUE = 16_384  # spans that may wait for the collector, unless OTEL_BSP_MAX_QUEUE_SIZE is set
 
 
@@ -37,29 +35,15 @@ class Traces:
     """What the agents of a run need: ids for their requests and calls, and a receiver for their results."""
 
     def __init__(self, sampler: RowSampler, spans: RowSpans, *, content: bool) -> None:
-        from opentelemetry.context import attach, detach
-
-        self._sampler, self._spans, self._content = sampler, spans, content
-        self._attach, self._detach, self._context = attach, detach, _context_maker()
+        self._row, self._spans, self._content = sampler.row, spans, content
 
     def of_turn(self, run: str, index: int, turn: int) -> str:
         """Return the traceparent of a request."""
-        trace = trace_of(run, index)
-        return traceparent(trace, span_of_turn(trace, turn), sampled=self._sampler.keeps(trace, index))
+        trace, _, head, tail = self._row(run, index)
+        return f"{head}{span_of_turn(trace, turn):016x}{tail}"
 
-    @contextmanager
-    def calling(self, run: str, index: int, turn: int, call_id: str) -> Iterator[None]:
-        """Enter this around the start of a tool call: tasks started inside belong to the call's span, also for
-        instrumented libraries."""
-        trace, span = trace_of(run, index), span_of_call(run, index, turn, call_id)
-        sampled = self._sampler.keeps(trace, index)
-        token = self._attach(self._context(trace, span, sampled))
-        own = current_traceparent.set(traceparent(trace, span, sampled=sampled))
-        try:
-            yield
-        finally:
-            current_traceparent.reset(own)
-            self._detach(token)
+    def of_call(self, run: str, index: int, turn: int, call_id: str) -> CallTrace:
+        return SpanOfCall(self._row(run, index), span_of_call(run, index, turn, call_id))
 
     def ended(self, run: str, result: AgentResult[object]) -> None:
         """Called when a row has its result, just before JobFinished."""
@@ -67,8 +51,33 @@ class Traces:
             self._spans.describe(run, result.index, {**content_attributes(result)})
 
 
+class SpanOfCall:
+    """The trace context of a tool call."""
+
+    def __init__(self, row: RowTrace, span: int) -> None:
+        self._trace, self._sampled, head, tail = row
+        self._span, self.traceparent = span, f"{head}{span:016x}{tail}"
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the span current, for instrumented libraries too."""
+        from opentelemetry.context import attach, detach
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+        flags = TraceFlags(int(self._sampled))
+        span = SpanContext(self._trace, self._span, is_remote=False, trace_flags=flags)
+        token = attach(set_span_in_context(NonRecordingSpan(span)))
+        own = current_traceparent.set(self.traceparent)
+        try:
+            yield
+        finally:
+            current_traceparent.reset(own)
+            detach(token)
+
+
 class Telemetry:
-    """A sink, with ``traces`` for the agents. ``close`` may block as long as the SDK waits for a collector."""
+    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` may block as long as the SDK waits for
+    a collector."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
         sampler = RowSampler.from_environment(environ)
@@ -81,11 +90,10 @@ class Telemetry:
         self._spans = RowSpans(export, sampler, _around(), own)
         self.traces = Traces(sampler, self._spans, content=wants_content(environ)) if traced else None
 
-    def __call__(self, event: Event) -> None:
-        if self._processor is not None:
-            self._spans(event)
-        if self._metrics is not None and type(event) in MEASURED:
-            self._metrics(event)
+    @property
+    def sinks(self) -> list[ListSink]:
+        spans = [] if self._processor is None else [self._spans]
+        return [*spans, *([] if self._metrics is None else [self._metrics])]
 
     def close(self) -> None:
         """Send the remaining spans."""
@@ -94,17 +102,6 @@ class Telemetry:
             shutdown()
         if self._metrics is not None:
             self._metrics.close()
-
-
-def _context_maker() -> Callable[[int, int, bool], Context]:
-    """Return a function that creates the SDK's context for a span written elsewhere."""
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
-
-    def make(trace: int, span: int, sampled: bool) -> Context:
-        place = SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(int(sampled)))
-        return set_span_in_context(NonRecordingSpan(place))
-
-    return make
 
 
 def _around() -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ logger = logging.getLogger("batch_agent")
 
 FIRST_ROWS = 100  # kept if no sampler is set
 LATER_SHARE = 0.01  # ... and the fraction of later ones
-SAMPLED, NOT_SAMPLED = "01", "00"
+ROWS_REMEMBERED = 4096  # rows in flight whose ids are computed only once
 _LOW, _STEP = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
@@ -53,9 +53,8 @@ def span_of_call(run: str, index: int, turn: int, call_id: str) -> int:
     return _id(8, f"{run} {index} call {turn} {call_id}")
 
 
-def traceparent(trace: int, span: int, *, sampled: bool) -> str:
-    """Return the W3C traceparent header."""
-    return f"00-{trace:032x}-{span:016x}-{SAMPLED if sampled else NOT_SAMPLED}"
+# The trace id of a row, whether it is sampled, and its traceparent headers (W3C) before and after the id of the span.
+RowTrace = tuple[int, bool, str, str]
 
 
 @lru_cache(maxsize=64)
@@ -77,6 +76,7 @@ class RowSampler:
         self.records = records
         self._bound = None if share is None else round(share * 2**64)
         self._later = round(LATER_SHARE * 2**64)
+        self.row = lru_cache(maxsize=ROWS_REMEMBERED)(self._row)  # a row's trace, from its run and index
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RowSampler:
@@ -100,6 +100,11 @@ class RowSampler:
         if self._bound is None:
             return index < FIRST_ROWS or trace % 2**64 < self._later
         return trace % 2**64 < self._bound
+
+    def _row(self, run: str, index: int) -> RowTrace:
+        trace = trace_of(run, index)
+        sampled = self.keeps(trace, index)
+        return trace, sampled, f"00-{trace:032x}-", "-01" if sampled else "-00"
 
 
 def _share(text: str) -> float:

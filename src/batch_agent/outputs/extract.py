@@ -76,11 +76,9 @@ def fences(text: str) -> list[str]:
 
 
 def last_regions(text: str, limit: int) -> list[Region]:
-    """Return the outermost bracketed regions that may be JSON, the last one first.
-
-    The inside of a region is never offered by itself, even if the whole does not parse: a part of an answer is not an
-    answer. The last region may lack its end.
-    """
+    """Return the outermost bracketed regions that may be JSON, the last one first. The inside of a region is never
+    offered by itself, even if the whole does not parse: a part of an answer is not an answer. The last region may lack
+    its end."""
     found = deque(_regions(text), maxlen=limit)
     return [Region(text[start:end], depth, _stands_apart(text, start, end)) for start, end, depth in reversed(found)]
 

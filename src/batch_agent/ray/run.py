@@ -12,8 +12,9 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,15 +23,19 @@ from typing import Any, TypeVar, cast
 from pydantic import JsonValue
 
 from batch_agent.cluster.fed_run import FedRun
+from batch_agent.cluster.fed_stages import FedStages
 from batch_agent.cluster.feeder_session import FeederSession
+from batch_agent.cluster.open import store_opener
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.ray.relay import Relay, RelayServer
 from batch_agent.ray.workers import Ray, RayWorkers, ray_package
+from batch_agent.spec import BatchSpec
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.base import Store
 from batch_agent.store.redis.store import RedisRunStore
@@ -54,15 +59,7 @@ class RayRun(FedRun[T]):
         command: Mapping[str, JsonValue] | None = None,
     ) -> None:
         spec = prepared.spec
-        super().__init__(
-            prepared,
-            self._open,
-            sinks,
-            command,
-            lease=spec.lease,
-            keep_results_only=spec.keep == "results",
-            feed_only=True,
-        )
+        super().__init__(prepared, self._open, sinks, command, feed_only=True)
         self._cluster, self._where, self._resume = cluster, spec.run_dir, spec.resume
         self._url = str(spec.run_dir) if is_store_url(spec.run_dir) else None
         self._store: RunStore | None = None
@@ -74,7 +71,7 @@ class RayRun(FedRun[T]):
 
     async def _work(self, prepared: Prepared) -> None:
         async with AsyncExitStack() as extent:
-            if await asyncio.to_thread(self._cluster.connect, user_modules(self._shared_spec)):
+            if await asyncio.to_thread(self._cluster.connect, user_modules(self.spec_json)):
                 extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
             target = await self._open_record(extent)
             await extent.enter_async_context(RayWorkers(self._cluster, target))
@@ -88,7 +85,7 @@ class RayRun(FedRun[T]):
             return self._url
         if self._where is None:
             self._where = tempfile.mkdtemp(prefix="batch-agent-")
-            # Not removed earlier: the session writes there after this method.
+            # Not removed earlier: the session still writes there.
             weakref.finalize(self, shutil.rmtree, self._where, ignore_errors=True)
         path, schema = Path(self._where), self._prepared.schema
         directory = await asyncio.to_thread(RunDir.open, path, resume=self._resume, open_store=_open_shared)
@@ -107,11 +104,40 @@ class RayRun(FedRun[T]):
         await super()._row_finished(result, worker)
 
 
+class RayStages(FedStages):
+    """A pipeline in Redis whose workers are actors."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        cluster: Ray,
+        stages_work: Callable[[], Awaitable[object]],
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        *,
+        controls: Controls,
+    ) -> None:
+        if not is_store_url(prepared.spec.run_dir):
+            raise SpecError("cluster: a pipeline on Ray is kept in Redis: give run_dir as redis://host:6379/0/NAME")
+        self._cluster, self._url = cluster, str(prepared.spec.run_dir)
+        spec = prepared.spec.model_copy(update={"feed_only": True})
+        opener = store_opener(prepared)
+        super().__init__(replace(prepared, spec=spec), opener, stages_work, sinks, command, controls=controls)
+
+    async def _work(self, prepared: Prepared) -> None:
+        modules = {module.__name__: module for run in self._runs.values() for module in user_modules(run.spec_json)}
+        async with AsyncExitStack() as extent:
+            if await asyncio.to_thread(self._cluster.connect, list(modules.values())):
+                extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
+            await extent.enter_async_context(RayWorkers(self._cluster, self._url))
+            await super()._work(prepared)
+
+
 class DirectorySession(FeederSession):
     """A feeder's session with a run in its own directory. It also writes the files of a run directory."""
 
-    def __init__(self, directory: RunDir, store: RunStore, **options: Any) -> None:
-        super().__init__(store, **options)
+    def __init__(self, directory: RunDir, store: RunStore, spec: BatchSpec) -> None:
+        super().__init__(store, spec)
         self._directory = directory
         self._unwritten: list[AgentResult[object]] = []
         self._writing: asyncio.Future[None] | None = None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -24,8 +24,10 @@ from batch_agent.ray.relay import relayed
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from batch_agent.cluster.fed_stages import FedStages
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
+    from batch_agent.engine.run.steering import Controls
     from batch_agent.events import Sink
 
 logger = logging.getLogger("batch_agent")
@@ -68,6 +70,20 @@ class Ray:
         from batch_agent.ray.run import RayRun
 
         return RayRun(prepared, self, sinks, command)
+
+    def open_stages(
+        self,
+        prepared: Prepared,
+        stages_work: Callable[[], Awaitable[object]],
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        *,
+        controls: Controls,
+    ) -> FedStages:
+        """Return the driver's run around the stages of a pipeline, which is kept in Redis. Raises SpecError."""
+        from batch_agent.ray.run import RayStages
+
+        return RayStages(prepared, self, stages_work, sinks, command, controls=controls)
 
     def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
         """Connect this process to the cluster, with the modules that workers import.

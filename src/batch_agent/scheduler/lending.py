@@ -228,6 +228,11 @@ def _leader(pot: str, members: Mapping[str, Member]) -> str | None:
     return min(able, key=lambda name: (len(name), name), default=None)
 
 
+def of_stage(pot: str, stage: str) -> str:
+    """Return the name under which a budget's spending is reported for one stage of a pipeline; "" is the whole."""
+    return f"{pot} {stage}" if stage else pot
+
+
 def steered(now: Steering, request: JsonObject) -> Steering:
     """Return the requests to all workers after one more request. Raises SpecError for an unknown request."""
     number, action = now.number + 1, str(request.get("do"))

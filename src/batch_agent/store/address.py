@@ -87,6 +87,11 @@ class StoreAddress:
         """Return the address of another run on this server, or of a stage of it."""
         return replace(self, name=name, stage=stage)
 
+    def refuse_stage(self) -> None:
+        """Raise SpecError if this is a stage of a pipeline, where a whole run is needed."""
+        if self.stage:
+            raise SpecError(f"{self} is a stage: give its run, {self.at(self.name)}")
+
     def __str__(self) -> str:
         """Return the URL without user and password."""
         host = f"[{self.host}]" if ":" in self.host else self.host

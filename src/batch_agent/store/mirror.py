@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
-from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR
+from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, of_stage
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.base import Entry, Identity, Progress
 from batch_agent.store.codec import decode
@@ -31,7 +31,8 @@ from batch_agent.store.timeline import Line, TimelineFiles
 if TYPE_CHECKING:
     from batch_agent.store.redis.reading import ReadRow, RedisReader
 
-INTERNAL = ("spec", "first", "pieces", "summary", "asked")  # for workers only, or stored in other files of a directory
+# Facts for workers only, or stored in other files of a directory.
+INTERNAL = ("spec", "specs", "row_schema", "first", "pieces", "summary", "asked")
 UNFINISHED = "unfinished.jsonl"  # the inputs of rows that are not done; only in copies of runs in Redis
 ROWS_AT_ONCE = 512
 
@@ -66,7 +67,7 @@ def shared_view(reader: RedisReader, address: StoreAddress) -> RunView:
     rows, summary = facts.get("rows"), facts.get("summary")
     resumed = rows.get("resumed", 0) if isinstance(rows, dict) else 0
     table, _ = reader.store.lent().table()
-    tokens, cost = table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST)
+    tokens, cost = (table.spent_of(of_stage(name, address.stage)) for name in (BUDGET_TOKENS, BUDGET_COST))
     counts = standing.counts
     latest = Progress(counts.ok, counts.failed, cast(int, resumed), tokens, cost / DOLLAR if cost else None)
     stages = {}
@@ -169,7 +170,7 @@ class RunMirror:
         spans: list[Line] = []
         for row in rows:
             if row.result is not None:
-                record = cast(JsonObject, from_json(row.result))
+                record: JsonObject = {**cast(JsonObject, from_json(row.result)), "index": row.index}
                 self._history.add(row.place, record)
                 lines[bool(record["ok"])].append(_line(record))
                 self.count += 1

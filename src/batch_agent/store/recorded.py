@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from batch_agent.errors import SpecError
-from batch_agent.files.tables import ResultFile
+from batch_agent.files.tables import InOrderOfInput
 from batch_agent.messages import JsonObject
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.control import NotAlive, Refused
@@ -56,7 +56,7 @@ def brought(place: RunPlace, *, steps: bool = True) -> Iterator[Path]:
 def failures(place: RunPlace) -> Counter[str]:
     """Return the number of failed rows by type of error."""
     with brought(place, steps=False) as directory:
-        return Counter(str(failure.get("type")) for failure in ResultFile(directory / FAILURES))
+        return Counter(str(failure.get("type")) for failure in InOrderOfInput(directory / FAILURES))
 
 
 def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True, inputs: bool = False) -> int:

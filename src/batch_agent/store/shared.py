@@ -145,6 +145,10 @@ class RunStore(Protocol):
         """Return the store of what the workers of this run share besides its rows."""
         ...
 
+    def stage(self, name: str) -> RunStore:
+        """Return the store of a stage of this run, which is a pipeline. Close it like any other store."""
+        ...
+
     def close(self) -> None: ...
 
     # The feeder

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 from threading import Condition, RLock
-from typing import cast
+from typing import NoReturn, cast
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
@@ -110,6 +110,9 @@ class SqliteRunStore:
             table = cast(JsonObject, from_json((self._fact("lent") or "{}").encode()))
         self._token = self._epoch * EPOCH
         self._lent = LocalLent(table, self._write_lent)
+
+    def stage(self, name: str) -> NoReturn:
+        raise SpecError("the stages of a pipeline are shared only through Redis")
 
     def close(self) -> None:
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -20,8 +19,9 @@ from batch_agent.backends.http.failures import BrokenOff, ClosedEarly
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import Naming, report_calls
-from batch_agent.backends.openai.chat import encode_head, join_body
+from batch_agent.backends.openai.chat import ChatView, encode_head
 from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
+from batch_agent.backends.openai.server import join_body
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
 from batch_agent.testing.script import Script, scripted_reply, wait_due
@@ -55,9 +55,7 @@ class ScriptedBackend(Backend):
         self.entered += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.entered -= 1
 
     async def models(self) -> list[str]:
@@ -92,7 +90,7 @@ class ScriptedBackend(Backend):
             self.inflight -= 1
 
     def _request(self, request: ModelRequest, streamed: bool) -> Request:
-        raw = join_body(encode_head(request.shape, streamed), request.conversation)
+        raw = join_body(encode_head(request.shape, streamed), request.conversation.view(ChatView))
         return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
 
     async def _track(self, request: Request) -> Track:

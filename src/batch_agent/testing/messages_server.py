@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, cast
+from dataclasses import fields
+from typing import Any, ClassVar, cast
 
 import orjson
 from aiohttp import web
 
+from batch_agent.backends.http.wire import objects_of
 from batch_agent.backends.simulated.tokens import count_tokens, encode
+from batch_agent.gateway.http_server import json_response
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.testing.messages_rules import wrong_with
 from batch_agent.testing.messages_wire import MessagesRequest, MessagesWire, blocks_of, error_object, signature
@@ -80,8 +83,7 @@ class MessagesServer(ScriptedServer):
         return MessagesWire(cast(MessagesRequest, request))
 
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
-        body = orjson.dumps(error_object(status, message))
-        return web.Response(status=status, body=body, content_type="application/json")
+        return json_response(error_object(status, message), status)
 
     def given_key(self, headers: Mapping[str, str]) -> str:
         return headers.get("x-api-key") or super().given_key(headers)
@@ -105,25 +107,14 @@ class MessagesServer(ScriptedServer):
                 self._thoughts[use.as_call(request.number, index).id] = [block]
         said = reply.text + reply.reasoning + "".join(str(use.arguments) for use in reply.calls)
         spoken = Usage(0, 0, count_tokens(encode(said)) + 1, count_tokens(encode(reply.reasoning)))
-        return Say(
-            reply.text,
-            reply.calls,
-            latency=reply.latency,
-            reasoning=reply.reasoning,
-            finish_reason=reply.finish_reason,
-            usage=prompt + spoken if reply.usage is None else reply.usage,
-            chunk_delay=reply.chunk_delay,
-            write_bytes=reply.write_bytes,
-            headers=reply.headers,
-        )
+        given: dict[str, Any] = {each.name: getattr(reply, each.name) for each in fields(Say)}  # also of CallTools
+        return Say(**{**given, "usage": prompt + spoken if reply.usage is None else reply.usage})
 
 
 def _in_order(body: JsonObject) -> Iterator[JsonObject]:
     """Yield the blocks in the API's order: tools, system, messages."""
     yield from blocks_of(body.get("tools"))
     yield from blocks_of(body.get("system"))
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else []:
-        if isinstance(message, dict):
-            for block in blocks_of(message.get("content")):
-                yield {"role": message.get("role"), **block}
+    for message in objects_of(body.get("messages")):
+        for block in blocks_of(message.get("content")):
+            yield {"role": message.get("role"), **block}

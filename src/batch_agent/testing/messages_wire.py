@@ -11,26 +11,19 @@ from collections.abc import Iterable, Iterator
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.messages import JsonObject, Message, Role, ToolCall, ToolSpec, Usage
+from batch_agent.backends.anthropic.answer import OpenBlock
+from batch_agent.backends.http.wire import json_of, mapping, objects_of
+from batch_agent.gateway.messages import MessagesDialect
+from batch_agent.messages import JsonObject, Usage
 from batch_agent.testing.request import Request, content_text
-from batch_agent.testing.wire import CallPiece, End, Piece, ReasoningPiece, TextPiece
+from batch_agent.testing.wire import CallPiece, End, Piece, ReasoningPiece, TextPiece, Wire
 
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
 
 class MessagesRequest(Request):
     __slots__ = ()
+    dialect = MessagesDialect()
 
     @property
     def blocks(self) -> list[list[JsonObject]]:
@@ -42,50 +35,10 @@ class MessagesRequest(Request):
         last = self.blocks[-1] if self.blocks else []
         return "".join(content_text(block.get("content")) + str(block.get("text") or "") for block in last)
 
-    @property
-    def schema(self) -> JsonObject | None:
-        config = self.body.get("output_config")
-        form = config.get("format") if isinstance(config, dict) else None
-        schema = form.get("schema") if isinstance(form, dict) else None
-        return schema if isinstance(schema, dict) else None
 
-    @property
-    def tool_choice(self) -> JsonValue:
-        choice = self.body.get("tool_choice")
-        kind = choice.get("type") if isinstance(choice, dict) else None
-        if isinstance(choice, dict) and kind == "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}
-        return "required" if kind == "any" else kind
-
-    @property
-    def tools(self) -> list[ToolSpec]:
-        return [
-            ToolSpec(str(tool.get("name")), str(tool.get("description") or ""), schema)
-            for tool in blocks_of(self.body.get("tools"))
-            if isinstance(schema := tool.get("input_schema"), dict)
-        ]
-
-    def conversation(self) -> list[Message]:
-        system = "".join(str(block.get("text")) for block in blocks_of(self.body.get("system")))
-        said = [Message("system", system)] if system else []
-        for message, blocks in zip(self.messages, self.blocks, strict=True):
-            for block in blocks:
-                if block.get("type") == "tool_result":
-                    said.append(Message("tool", content_text(block.get("content")), (), str(block.get("tool_use_id"))))
-            calls = [
-                ToolCall(str(block.get("id")), str(block.get("name")), orjson.dumps(block.get("input")).decode())
-                for block in blocks
-                if block.get("type") == "tool_use"
-            ]
-            if calls or any(block.get("type") == "text" for block in blocks):
-                role: Role = "assistant" if message.get("role") == "assistant" else "user"
-                said.append(Message(role, content_text([*blocks]), tuple(calls)))
-        return said
-
-
-class MessagesWire:
+class MessagesWire(Wire):
     def __init__(self, request: MessagesRequest) -> None:
-        self.request = request
+        super().__init__(request, model=request.model, fingerprint="scripted")
         self._index = -1  # of the open block
         self._open: JsonObject | None = None
         self._thought = ""
@@ -102,23 +55,19 @@ class MessagesWire:
         return [self.sse({"type": "message_stop"})]
 
     def body(self, pieces: Iterable[Piece]) -> bytes:
-        events = [event for piece in pieces for event in self._events(piece)]
-        blocks: list[JsonObject] = []
-        texts: dict[str, str] = {}
+        blocks: list[OpenBlock] = []
         usage: JsonValue = None
-        for event in events:
-            if isinstance(block := event.get("content_block"), dict):
-                blocks.append(block)
-                texts = {}
-            elif isinstance(usage := event.get("usage"), dict):
-                break
-            elif isinstance(delta := event.get("delta"), dict):
-                for name in delta.keys() - {"type"}:
-                    texts[name] = texts.get(name, "") + str(delta[name])
-                blocks[-1] |= {name: text for name, text in texts.items() if name != "partial_json"}
-                if "partial_json" in texts:
-                    blocks[-1]["input"] = _parsed(texts["partial_json"])
-        return orjson.dumps(self._message([*blocks], self._stop, usage))
+        for event in (event for piece in pieces for event in self._events(piece)):
+            delta = mapping(event.get("delta"))
+            if "content_block" in event:
+                blocks.append(OpenBlock(mapping(event["content_block"])))
+            elif "usage" in event:
+                usage = event["usage"]
+            elif delta:
+                blocks[-1].extend(delta)
+        whole = [block.whole() for block in blocks]
+        content = [{**block, "input": json_of(said) or {}} if "input" in block else block for block, said in whole]
+        return orjson.dumps(self._message([*content], self._stop, usage))
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
         return error_object(status, message)
@@ -180,8 +129,7 @@ def signature(thought: str) -> str:
 
 
 def error_object(status: int, message: str) -> JsonObject:
-    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": "req_scripted"}
+    return MessagesRequest.dialect.error(status, message)
 
 
 def usage_object(usage: Usage) -> JsonObject:
@@ -198,12 +146,4 @@ def usage_object(usage: Usage) -> JsonObject:
 def blocks_of(content: JsonValue) -> list[JsonObject]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
-
-
-def _parsed(arguments: str) -> JsonValue:
-    try:
-        value: JsonValue = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}
-    return value
+    return objects_of(content)

@@ -1,5 +1,4 @@
-"""Sends one reply to one HTTP client, with its timing. A scripted reply is a Track of bytes; a Live answer is created
-while it is sent."""
+"""Sends one reply to one HTTP client, with its timing: a Track of bytes, or a Live answer, made while it is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.testing.replies import Fail, ScriptedReply
 from batch_agent.testing.script import wait_due
 from batch_agent.testing.tracks import JSON_TYPE, STREAM_TYPE, Track, track_of
-from batch_agent.testing.wire import AnswerWire, Piece
+from batch_agent.testing.wire import Piece, Wire
 
 
 class Dropped(Exception):
@@ -29,7 +28,7 @@ class Live:
     open: Callable[[], AbstractContextManager[AsyncIterator[Piece]]]
 
 
-async def play(reply: ScriptedReply | Live, http: web.Request, wire: AnswerWire) -> web.StreamResponse:
+async def play(reply: ScriptedReply | Live, http: web.Request, wire: Wire) -> web.StreamResponse:
     if isinstance(reply, Live):
         return await _play_live(reply, http, wire)
     return await _send(track_of(await wait_due(reply), wire), http)
@@ -53,7 +52,7 @@ async def _send(track: Track, http: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _play_live(reply: Live, http: web.Request, wire: AnswerWire) -> web.StreamResponse:
+async def _play_live(reply: Live, http: web.Request, wire: Wire) -> web.StreamResponse:
     try:
         with reply.open() as pieces:
             if not wire.request.streamed:

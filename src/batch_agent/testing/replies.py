@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import orjson
 from pydantic import JsonValue
@@ -35,9 +36,8 @@ class Scripted:
 
 @dataclass(frozen=True, slots=True)
 class Say(Scripted):
-    """A complete answer. In a stream every few characters are one chunk, with ``chunk_delay`` seconds between two
-    chunks. ``write_bytes`` splits what is sent, JSON or stream, into writes of that many bytes, ``chunk_delay`` apart,
-    even inside a line or a character."""
+    """A complete answer. In a stream every few characters are one chunk, ``chunk_delay`` seconds apart. ``write_bytes``
+    splits JSON or stream into writes of that many bytes, ``chunk_delay`` apart, even inside a line or a character."""
 
     text: str
     calls: tuple[ToolUse, ...] = ()
@@ -49,34 +49,25 @@ class Say(Scripted):
     headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of the response: rate limits, ids
 
 
+class SayOptions(TypedDict, total=False):
+    """The keywords of Say."""
+
+    latency: float
+    reasoning: str
+    finish_reason: str | None
+    usage: Usage | None
+    chunk_delay: float
+    write_bytes: int | None
+    headers: Mapping[str, str]
+
+
 class CallTools(Say):
     """An answer that calls tools: ``CallTools(ToolUse("read", {"path": "a"}), ToolUse("list"))``."""
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        *calls: ToolUse,
-        text: str = "",
-        reasoning: str = "",
-        finish_reason: str | None = None,
-        usage: Usage | None = None,
-        latency: float = 0.0,
-        chunk_delay: float = 0.0,
-        write_bytes: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(
-            text,
-            calls,
-            reasoning=reasoning,
-            finish_reason=finish_reason,
-            usage=usage,
-            latency=latency,
-            chunk_delay=chunk_delay,
-            write_bytes=write_bytes,
-            headers=headers or {},
-        )
+    def __init__(self, *calls: ToolUse, text: str = "", **options: Unpack[SayOptions]) -> None:
+        super().__init__(text, calls, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +110,7 @@ class Malformed(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class Body(Scripted):
-    """Sends exactly this JSON, with status 200; for a stream, a list of events, each sent separately, then
-    ``[DONE]``."""
+    """Sends exactly this JSON, with status 200; for a stream, a list of events, then ``[DONE]``."""
 
     value: JsonValue
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar
 
 from pydantic import JsonValue
 
-from batch_agent.messages import Content, Image, JsonObject, Message, Part, Role, ToolCall, ToolSpec
+from batch_agent.backends.base import RequestShape
+from batch_agent.backends.http.wire import mapping, objects_of, string_of
+from batch_agent.gateway.chat import ChatDialect
+from batch_agent.gateway.client_request import ClientDialect
+from batch_agent.messages import JsonObject, Message, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """``number`` counts requests from 0 in order of arrival; ``raw`` is the original body, for tests of bytes."""
+
+    dialect: ClassVar[ClientDialect] = ChatDialect()
 
     number: int
     path: str
@@ -23,7 +29,7 @@ class Request:
 
     @property
     def messages(self) -> list[JsonObject]:
-        return _objects(self.body.get("messages"))
+        return objects_of(self.body.get("messages"))
 
     @property
     def turn(self) -> int:
@@ -46,8 +52,7 @@ class Request:
     @property
     def wants_usage(self) -> bool:
         """Return whether to send usage; without a stream it is always sent."""
-        options = self.body.get("stream_options")
-        return not self.streamed or (isinstance(options, dict) and options.get("include_usage") is True)
+        return not self.streamed or mapping(self.body.get("stream_options")).get("include_usage") is True
 
     @property
     def prompts(self) -> list[str]:
@@ -57,42 +62,30 @@ class Request:
 
     @property
     def max_tokens(self) -> int | None:
-        for key in ("max_completion_tokens", "max_tokens"):
-            if isinstance(value := self.body.get(key), int):
-                return value
-        return None
+        return self.shape.max_tokens
 
     @property
     def schema(self) -> JsonObject | None:
         """Return the JSON schema that the answer must fit."""
-        form = self.body.get("response_format")
-        named = form.get("json_schema") if isinstance(form, dict) else None
-        schema = named.get("schema") if isinstance(named, dict) else None
-        return schema if isinstance(schema, dict) else None
+        return self.shape.schema
 
     @property
     def tool_choice(self) -> JsonValue:
-        """Return the tool choice in the format of chat requests."""
-        return self.body.get("tool_choice")
+        """Return the tool choice: a keyword, or a tool's name."""
+        return self.shape.tool_choice
 
     @property
     def tools(self) -> list[ToolSpec]:
-        tools = []
-        for tool in _objects(self.body.get("tools")):
-            if isinstance(function := tool.get("function"), dict):
-                parameters = function.get("parameters")
-                tools.append(
-                    ToolSpec(
-                        str(function.get("name") or ""),
-                        str(function.get("description") or ""),
-                        parameters if isinstance(parameters, dict) else {"type": "object"},
-                    )
-                )
-        return tools
+        return [*self.shape.tools]
 
     def conversation(self) -> list[Message]:
         """Return the messages as values."""
-        return [_message(message) for message in self.messages]
+        return self.dialect.read_messages(self.body, []) if self.messages else []
+
+    @property
+    def shape(self) -> RequestShape:
+        """Return everything except the messages, by the names of RequestShape."""
+        return self.dialect.read_kind(self.body, "").shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,32 +112,5 @@ def refusal(request: Request, models: list[str] | None) -> Refusal | None:
 def content_text(content: JsonValue) -> str:
     """Return a message's content, text or parts, as text."""
     if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
-
-
-def _message(wire: JsonObject) -> Message:
-    calls = []
-    for call in _objects(wire.get("tool_calls")):
-        function = call.get("function")
-        if isinstance(function, dict):
-            name, arguments = str(function.get("name") or ""), str(function.get("arguments") or "")
-            calls.append(ToolCall(str(call.get("id") or ""), name, arguments))
-    role = wire.get("role")
-    known = cast(Role, role if role in ("system", "assistant", "tool") else "user")
-    return Message(known, _content(wire.get("content")), tuple(calls), str(wire.get("tool_call_id") or ""))
-
-
-def _content(content: JsonValue) -> Content:
-    """Return the content; as parts only if there is a picture among them."""
-    parts = [_part(part) for part in _objects(content)]
-    return tuple(parts) if any(isinstance(part, Image) for part in parts) else content_text(content)
-
-
-def _part(part: JsonObject) -> Part:
-    image = part.get("image_url")
-    return Image(str(image.get("url"))) if isinstance(image, dict) else str(part.get("text") or "")
-
-
-def _objects(value: JsonValue) -> list[JsonObject]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+        return "".join(str(part.get("text") or "") for part in objects_of(content))
+    return string_of(content)

@@ -10,10 +10,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 
 import orjson
-from pydantic import JsonValue
 
 from batch_agent.backends.simulated.instances import minimal_instance
-from batch_agent.messages import JsonObject
 from batch_agent.testing.replies import Answered, CallTools, Fail, Hang, Say, ScriptedReply, ToolUse
 from batch_agent.testing.request import Request
 from batch_agent.testing.wire import error_object
@@ -45,26 +43,12 @@ async def wait_due(reply: ScriptedReply) -> Answered:
 
 
 def default_reply(request: Request) -> ScriptedReply:
-    choice = request.tool_choice
-    forced = _forced_tool(request, choice)
+    forced = next((tool for tool in request.tools if request.tool_choice in ("required", tool.name)), None)
     if forced is not None:
-        name, parameters = forced
-        arguments = minimal_instance(parameters)
-        # A forced function ends with stop, as in vLLM.
-        reason = "stop" if isinstance(choice, dict) else "tool_calls"
-        return CallTools(ToolUse(name, arguments if isinstance(arguments, dict) else {}), finish_reason=reason)
+        arguments = minimal_instance(forced.parameters)
+        # A function that is forced by name ends with stop, as in vLLM.
+        reason = "tool_calls" if request.tool_choice == "required" else "stop"
+        return CallTools(ToolUse(forced.name, arguments if isinstance(arguments, dict) else {}), finish_reason=reason)
     if request.schema is not None:
         return Say(orjson.dumps(minimal_instance(request.schema)).decode())
-    form = request.body.get("response_format")
-    if isinstance(form, dict) and form.get("type") == "json_object":
-        return Say("{}")
     return Say(f"echo: {request.text[:ECHO_CHARACTERS]}")
-
-
-def _forced_tool(request: Request, choice: JsonValue) -> tuple[str, JsonObject] | None:
-    named = choice.get("function") if isinstance(choice, dict) else None
-    wanted = named.get("name") if isinstance(named, dict) else None
-    for tool in request.tools:
-        if choice == "required" or tool.name == wanted:
-            return tool.name, tool.parameters
-    return None

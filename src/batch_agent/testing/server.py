@@ -7,24 +7,23 @@ wait for. ``player`` and ``wire`` define how a reply looks on the wire.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import ClassVar, Self
 
 import orjson
 from aiohttp import web
 
-from batch_agent.backends.simulated.metrics import Sample, prometheus_text
-from batch_agent.errors import SpecError
+from batch_agent.gateway.client_request import BadRequest
+from batch_agent.gateway.http_server import json_response, listen
 from batch_agent.messages import JsonObject
+from batch_agent.testing.metrics import VllmMetrics
 from batch_agent.testing.player import Dropped, Live, play
 from batch_agent.testing.replies import ScriptedReply
 from batch_agent.testing.request import Refusal, Request, refusal
 from batch_agent.testing.script import Script, scripted_reply
-from batch_agent.testing.wire import AnswerWire, Wire, error_object
+from batch_agent.testing.wire import Wire, error_object
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 
@@ -95,20 +94,11 @@ class ModelServer(ABC):
         # A handler is cancelled when its client leaves; the timeout is for clients that are still sending a request.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        try:
-            site = web.TCPSite(runner, self._host, self._port)
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            if error.errno == errno.EADDRINUSE:
-                raise SpecError(f"{self.address} is in use by another program: choose another port") from None
-            raise SpecError(f"cannot listen on {self.address}: {error.strerror or error}") from None
+        await listen(runner, self._host, self._port)
         self._runner, self._port = runner, runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
             for http in list(self._open.values()):
@@ -182,16 +172,20 @@ class ModelServer(ABC):
         wrong = self.wrong_with(request)
         if wrong is not None:
             return self.refuse(wrong.status, wrong.message, wrong.param)
-        return await play(await self.respond(request), http, self.wire(request))
+        try:
+            reply = await self.respond(request)
+        except BadRequest as error:  # the request cannot be read
+            return self.refuse(400, str(error), error.param)
+        return await play(reply, http, self.wire(request))
 
     def wrong_with(self, request: Request) -> Refusal | None:
         return refusal(request, self._models)
 
-    def wire(self, request: Request) -> AnswerWire:
+    def wire(self, request: Request) -> Wire:
         return Wire(request, model=request.model, fingerprint=self._fingerprint)
 
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
-        return _json(error_object(status, message, param), status)
+        return json_response(error_object(status, message, param), status)
 
     def given_key(self, headers: Mapping[str, str]) -> str:
         scheme, _, key = headers.get("Authorization", "").partition(" ")
@@ -209,7 +203,7 @@ class ModelServer(ABC):
         if refused is not None:
             return refused
         cards = [self.model_card(name) for name in self._models or [self._fingerprint]]
-        return _json(self.model_list(cards))
+        return json_response(self.model_list(cards))
 
     def model_list(self, cards: list[JsonObject]) -> JsonObject:
         return {"object": "list", "data": [*cards]}
@@ -224,8 +218,7 @@ class ModelServer(ABC):
 class ScriptedServer(ModelServer):
     """``ScriptedServer([Say("hello"), Fail(503)])`` answers in order of arrival; ``ScriptedServer(lambda request: …)``
     decides for each. With ``models`` other names get 404, with ``api_key`` other keys get 401. ``metrics`` replaces the
-    text of ``/metrics``. An exception in the script is a 500 for the client, and is raised again at exit.
-    """
+    text of ``/metrics``. An exception in the script is a 500 for the client, and is raised again at exit."""
 
     def __init__(
         self,
@@ -250,6 +243,8 @@ class ScriptedServer(ModelServer):
     async def respond(self, request: Request) -> ScriptedReply:
         try:
             return await scripted_reply(self._script, request)
+        except BadRequest:
+            raise
         except Exception as error:
             self._script_error = self._script_error or error
             raise web.HTTPInternalServerError(text=f"the script raised {type(error).__name__}: {error}") from error
@@ -257,17 +252,11 @@ class ScriptedServer(ModelServer):
     def metrics(self) -> str:
         if self._metrics is not None:
             return self._metrics()
-        running = Sample("num_requests_running", "Requests in flight", self.inflight)
-        waiting = Sample("num_requests_waiting", "Requests in a queue; there is none", 0)
-        return prometheus_text([running, waiting], model_name=(self._models or ["scripted"])[0], origin="scripted")
+        told = VllmMetrics((self._models or ["scripted"])[0], "scripted")
+        told.put("num_requests_running", "Requests in flight", self.inflight)
+        return str(told.put("num_requests_waiting", "Requests in a queue; there is none", 0))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, trace)
-        if self._script_error is not None and error is None:
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
+        if self._script_error is not None and exception[1] is None:
             raise self._script_error
-
-
-def _json(value: JsonObject, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")

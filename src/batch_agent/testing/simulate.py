@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from batch_agent.backends.simulated.answers import Answer, chat_answer, text_answer
 from batch_agent.backends.simulated.backend import usage_of
 from batch_agent.backends.simulated.core import Sequence
-from batch_agent.backends.simulated.metrics import engine_metrics
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools, text_prompt
 from batch_agent.messages import JsonObject
+from batch_agent.testing.metrics import engine_metrics
 from batch_agent.testing.player import Live
 from batch_agent.testing.replies import Fail, ScriptedReply
 from batch_agent.testing.request import Request
@@ -38,10 +37,8 @@ class SimulatedServer(ModelServer):
         super().__init__(host=host, port=port, models=[self.model.name], fingerprint="simulated")
         self.runner = EngineRunner(self.model)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await super().__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
         self.runner.close()
 
     async def respond(self, request: Request) -> ScriptedReply | Live:
@@ -79,18 +76,7 @@ class SimulatedServer(ModelServer):
             return
         messages = request.conversation()
         prompt = chat_prompt(encode_tools(request.tools), map(encode_message, messages))
-        yield (
-            prompt,
-            chat_answer(
-                self.model,
-                prompt,
-                messages,
-                request.tools,
-                tool_choice=request.body.get("tool_choice"),
-                schema=request.schema,
-                max_tokens=request.max_tokens,
-            ),
-        )
+        yield prompt, chat_answer(self.model, prompt, messages, request.shape)
 
 
 async def _pieces(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from batch_agent.testing.replies import Answered, Body, Cut, Fail, Malformed, Say, StreamError
-from batch_agent.testing.wire import AnswerWire, say_pieces
+from batch_agent.testing.wire import Wire, say_pieces
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
@@ -27,7 +27,7 @@ class Track:
     dropped: bool = False  # the connection is reset afterwards
 
 
-def track_of(reply: Answered, wire: AnswerWire) -> Track:
+def track_of(reply: Answered, wire: Wire) -> Track:
     match reply:
         case Fail(status, value):
             text = value.encode() if isinstance(value, str) else value
@@ -41,7 +41,7 @@ def track_of(reply: Answered, wire: AnswerWire) -> Track:
             return _stream_track(reply, wire) if wire.request.streamed else _body_track(reply, wire)
 
 
-def _stream_track(reply: Say | Cut | StreamError | Body, wire: AnswerWire) -> Track:
+def _stream_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
     match reply:
         case Say():
             parts = [part for event in _events(reply, wire) for part in _writes(event, reply.write_bytes)]
@@ -58,7 +58,7 @@ def _stream_track(reply: Say | Cut | StreamError | Body, wire: AnswerWire) -> Tr
             return Track([*events, *wire.closing()], STREAM_TYPE)
 
 
-def _body_track(reply: Say | Cut | StreamError | Body, wire: AnswerWire) -> Track:
+def _body_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
     match reply:
         case Say():
             body = wire.body(say_pieces(reply, wire.request))
@@ -75,7 +75,7 @@ def _body_track(reply: Say | Cut | StreamError | Body, wire: AnswerWire) -> Trac
             return Track([orjson.dumps(value)], JSON_TYPE)
 
 
-def _events(answer: Say, wire: AnswerWire) -> list[bytes]:
+def _events(answer: Say, wire: Wire) -> list[bytes]:
     said = (wire.event(piece) for piece in say_pieces(answer, wire.request))
     return [*wire.opening(), *(event for event in said if event is not None)]
 

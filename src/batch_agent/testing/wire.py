@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import orjson
 from pydantic import JsonValue
@@ -83,37 +82,8 @@ def counted_usage(answer: Say, calls: Iterable[ToolCall], request: Request) -> U
     )
 
 
-class AnswerWire(Protocol):
-    """The format of one request's answer."""
-
-    @property
-    def request(self) -> Request: ...
-
-    def opening(self) -> list[bytes]:
-        """Return the start of a stream, before the first token."""
-        ...
-
-    def event(self, piece: Piece) -> bytes | None:
-        """Return the event of a piece; None if this client gets none."""
-        ...
-
-    def closing(self) -> list[bytes]:
-        """Return the end of a stream, after the last piece."""
-        ...
-
-    def body(self, pieces: Iterable[Piece]) -> bytes:
-        """Return the whole answer as one JSON body."""
-        ...
-
-    def error(self, status: int, message: str, param: str | None = None) -> JsonObject: ...
-
-    def sse(self, value: JsonValue) -> bytes:
-        """Return a value as an event of this wire."""
-        ...
-
-
 class Wire:
-    """The answer to a chat, or to a plain completion."""
+    """The format of one request's answer: a chat, or a plain completion. Another wire overrides all methods."""
 
     def __init__(self, request: Request, *, model: str, fingerprint: str) -> None:
         self.request = request
@@ -130,9 +100,11 @@ class Wire:
         }
 
     def opening(self) -> list[bytes]:
+        """Return the start of a stream, before the first token."""
         return [self._chunk({"role": "assistant", "content": ""}, 0)] if self._chat else []
 
     def closing(self) -> list[bytes]:
+        """Return the end of a stream, after the last piece."""
         return [DONE]
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
@@ -142,6 +114,7 @@ class Wire:
         return sse(value)
 
     def event(self, piece: Piece) -> bytes | None:
+        """Return the event of a piece; None if this client gets none."""
         match piece:
             case TextPiece(text, choice):
                 return self._chunk({"content": text}, choice)
@@ -200,17 +173,15 @@ def error_object(status: int, message: str, param: str | None = None) -> JsonObj
 
 
 def usage_object(usage: Usage) -> JsonObject:
+    details: JsonObject = {"cached_tokens": usage.cached_tokens}
+    if usage.cache_write_tokens:
+        details["cache_write_tokens"] = usage.cache_write_tokens
     counted: JsonObject = {
         "prompt_tokens": usage.prompt_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "completion_tokens": usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": details,
     }
-    if usage.cache_write_tokens:
-        counted["prompt_tokens_details"] = {
-            "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": usage.cache_write_tokens,
-        }
     if usage.reasoning_tokens:
         counted["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return counted

@@ -6,12 +6,22 @@ The pool sets each parameter that is annotated with ToolContext; its name does n
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 current_traceparent: ContextVar[str] = ContextVar("batch_agent_traceparent", default="")
 """The trace context (W3C) of the tool call of the current task; "" if the run is not traced."""
+
+
+class CallTrace(Protocol):
+    """The trace context of one tool call."""
+
+    traceparent: str
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Enter this to start the call: tasks started inside belong to the call's span."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,5 +37,5 @@ class ToolContext:
     index: int = 0  # position of the row in the inputs
     turn: int = 0  # number of the model's answer that makes the call, from 1
     state: dict[str, Any] = field(default_factory=dict)
-    traceparent: str = field(default_factory=current_traceparent.get)  # for the tool's own requests; "": not traced
+    traceparent: str = ""  # for the tool's own requests; "": not traced
     cancelled: threading.Event = field(default_factory=threading.Event, repr=False)

@@ -14,6 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -28,7 +29,7 @@ from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
 from batch_agent.tools.boundary import run_foreign
 from batch_agent.tools.cache import Key, ResultCache
-from batch_agent.tools.context import ToolContext
+from batch_agent.tools.context import CallTrace, ToolContext
 from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOutcome, Traffic
 from batch_agent.tools.gates import Gate, Slots
 from batch_agent.tools.latency import Tally, ToolStatistics
@@ -40,6 +41,7 @@ from batch_agent.tools.threads import THREADS, Threads
 __all__ = ["PendingCall", "ToolOutcome", "ToolPool", "ToolStatistics"]
 
 T = TypeVar("T")
+TraceOf = Callable[[], CallTrace]
 logger = logging.getLogger("batch_agent")
 
 # Concurrent async calls: more than threads, because they are cheap, but limited, because most hold a connection. If the
@@ -141,7 +143,7 @@ class ToolPool:
         offer = self._offers.get(name)
         return offer is not None and offer.tool.effect == "read"
 
-    def start(self, call: ToolCall, job: Job = NOBODY, turn: int = 0) -> PendingCall:
+    def start(self, call: ToolCall, job: Job = NOBODY, turn: int = 0, trace: TraceOf | None = None) -> PendingCall:
         """Start a call at once, for a turn of a job. An invalid call ends at once, with a failure for the model."""
         offer = self._offers.get(call.name)
         if offer is None:
@@ -157,14 +159,15 @@ class ToolPool:
             return self._settled(_failure(error, 0.0, offer))
         context = None
         if tool.signature.context is not None:
-            context = ToolContext(job.input, job.job_id, job.index, turn, self._state)
+            place = "" if trace is None else trace().traceparent
+            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place)
             arguments = replace(arguments, values={**arguments.values, tool.signature.context: context})
             identity = f"{job.index} {identity}"  # a tool that sees its row may answer each row differently
         if tool.effect == "write":
             if not tool.declared:
                 tally.compare(identity)
-            return self._launch(offer, arguments, None, context)
-        return self._share(offer, arguments, self._key(tool, identity), context)
+            return self._launch(offer, arguments, None, context, trace)
+        return self._share(offer, arguments, self._key(tool, identity), context, trace)
 
     def prewarm(self, call: ToolCall) -> PendingCall | None:
         """Start a call that a model is expected to make. Returns None if it is not started: its result is not
@@ -223,7 +226,9 @@ class ToolPool:
         shown = name if len(name) <= 64 else f"{name[:64]}..."
         return UnknownTool(f"there is no tool {shown!r}; {hint}The tools are: {', '.join(self._offers) or 'none'}")
 
-    def _share(self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None) -> PendingCall:
+    def _share(
+        self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None, trace: TraceOf | None
+    ) -> PendingCall:
         now = self._now()
         if offer.tool.cacheable and (text := self._cache.get(key, now)) is not None:
             offer.tally.cache_hits += 1
@@ -237,7 +242,7 @@ class ToolPool:
             return PendingCall(flight, now, joined=True)
         if offer.tool.cacheable and self._prewarm_max_age is not None:
             offer.tally.prewarm_misses += 1
-        return self._launch(offer, arguments, key, context)
+        return self._launch(offer, arguments, key, context, trace)
 
     def _under_way(self, key: Key) -> Flight | None:
         """Return the flight of this call that can be joined, or None."""
@@ -248,9 +253,12 @@ class ToolPool:
         now = self._now()
         return PendingCall(Flight("", None, now, self._traffic, end=end), now)
 
-    def _launch(self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None) -> PendingCall:
-        now = self._now()
-        return self._take_off(offer, arguments, Flight(offer.tool.name, key, now, self._traffic, context=context))
+    def _launch(
+        self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None, trace: TraceOf | None
+    ) -> PendingCall:
+        flight = Flight(offer.tool.name, key, self._now(), self._traffic, context=context)
+        with nullcontext() if trace is None else trace().entered():
+            return self._take_off(offer, arguments, flight)
 
     def _take_off(self, offer: _Offer, arguments: Arguments, flight: Flight) -> PendingCall:
         fly = self._fly if offer.tool.batching is None else self._fly_along

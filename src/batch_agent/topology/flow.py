@@ -6,7 +6,8 @@ The outer run has one row, the pipeline itself. Everything is prepared and check
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any, Self, cast
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend
+from batch_agent.cluster.open import open_fed_stages
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.engine.agent.loop_context import LoopContext
 from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.run import Run
+from batch_agent.engine.run.shared_backends import SharedBackends, Wrap
 from batch_agent.engine.run.together import run_together
 from batch_agent.errors import Interrupted, SpecError
 from batch_agent.events import Event, JobFinished, JobStarted, Sink
@@ -29,6 +31,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.spec import BatchSpec
+from batch_agent.store.address import is_store_url
 from batch_agent.store.base import OpenStore
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.timeline import Line
@@ -67,14 +70,15 @@ class Flow:
         command: Mapping[str, JsonValue] | None = None,
         sends: bool = True,
         open_store: OpenStore = SqliteJournal.open,
-        wrap: Callable[[Backend, str | None], Backend] = lambda backend, api_key: backend,
+        wrap: Wrap = lambda backend, api_key: backend,
     ) -> None:
         check_options_of_the_whole(options)
         self.inputs = inputs
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # in the order of the stages
-        self._options, self._sends, self._wrap = dict(options), sends, wrap
-        self._known: dict[tuple[object, ...], Backend] = {}
+        self._options, self._sends = dict(options), sends
+        self._backends = SharedBackends(wrap)
+        self._row_schemas: dict[str, type[object]] = {}  # of stages whose rows are instances of a class
         self._sources: list[Source] = []
         self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
@@ -84,18 +88,27 @@ class Flow:
             raise SpecError("a pipeline needs a stage that calls a model: map or reduce")
         self._prepared = self._outermost()
         self._graph = graph_of(stages)
-        self._run: Run[Any] = Run(
-            self._prepared,
-            [self._observe, *sinks],
-            command,
-            worker=self._work,
-            open_store=open_store,
-            stages=[node.name for node in self.nodes],
-            controls=self,
-        )
+        self._run = self._open([self._observe, *sinks], command, open_store)
         self._metrics = Metrics(self._run.shared.clock)
-        for node in self.nodes:  # in this order: of several stages that can start an agent, the last one goes first
-            node.run = Run(node.prepared, open_store=open_store, within=self._run.shared)
+
+    def _open(self, sinks: Sequence[Sink], command: Mapping[str, JsonValue] | None, open_store: OpenStore) -> Run[Any]:
+        """Return the outer run, and open that of each stage."""
+        whole, nodes = self._prepared, self.nodes
+        cluster = whole.spec.cluster if self._sends else None
+        if cluster is not None or is_store_url(whole.spec.run_dir):
+            open_stages = open_fed_stages if cluster is None else cluster.open_stages
+            fed = open_stages(whole, self._run_stages, sinks, command, controls=self)
+            for node in nodes:
+                with _named(node.name):
+                    node.run = fed.stage(node.name, node.prepared, self._row_schemas.get(node.name))
+            return fed
+        names = [node.name for node in nodes]
+        run: Run[Any] = Run(
+            whole, sinks, command, worker=self._work, open_store=open_store, stages=names, controls=self
+        )
+        for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
+            node.run = Run(node.prepared, open_store=open_store, within=run.shared)
+        return run
 
     async def __aenter__(self) -> Self:
         await self._run.__aenter__()
@@ -210,6 +223,9 @@ class Flow:
     # Running
 
     async def _work(self, row: object, context: LoopContext) -> object:
+        return await self._run_stages()
+
+    async def _run_stages(self) -> object:
         try:
             beside: list[Source | FunctionNode] = [*self._sources, *self._functions]
             await run_together(self.nodes, [partial(node.pump, self._run.shared) for node in beside])
@@ -228,6 +244,8 @@ class Flow:
         for place, stage in reversed(list(enumerate(stages))):
             if isinstance(stage, Agents) and place:
                 check_fields(stages[place - 1], stage)
+                if (schema := schema_of_rows(stages[:place])) is not None:
+                    self._row_schemas[stage.name] = schema
                 out = self._agents(stage, out, RowChannel())
             elif isinstance(stage, Agents):
                 self._agents(stage, out, inputs)
@@ -269,22 +287,10 @@ class Flow:
             raise SpecError(f"two stages are called {name!r}: give each its own name, with name=")
         known = {**self._options, **options}
         for place in RUN_DIR:
-            if known.get(place) is not None:
-                known[place] = Path(known[place]) / name
-        try:
-            spec = BatchSpec(**known)
-            return self._shared_backend(spec, prepare(spec, sends=self._sends))
-        except SpecError as error:
-            raise type(error)(f"{name}: {error}") from None
-
-    def _shared_backend(self, spec: BatchSpec, prepared: Prepared) -> Prepared:
-        """Return the stage with a shared backend: stages with the same address share connections and local weights."""
-        where = spec.runtime if spec.backend is None else spec.backend
-        place = where if isinstance(where, str | None) else id(where)
-        key = (prepared.backend.name, place, spec.api_key, spec.cache)
-        if key not in self._known:
-            self._known[key] = self._wrap(prepared.backend, spec.api_key)
-        return replace(prepared, backend=self._known[key])
+            if (given := known.get(place)) is not None:
+                known[place] = f"{given}/{name}" if is_store_url(given) else Path(given) / name
+        with _named(name):
+            return self._backends.share(prepare(BatchSpec(**known), sends=self._sends))
 
     def _outermost(self) -> Prepared:
         """Return the outer run that contains the stages. It sends nothing itself, and its one row runs all the time."""
@@ -297,11 +303,27 @@ class Flow:
         return replace(prepared, backend=first.backend, model=first.model, max_agents=agents)
 
 
+@contextmanager
+def _named(stage: str) -> Iterator[None]:
+    """Name the stage in the error of its options."""
+    try:
+        yield
+    except SpecError as error:
+        raise type(error)(f"{stage}: {error}") from None
+
+
 def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
     """Return the row counts of a stage. After the end of the pipeline no row is running."""
     own = node.run.statistics()
     total = own.done if own.ended == "complete" else own.total
     return StageCount(node.name, total, own.done, own.failed, 0 if ended else own.alive, node.failed_before)
+
+
+def schema_of_rows(before: Sequence[Stage]) -> type[object] | None:
+    """Return the class of the rows after these stages; None if it is unknown, or if they are plain data."""
+    last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
+    schema = last.options.get("output_schema") if isinstance(last, Agents | Reduce) else None
+    return schema if isinstance(schema, type) and schema is not str else None
 
 
 def check_fields(before: Stage, stage: Agents) -> None:

@@ -30,7 +30,7 @@ from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Placed
 from batch_agent.topology.items import Item, Receiver
 from batch_agent.topology.nodes import error_of, undone
-from batch_agent.topology.tree import Part, Row, Shape, Tree
+from batch_agent.topology.tree import KINDS, Part, Row, Shape, Tree
 from batch_agent.value_type import value_type
 
 FULL = 0.75  # of the room for rows: tokens are estimates
@@ -68,7 +68,8 @@ class ReduceNode:
         self._tree = Tree(shape, room_for_rows(prompt, prepared))
         self._count = 0  # rows put
         self.failed_before = 0  # rows among them that came as failures
-        self._sent: dict[int, Part] = {}
+        self._sent: dict[int, Part] = {}  # by index
+        self._highest = -1  # index that was sent
         self._requests = 0
         self._broken: AgentError | None = None  # error of the first part that could not be reduced
 
@@ -95,9 +96,11 @@ class ReduceNode:
     def _send(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if any(row.covers for row in part.rows):
-                number = len(self._sent) + self._requests
-                self._sent[number] = part
-                self._inlet.put(Placed(number, {"id": part.name, "prompt": wording(self._prompt, part)}))
+                # The last part is sent when all others have ended: its result comes after theirs.
+                index = (self._highest // KINDS + 1) * KINDS if part.last else part.index
+                self._highest = max(self._highest, index)
+                self._sent[index] = part
+                self._inlet.put(Placed(index, {"id": part.name, "prompt": wording(self._prompt, part)}))
             else:  # no request for a part without content
                 message = f"all of results {part.rows[0].first} to {part.rows[-1].last} failed"
                 self._settle(part, self._broken or AgentError.of(InputError(message)))

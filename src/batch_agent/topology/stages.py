@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from batch_agent.errors import SpecError
 from batch_agent.option import Scope, noted
 from batch_agent.spec import OLD_NAMES, BatchSpec
-from batch_agent.store.address import is_store_url
 from batch_agent.topology.tree import Shape
 
 if TYPE_CHECKING:
@@ -68,7 +67,3 @@ def check_options_of_the_whole(options: Mapping[str, Any]) -> None:
     for option in options:
         if option in OF_A_STAGE:
             raise SpecError(f"{option} is an option of a stage, not of the whole pipeline")
-    if is_store_url(options.get("run_dir")) or is_store_url(options.get("checkpoint_dir")):
-        raise SpecError(
-            "run_dir: a pipeline is recorded in a directory; run each of its stages by itself to share it over Redis"
-        )

@@ -15,6 +15,7 @@ from typing import Literal
 from batch_agent.errors import SpecError
 
 Shape = Literal["auto", "flat"] | int
+KINDS = 4  # of indexes, by their remainder: a part of the tree, the two halves of a part, and what joins them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Row:
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """Rows to reduce together; ``merges``: they are answers themselves. ``last``: its answer is the final one.
-    ``whole``: the part that was too long for one request, of which this is a half."""
+    ``whole``: the part that was too long for one request, of which this is a half. ``joins``: the one whose halves it
+    merges."""
 
     level: int
     number: int
@@ -46,6 +48,17 @@ class Part:
     merges: bool
     whole: Part | None = None
     half: int = 0
+    joins: Part | None = None
+
+    @property
+    def index(self) -> int:
+        """A number that no other part has. It is the same in every session, whichever part is ready first, so that a
+        worker can finish the part while the pipeline is resumed. Numbers are dense: results are sorted by an array."""
+        if self.joins is not None:
+            return KINDS * self.joins.index + 3
+        if self.whole is not None:
+            return KINDS * self.whole.index + 1 + self.half
+        return KINDS * ((2 * self.number + 1 << self.level) - 1)
 
     @property
     def name(self) -> str:
@@ -126,7 +139,8 @@ class Tree:
         if len(halves) < 2:
             return []
         del self._halves[whole]
-        return [Part(whole.level, whole.number, (halves[0], halves[1]), whole.last, True, whole.whole, whole.half)]
+        rows = (halves[0], halves[1])
+        return [Part(whole.level, whole.number, rows, whole.last, True, whole.whole, whole.half, joins=whole)]
 
     def _above(self, level: int) -> _Level:
         if level + 1 == len(self._levels):

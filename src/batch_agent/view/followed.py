@@ -92,8 +92,13 @@ class FollowedRun:
                 if not workers:
                     raise NotAlive(f"{self.address} has no worker")
                 table, _ = reader.store.lent().table()
-                status = shared_status(shared_view(reader, address), workers, paused=table.steering.paused)
-                return {"status": status, "rows": [*_running(reader)]}
+                view = shared_view(reader, address)
+                status = shared_status(view, workers, paused=table.steering.paused)
+                rows = _running(reader)
+                for name in reversed(list(view.stages)):  # as in a directory, later stages first
+                    with reader_of(address.at(address.name, name)) as inner:
+                        rows += [{**row, "stage": name} for row in _running(inner)]
+                return {"status": status, "rows": [*rows[:ROWS]]}
         except NotAlive:
             raise
         except BatchAgentError as error:

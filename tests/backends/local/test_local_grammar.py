@@ -17,8 +17,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, JsonValue, TypeAdapter
 from schema_strategies import schemas
 
-from batch_agent.backends.local.grammar import compile_schema
+from batch_agent.backends.local.grammar import Grammar
 from batch_agent.backends.schema.visitor import Inexpressible
+
+
+def compile_schema(schema: dict[str, JsonValue], max_tokens: int) -> str:
+    grammar = Grammar(max_tokens)
+    grammar.root(grammar.add(schema))
+    return grammar.text()
 
 
 def texts_of(schema: dict[str, JsonValue], number: int = 20) -> list[str]:

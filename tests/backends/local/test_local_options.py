@@ -37,7 +37,7 @@ def test_a_path_is_a_model_and_the_query_has_its_options(tmp_path: Path, monkeyp
         ("local://no/such.gguf", "no file"),
         ("local://?threads=0", "threads"),
         ("local://?threads=two", "threads"),
-        ("local://?thread=2", "Options: threads"),
+        ("local://?thread=2", "did you mean .threads"),
     ],
 )
 def test_a_wrong_url_says_what_would_be_right(url: str, says: str) -> None:

@@ -96,16 +96,6 @@ async def test_an_answer_has_its_usage_and_its_first_token(tmp_path: Path) -> No
     assert reply.first_token is not None
 
 
-async def test_a_call_is_reported_once_and_is_the_replys(tmp_path: Path) -> None:
-    shape = RequestShape(model="m", tools=(ToolSpec("t", "", {"type": "object"}),))
-    seen = []
-    async with stand_in(tmp_path) as peer:
-        text = 'say <tool_call>{"name": "t", "arguments": {"a": 1}}</tool_call>'
-        reply = await peer.backend.infer(ask(text, shape), seen.append)
-    assert tuple(seen) == reply.tool_calls
-    assert (seen[0].name, seen[0].arguments, reply.text) == ("t", '{"a": 1}', "")
-
-
 async def test_a_death_in_the_middle_is_not_noticed_by_those_who_wait(tmp_path: Path) -> None:
     async with stand_in(tmp_path) as peer, asyncio.timeout(20):
         first = peer.backend.pid

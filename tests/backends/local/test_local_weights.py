@@ -137,9 +137,3 @@ def test_known_models_are_listed_whether_they_are_there_or_not(cache: Path) -> N
     weights.SMOLLM2.path.write_bytes(b"GGUF")
     there = [(model.name, model.state) for model in available() if model.state != "not fetched"]
     assert there == [("smollm2", "damaged"), ("mine", "damaged")]
-
-
-def test_the_cache_follows_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("BATCH_AGENT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert weights.cache_dir() == tmp_path / "batch-agent"

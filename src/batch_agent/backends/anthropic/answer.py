@@ -15,8 +15,8 @@ from pydantic import JsonValue
 
 from batch_agent.backends.anthropic.request import WIRE, fit, is_empty
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.http.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.http.wire import Naming, counted, echoed_object, json_of, mapping, object_of
+from batch_agent.backends.http.answer_reader import EventReader
+from batch_agent.backends.http.wire import Naming, counted, echoed_object, json_of, mapping, object_of, string_of
 from batch_agent.errors import ContextOverflow, Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
@@ -38,67 +38,44 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
             answer.add(block, arguments_of(block))
     answer.stopped(document)
     answer.use(document.get("usage"))
-    answer.model = _string(document.get("model"))
+    answer.model = string_of(document.get("model"))
     return answer.reply()
 
 
-class AnswerStream:
-    """Takes chunks of an event stream and returns one Reply. Reports each tool call as soon as it is complete. ``said``
-    receives the text piece by piece, so that a caller who cancels still has the beginning."""
-
+class AnswerStream(EventReader):
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
-        self._faults = naming.faults
+        super().__init__(naming, on_tool_call, clock, said)
         self._answer = Answer(naming, on_tool_call)
-        self._clock = clock
-        self._sent_at = clock()
-        self._first_token: float | None = None
-        self._sse = SSEParser()
-        self._said = said
         self._open: dict[object, OpenBlock] = {}  # by the server's index
-        self._done = False
-
-    def feed(self, chunk: bytes) -> bool:
-        """Process a chunk. Returns True when the stream has ended."""
-        try:
-            events = self._sse.feed(chunk)
-        except EventTooLarge as error:
-            raise self._faults.bad(f"the stream has {error}", text="".join(self._said)) from None
-        self._take(events)
-        return self._done
 
     def finish(self) -> Reply:
-        self._take(self._sse.close())
+        self._close()
         if self._answer.stop is None:
-            raise self._faults.bad("the stream stopped before the answer was complete", text="".join(self._said))
+            raise self._unfinished()
         for number in list(self._open):
-            self._close(number)
+            self._close_block(number)
         return self._answer.reply(self._first_token)
 
-    def _take(self, events: list[Event]) -> None:
-        for name, data in events:
-            if self._done:
-                return
-            if name == "error":
-                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
-            self._event(object_of(data, self._faults))
-
-    def _event(self, event: JsonObject) -> None:
+    def _event(self, name: str, event: JsonObject) -> None:
         match event.get("type"):
             case "content_block_delta":
                 block, delta = self._open.get(event.get("index")), event.get("delta")
                 if block is None or not isinstance(delta, dict):
                     raise self._faults.bad("the stream continues a block that was not started")
-                self._delta(block, delta)
+                self._begun()
+                if isinstance(text := delta.get("text"), str):
+                    self._said.append(text)
+                block.extend(delta)
             case "content_block_start":
                 block = self._open[event.get("index")] = OpenBlock(mapping(event.get("content_block")))
                 if text := block.text:
                     self._said.append(text)
             case "content_block_stop":
-                self._close(event.get("index"))
+                self._close_block(event.get("index"))
             case "message_start":
                 begun = mapping(event.get("message"))
                 self._answer.use(begun.get("usage"))
-                self._answer.model = _string(begun.get("model"))
+                self._answer.model = string_of(begun.get("model"))
             case "message_delta":
                 self._answer.stopped(mapping(event.get("delta")))
                 self._answer.use(event.get("usage"))
@@ -107,15 +84,7 @@ class AnswerStream:
             case "error":
                 raise self._faults.reported(event)
 
-    def _delta(self, block: OpenBlock, delta: JsonObject) -> None:
-        if self._first_token is None:
-            self._first_token = self._clock() - self._sent_at
-        text = delta.get("text")
-        if isinstance(text, str):
-            self._said.append(text)
-        block.extend(delta)
-
-    def _close(self, number: object) -> None:
+    def _close_block(self, number: object) -> None:
         block = self._open.pop(number, None)
         if block is not None:
             self._answer.add(*block.whole())
@@ -132,7 +101,7 @@ class OpenBlock:
 
     @property
     def text(self) -> str:
-        return _string(self._began.get("text"))
+        return string_of(self._began.get("text"))
 
     def extend(self, delta: JsonObject) -> None:
         for name, piece in delta.items():
@@ -152,7 +121,7 @@ class OpenBlock:
         given = block.get("input")
         arguments = "".join(self._pieces.pop("partial_json", ())) or (arguments_of(block) if given else "")
         for name, pieces in self._pieces.items():
-            block[name] = _string(block.get(name)) + "".join(pieces)
+            block[name] = string_of(block.get(name)) + "".join(pieces)
         return block, arguments
 
 
@@ -173,7 +142,7 @@ class Answer:
     def add(self, block: JsonObject, arguments: str) -> None:
         kind = block.get("type")
         if kind == "tool_use":
-            call = self._naming.call(fit(_string(block.get("id"))), _string(block.get("name")), arguments)
+            call = self._naming.call(fit(string_of(block.get("id"))), string_of(block.get("name")), arguments)
             block = {**block, "id": call.id}
             self._calls.append(call)
             # A call cut by the token limit also has its block closed: report it now only if it is a whole JSON object.
@@ -184,7 +153,7 @@ class Answer:
         self._blocks.append(block)
 
     def stopped(self, told: Mapping[str, JsonValue]) -> None:
-        self.stop = _string(told.get("stop_reason")) or self.stop
+        self.stop = string_of(told.get("stop_reason")) or self.stop
         self._details = mapping(told.get("stop_details")) or self._details
 
     def use(self, counts: JsonValue) -> None:
@@ -227,7 +196,7 @@ class Answer:
             message = f"{faults.where}: the answer filled the model's context and was cut (stop_reason {stop})"
             raise ContextOverflow(message, text=text, usage=usage)
         if stop == "refusal":
-            why = [_string(self._details.get(name)) for name in ("category", "explanation")]
+            why = [string_of(self._details.get(name)) for name in ("category", "explanation")]
             told = faults.clean(": ".join(filter(None, why)))
             message = f"{faults.where}: the model refused to answer (stop_reason {stop}){told and f', {told}'}"
             raise Rejected(message, text=text, usage=usage)
@@ -238,7 +207,7 @@ class Answer:
         return stop
 
     def _joined(self, kind: str) -> str:
-        return "".join(_string(block.get(kind)) for block in self._blocks if block.get("type") == kind)
+        return "".join(string_of(block.get(kind)) for block in self._blocks if block.get("type") == kind)
 
     def _usage(self) -> Usage:
         counts = self._counts
@@ -261,7 +230,3 @@ def _said(block: JsonObject) -> JsonObject:
 def arguments_of(block: JsonObject) -> str:
     given = block.get("input")
     return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
-
-
-def _string(value: JsonValue) -> str:
-    return value if isinstance(value, str) else ""

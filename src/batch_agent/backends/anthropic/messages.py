@@ -8,7 +8,7 @@ answer is complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -24,7 +24,7 @@ from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.faults import Wording
-from batch_agent.backends.http.wire import Naming, object_of
+from batch_agent.backends.http.wire import object_of, objects_of, string_of
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, JsonObject, Reply, Sealed, Usage
 
@@ -63,6 +63,8 @@ class AnthropicBackend(HttpBackend[Head]):
     ``token`` is always sent as a bearer token."""
 
     wire = WIRE
+    read_whole = staticmethod(read_answer)
+    read_stream = AnswerStream
 
     def __init__(
         self,
@@ -98,14 +100,6 @@ class AnthropicBackend(HttpBackend[Head]):
     def write_body(self, head: Head, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
         return head.body(request.conversation.view(MessagesView), is_last=request.turns_left == 1), None
 
-    def read_whole(self, body: bytes, naming: Naming) -> Reply:
-        return read_answer(body, naming)
-
-    def read_stream(
-        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
-    ) -> AnswerStream:
-        return AnswerStream(naming, on_tool_call, clock, said)
-
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         reply = await super().infer(request, on_tool_call)
         if self.own_body(request) is not None:
@@ -131,7 +125,7 @@ class AnthropicBackend(HttpBackend[Head]):
             entries = page.get("data")
             if not isinstance(entries, list):
                 raise route.faults.bad("the answer is not a list of models")
-            found = [name for entry in entries if (name := _model_name(entry)) and name not in names]
+            found = [name for entry in objects_of(entries) if (name := _model_name(entry)) and name not in names]
             names += found
             last = page.get("last_id")
             if not (page.get("has_more") is True and found and isinstance(last, str)):
@@ -206,9 +200,6 @@ def _joined(reply: Reply, more: Reply) -> Reply:
     )
 
 
-def _model_name(entry: JsonValue) -> str:
+def _model_name(entry: JsonObject) -> str:
     """Return the model's name; "" for a retired model."""
-    if not isinstance(entry, dict) or entry.get("lifecycle") == "retired":
-        return ""
-    name = entry.get("id")
-    return name if isinstance(name, str) else ""
+    return "" if entry.get("lifecycle") == "retired" else string_of(entry.get("id"))

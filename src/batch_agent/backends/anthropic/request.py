@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from batch_agent.backends.anthropic.models import model_of
 from batch_agent.backends.anthropic.schema import format_schema
 from batch_agent.backends.base import RequestShape, text_only
-from batch_agent.backends.http.wire import echoed_object, written, written_options
+from batch_agent.backends.http.wire import echoed_object, objects_of, written, written_options
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.compiler.system import schema_instruction
 from batch_agent.errors import SpecError
@@ -34,10 +34,8 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
 
 class MessagesView:
     """Encodes every block once. The last question and its answer are kept apart from what is ``closed``, because they
-    may still get a mark. The user's message is ``open`` until the model has answered.
-
-    A wire with the same turns and other blocks overrides how a block is written and marked.
-    """
+    may still get a mark. The user's message is ``open`` until the model has answered. A wire with the same turns and
+    other blocks overrides how a block is written and marked."""
 
     __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
 
@@ -59,6 +57,10 @@ class MessagesView:
     def marked(blocks: Sequence[bytes]) -> list[bytes]:
         return [*blocks[:-1], blocks[-1][:-1] + MARK] if blocks else []
 
+    def called_tools(self) -> Sequence[bytes]:
+        """Return the definitions that a request without tools must have."""
+        return ()
+
     def fork(self) -> Self:
         other = type(self)()
         other.system, other._closed, other._asked = self.system.copy(), self._closed.copy(), self._asked.copy()
@@ -68,7 +70,7 @@ class MessagesView:
 
     def extend(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            blocks = self._encoded(message)
+            blocks = [written(self.written(block)) for block in _blocks(message)]
             if message.role == "system" and not (self._open or self._answer):
                 self.system += blocks
                 continue
@@ -106,14 +108,10 @@ class MessagesView:
         return [_message(role, blocks) for role, blocks in exchange if blocks]
 
     def _said_now(self) -> list[bytes]:
-        """Return the user's message so far. A tool call without a result gets a placeholder, because the server
-        requires one."""
+        """Return the user's message so far. A tool call without a result gets the placeholder that servers require."""
         missing = [_result(call, NO_RESULT) | {"is_error": True} for call in self._owed]
         answered = [orjson.dumps(self.written(block)) for block in missing]
         return [*self._open[: self._results], *answered, *self._open[self._results :]]
-
-    def _encoded(self, message: Message) -> list[bytes]:
-        return [written(self.written(block)) for block in _blocks(message)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +123,23 @@ class Head:
     told: Sequence[bytes]  # added to the system prompt: the schema, if the API cannot enforce it
     cached_from: int  # bytes
     goes_on: bool  # the agent may use tools: its next turn repeats this one as a prefix
+    marks_tools: bool = True  # tools can be cached without a system prompt
+    tools_field: tuple[bytes, bytes] = (b',"tools":[', b"]")  # what is before and after the tools
 
     def body(self, view: MessagesView, *, is_last: bool) -> bytes:
         """Return the body with at most three marks: after the prefix that all agents share; after the last question, if
         the previous turn cached something; and at the end, unless this is the last turn."""
-        tools, system = self.tools, [*view.system, *self.told]
+        tools, system = self.tools or view.called_tools(), [*view.system, *self.told]
         shared = sum(map(len, tools)) + sum(map(len, system))
-        if shared >= self.cached_from:
-            tools, system = (tools, view.marked(system)) if system else (view.marked(tools), system)
+        if shared >= self.cached_from and system:
+            system = view.marked(system)
+        elif shared >= self.cached_from and self.marks_tools:
+            tools = view.marked(tools)
         marks = self.goes_on and shared + view.size >= self.cached_from
         parts = [self.fields]
         if tools:
-            parts += [b',"tools":[', b",".join(tools), b"]"]
+            before, after = self.tools_field
+            parts += [before, b",".join(tools), after]
         if system:
             parts += [b',"system":[', b",".join(system), b"]"]
         messages = view.messages(marks_last=marks, marks_end=marks and not is_last)
@@ -187,7 +190,7 @@ def thinking_budget(shape: RequestShape) -> int:
 def answer_blocks(message: Message) -> list[JsonObject]:
     """Return the blocks of an answer, as they are sent back."""
     if message.sealed is not None and message.sealed.wire == WIRE and isinstance(message.sealed.value, list):
-        return [block for block in message.sealed.value if isinstance(block, dict)]
+        return objects_of(message.sealed.value)
     return [*_parts(message.content), *map(_call, message.tool_calls)]
 
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
-from typing import cast
-from urllib.parse import quote
 
 import orjson
 
 from batch_agent.backends.anthropic.answer import PAUSED
-from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, Candidate, JobService, Limits, Lost, State
+from batch_agent.backends.batch.jobs import Answer, JobService, State, Wave
 from batch_agent.backends.http.client import HttpClient
-from batch_agent.blocking import in_thread
+from batch_agent.backends.http.wire import mapping
 from batch_agent.errors import Unavailable
 from batch_agent.messages import JsonObject
 
 
 class AnthropicJobs(JobService):
-    limits = Limits(requests=100_000, body_bytes=245_000_000)  # of 256 MB, minus room for the fields around a body
+    most_requests, most_bytes = 100_000, 245_000_000  # of 256 MB, minus room for the fields around a body
+    names_jobs = False
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/messages/batches")
@@ -29,11 +27,10 @@ class AnthropicJobs(JobService):
         requests = b",".join(b'{"custom_id":"%b","params":%b}' % (own.encode(), body) for own, body in bodies.items())
         return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
 
-    async def candidates(self, lost: Lost) -> list[Candidate]:
-        """Return jobs that may be the lost one. A job cannot carry our own name, and lists the ids of its requests only
-        when it has ended; but it reports their number from the start."""
-        jobs = self.listed("/messages/batches?limit=1000", "after_id", lost.since)
-        return [Candidate(str(job.get("id")), False) async for job in jobs if _count(job) in (None, len(lost.requests))]
+    async def candidates(self, wave: Wave) -> list[str]:
+        """Return jobs with as many requests: a job lists their ids only when it has ended."""
+        jobs = self.listed("limit=1000", "after_id", wave.since)
+        return [str(job.get("id")) async for job in jobs if _count(job) in (None, len(wave.requests))]
 
     def made_at(self, job: JsonObject) -> float | None:
         made = job.get("created_at")
@@ -42,25 +39,15 @@ class AnthropicJobs(JobService):
         return None
 
     async def look(self, job: str) -> State:
-        told = self.document(await self.ask(self.http.route("GET", f"/messages/batches/{quote(job, safe='')}")))
+        told = self.document(await self.ask(self.http.route("GET", self.path_of(job))))
         return State(told.get("processing_status") == "ended", places=[job])
 
     async def answers(self, state: State) -> Mapping[str, Answer]:
         [job] = state.places
-        path = f"/messages/batches/{quote(job, safe='')}/results"
-        content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
-        return await in_thread(partial(self._read, content))
+        return await self.read_lines(f"{self.path_of(job)}/results")
 
-    async def cancel(self, job: str) -> None:
-        await self.ask(self.http.route("POST", f"/messages/batches/{quote(job, safe='')}/cancel"), b"{}")
-
-    def _read(self, content: bytes) -> dict[str, Answer]:
-        """Parse the result lines, in any order. There are many, so this runs in a thread."""
-        rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
-        return {str(row.get("custom_id")): self._answer(row.get("result")) for row in rows}
-
-    def _answer(self, result: object) -> Answer:
-        told = cast(JsonObject, result) if isinstance(result, dict) else {}
+    def answer_in(self, row: JsonObject) -> Answer:
+        told = mapping(row.get("result"))
         kind = told.get("type")
         message = told.get("message")
         if kind == "succeeded" and isinstance(message, dict):

@@ -26,7 +26,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -34,7 +33,8 @@ from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToo
 from batch_agent.backends.batch.job_ledger import JobLedger
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
-from batch_agent.backends.http.wire import Naming, object_of
+from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
+from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Reply
 
@@ -51,37 +51,12 @@ PRICE = 0.5  # of the normal price, at every provider
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The most that one job may hold."""
-
-    requests: int
-    body_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class State:
     """A job's state as its provider reports it. ``failed`` is the reason why nothing of it will be done."""
 
     done: bool
     failed: BackendError | None = None
     places: Sequence[str] = ()  # locations of its answers
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A job that may exist and whose id is unknown. ``wave`` is our own name for it."""
-
-    wave: str
-    requests: Sequence[str]
-    since: float | None  # when it was about to be created, Unix time; None: unknown
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A job that may be the lost one. If it is not ``certain``, its answers decide."""
-
-    job: str
-    certain: bool
 
 
 RESULT_BYTES = 2 * 1024**3  # limit for all answers of a job
@@ -91,13 +66,15 @@ Answer = bytes | BackendError
 
 
 class JobService(ABC):
-    """One provider's batch API, over one HTTP client."""
+    """One provider's batch API, over one HTTP client. ``names_jobs``: a job carries the name that we gave it."""
 
-    limits: Limits
+    most_requests: int  # of one job
+    most_bytes: int  # of all bodies of one job
+    names_jobs: bool
 
     def __init__(self, http: HttpClient, path: str) -> None:
         """``path`` is the route that creates jobs."""
-        self.http = http
+        self.http, self._path = http, path
         self.batches = http.route("POST", path, once=True)  # a job created twice is paid for twice
 
     @abstractmethod
@@ -105,8 +82,9 @@ class JobService(ABC):
         """Create a job for these requests and return its id. ``wave`` is our own name for it."""
 
     @abstractmethod
-    async def candidates(self, lost: Lost) -> list[Candidate]:
-        """Return the jobs that may be the lost one; a certain match is returned alone. Empty: it was never created."""
+    async def candidates(self, wave: Wave) -> list[str]:
+        """Return the jobs that may be the one of a wave whose job's id is unknown: if jobs carry names, the one with
+        the name of the wave. Empty: it was never created."""
 
     @abstractmethod
     async def look(self, job: str) -> State: ...
@@ -116,18 +94,34 @@ class JobService(ABC):
         """Return the answers by request; requests that the job does not mention are missing."""
 
     @abstractmethod
-    async def cancel(self, job: str) -> None: ...
+    def answer_in(self, row: JsonObject) -> Answer:
+        """Return the answer in a result line."""
+
+    async def cancel(self, job: str) -> None:
+        await self.ask(self.http.route("POST", f"{self.path_of(job)}/cancel"), b"{}")
+
+    def path_of(self, job: str) -> str:
+        return f"{self._path}/{quote(job, safe='')}"
+
+    async def read_lines(self, path: str) -> dict[str, Answer]:
+        """Return the answers in a file of result lines, in any order. There are many, so a thread parses them."""
+        content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
+
+        def read() -> dict[str, Answer]:
+            rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
+            return {str(row.get("custom_id")): self.answer_in(row) for row in rows}
+
+        return await in_thread(read)
 
     async def ask(self, route: Route, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         return await self.http.send(route, body, headers=headers) or b""
 
-    async def listed(self, path: str, cursor: str, since: float | None) -> AsyncIterator[JsonObject]:
+    async def listed(self, query: str, cursor: str, since: float | None) -> AsyncIterator[JsonObject]:
         """Yield all jobs created since then, newest first. ``cursor`` names the parameter for the next page."""
         after = ""
         while True:
-            page = self.document(await self.ask(self.http.route("GET", path + after)))
-            jobs = page.get("data")
-            found = [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
+            page = self.document(await self.ask(self.http.route("GET", f"{self._path}?{query}{after}")))
+            found = objects_of(page.get("data"))
             for job in found:
                 made = self.made_at(job)
                 if since is not None and made is not None and made < since - CLOCKS_DIFFER:
@@ -208,7 +202,7 @@ class JobBackend(Backend):
             images=known.images,
             documents=known.documents,
             streaming=False,
-            default_inflight=self._service.limits.requests,
+            default_inflight=self._service.most_requests,
             patient=True,
             price=PRICE,
         )
@@ -229,17 +223,15 @@ class JobBackend(Backend):
         self._entered += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._entered -= 1
-        self._well = self._well and kind is None
+        self._well = self._well and exception[0] is None
         try:
             if not self._entered:
                 await self._leave(well=self._well)
         finally:
-            await self._service.http.__aexit__(kind, error, trace)
-            await self._wire.__aexit__(kind, error, trace)
+            await self._service.http.__aexit__(*exception)
+            await self._wire.__aexit__(*exception)
 
     def check(self, shape: RequestShape) -> None:
         self._wire.check(shape)
@@ -257,9 +249,7 @@ class JobBackend(Backend):
             raise copy(answer)  # several callers may have received the same error
         reply = self._wire.read_whole(answer, Naming(request.conversation.messages, self._wire.faults))
         reply = self._wire.finished(reply, request.shape)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
+        report_calls(reply, on_tool_call)
         return reply
 
     def has_bought(self, request: ModelRequest) -> bool:
@@ -292,9 +282,10 @@ class JobBackend(Backend):
         self._known.setdefault(own.partition("-")[0], []).append((wave, own))
 
     def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
-        limits, wave = self._service.limits, self._gathering
-        if wave is not None and (len(wave.bodies) >= limits.requests or wave.size + len(body) > limits.body_bytes):
-            wave.full, wave = True, None
+        service, wave = self._service, self._gathering
+        if wave is not None:
+            wave.full = len(wave.bodies) >= service.most_requests or wave.size + len(body) > service.most_bytes
+            wave = None if wave.full else wave
         if wave is None:
             wave = self._gathering = Wave(secrets.token_hex(8))
         own, again = digest, 0
@@ -383,17 +374,16 @@ class JobBackend(Backend):
 
     async def _find(self, wave: Wave) -> str | None:
         """Return the job of a wave that was sent without an answer; None if it is certain that there is none."""
-        lost = Lost(wave.name, wave.requests, wave.since)
         others = {other.job for other in self._waves}
         for pause in (self._look * UNLISTED_LOOKS, 0.0):
-            for candidate in await self._service.candidates(lost):
-                if candidate.certain:
-                    return candidate.job
-                if candidate.job not in others:
-                    state = await self._until_done(candidate.job)
+            for job in await self._service.candidates(wave):
+                if self._service.names_jobs:
+                    return job
+                if job not in others:
+                    state = await self._until_done(job)
                     if state.failed is None and (await self._service.answers(state)).keys() == set(wave.requests):
-                        return candidate.job
-                    others.add(candidate.job)
+                        return job
+                    others.add(job)
             await asyncio.sleep(pause)  # a new job may not be listed yet
         return None
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from functools import partial
 from urllib.parse import quote
 
 import orjson
-from pydantic import JsonValue
 
-from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, Candidate, JobService, Limits, Lost, State
+from batch_agent.backends.batch.jobs import Answer, JobService, State, Wave
 from batch_agent.backends.http.client import HttpClient
-from batch_agent.blocking import in_thread
+from batch_agent.backends.http.wire import mapping, objects_of
 from batch_agent.errors import Rejected, Unavailable
 from batch_agent.messages import JsonObject
 
@@ -22,7 +20,8 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class OpenAIJobs(JobService):
-    limits = Limits(requests=50_000, body_bytes=190_000_000)  # of 200 MB, minus room for the fields around a body
+    most_requests, most_bytes = 50_000, 190_000_000  # of 200 MB, minus room for the fields around a body
+    names_jobs = True
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/batches")
@@ -43,12 +42,10 @@ class OpenAIJobs(JobService):
         }
         return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
 
-    async def candidates(self, lost: Lost) -> list[Candidate]:
-        """Return the job that carries our name in its metadata."""
-        async for job in self.listed("/batches?limit=100", "after", lost.since):
-            metadata = job.get("metadata")
-            if isinstance(metadata, dict) and metadata.get(WAVE) == lost.wave:
-                return [Candidate(str(job["id"]), certain=True)]
+    async def candidates(self, wave: Wave) -> list[str]:
+        async for job in self.listed("limit=100", "after", wave.since):
+            if mapping(job.get("metadata")).get(WAVE) == wave.name:
+                return [str(job["id"])]
         return []
 
     def made_at(self, job: JsonObject) -> float | None:
@@ -56,7 +53,7 @@ class OpenAIJobs(JobService):
         return float(made) if isinstance(made, int | float) else None
 
     async def look(self, job: str) -> State:
-        told = self.document(await self.ask(self.http.route("GET", f"/batches/{quote(job, safe='')}")))
+        told = self.document(await self.ask(self.http.route("GET", self.path_of(job))))
         status = told.get("status")
         places = [str(place) for name in ("output_file_id", "error_file_id") if (place := told.get(name))]
         if status in OPEN:
@@ -71,20 +68,11 @@ class OpenAIJobs(JobService):
     async def answers(self, state: State) -> Mapping[str, Answer]:
         found: dict[str, Answer] = {}
         for place in state.places:
-            path = f"/files/{quote(place, safe='')}/content"
-            content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
-            found = await in_thread(partial(self._read, content)) | found  # answers take precedence over errors
+            # Answers take precedence over errors.
+            found = await self.read_lines(f"/files/{quote(place, safe='')}/content") | found
         return found
 
-    def _read(self, content: bytes) -> dict[str, Answer]:
-        """Parse the result lines, in any order. There are many, so this runs in a thread."""
-        rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
-        return {str(row.get("custom_id")): self._answer(row) for row in rows}
-
-    async def cancel(self, job: str) -> None:
-        await self.ask(self.http.route("POST", f"/batches/{quote(job, safe='')}/cancel"), b"{}")
-
-    def _answer(self, row: JsonObject) -> Answer:
+    def answer_in(self, row: JsonObject) -> Answer:
         response = row.get("response")
         if isinstance(response, dict):
             status, body = response.get("status_code"), orjson.dumps(response.get("body"))
@@ -99,10 +87,8 @@ class OpenAIJobs(JobService):
 
 
 def _why(job: JsonObject) -> str:
-    errors = job.get("errors")
-    listed: JsonValue = errors.get("data") if isinstance(errors, dict) else None
-    told = listed if isinstance(listed, list) else []
-    words = [str(error.get("message")) for error in told if isinstance(error, dict)]
+    told = objects_of(mapping(job.get("errors")).get("data"))
+    words = [str(error.get("message")) for error in told]
     return "; ".join(words[:3]) or "no reason given"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from botocore.eventstream import EventStreamBuffer, ParserError
 from pydantic import JsonValue
 
-from batch_agent.backends.anthropic.answer import Answer, OpenBlock, arguments_of
+from batch_agent.backends.anthropic.answer import Answer, AnswerStream, OpenBlock, arguments_of
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.http.wire import Naming, mapping, object_of
 from batch_agent.messages import JsonObject, Reply
@@ -40,18 +40,12 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     return answer.reply()
 
 
-class ConverseStream:
-    """Takes chunks of frames and returns one Reply. Reports each tool call as soon as it is complete."""
+class ConverseStream(AnswerStream):
+    """Reads frames instead of events."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
-        self._faults = naming.faults
-        self._answer = Answer(naming, on_tool_call)
-        self._clock, self._sent_at = clock, clock()
-        self._first_token: float | None = None
+        super().__init__(naming, on_tool_call, clock, said)
         self._frames = EventStreamBuffer()
-        self._said = said
-        self._open: dict[object, OpenBlock] = {}
-        self._done = False
 
     def feed(self, chunk: bytes) -> bool:
         self._frames.add_data(chunk)
@@ -64,13 +58,8 @@ class ConverseStream:
                     raise self._faults.reported({**told, "type": kind})
                 self._event(str(headers.get(":event-type")), told)
         except ParserError as error:  # a wrong checksum or an impossible length
-            raise self._faults.bad(f"the stream is damaged: {error}", text="".join(self._said)) from None
+            raise self._broken(f"the stream is damaged: {error}") from None
         return self._done
-
-    def finish(self) -> Reply:
-        if self._answer.stop is None:
-            raise self._faults.bad("the stream stopped before the answer was complete", text="".join(self._said))
-        return self._answer.reply(self._first_token)
 
     def _event(self, kind: str, event: JsonObject) -> None:
         number = event.get("contentBlockIndex")
@@ -80,9 +69,7 @@ class ConverseStream:
             case "contentBlockDelta":
                 self._delta(number, mapping(event.get("delta")))
             case "contentBlockStop":
-                block = self._open.pop(number, None)
-                if block is not None:
-                    self._answer.add(*block.whole())
+                self._close_block(number)
             case "messageStop":
                 self._answer.stopped(_stop(event))
             case "metadata":  # comes last, with the usage
@@ -90,8 +77,7 @@ class ConverseStream:
                 self._done = True
 
     def _delta(self, number: object, delta: JsonObject) -> None:
-        if self._first_token is None:
-            self._first_token = self._clock() - self._sent_at
+        self._begun()
         kind, told = next(iter(delta.items()), ("", None))
         block = self._open.get(number)
         if block is None:  # only tool calls start with an event of their own

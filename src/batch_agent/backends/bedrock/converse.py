@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from batch_agent.backends.address import Address
+from batch_agent.backends.anthropic.request import Head
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
-from batch_agent.backends.bedrock.request import ConverseView, Head, build_head, check_shape, keeps_schemas
+from batch_agent.backends.bedrock.request import ConverseView, build_head, check_shape, keeps_schemas
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Wording
@@ -64,8 +65,7 @@ class Signer:
         self._frozen: ReadOnlyCredentials | None = None
 
     async def renew(self) -> None:
-        """Load credentials if they are missing or about to expire, in a thread: the lookup may contact other
-        machines."""
+        """Load credentials if they are missing or about to expire, in a thread: the lookup may use the network."""
         from botocore.credentials import RefreshableCredentials
 
         known = self._credentials

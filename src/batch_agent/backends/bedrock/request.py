@@ -7,21 +7,22 @@ The API has one conversation format for all models. Options it has no field for 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.anthropic.models import model_of
-from batch_agent.backends.anthropic.request import MessagesView, told_schema
+from batch_agent.backends.anthropic.request import Head, MessagesView, told_schema
 from batch_agent.backends.anthropic.schema import format_schema
 from batch_agent.backends.base import RequestShape
+from batch_agent.backends.http.wire import objects_of
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import Rejected, SpecError
-from batch_agent.messages import JsonObject, Message, ToolSpec
+from batch_agent.messages import JsonObject, Message
 
 CACHE_POINT = b'{"cachePoint":{"type":"default"}}'
 OWN_FIELDS = ("messages", "system", "toolConfig", "inferenceConfig", "outputConfig")
@@ -69,6 +70,9 @@ class ConverseView(MessagesView):
             self.called |= dict.fromkeys(call.name for call in message.tool_calls)
         super().extend(messages)
 
+    def called_tools(self) -> Sequence[bytes]:
+        return [orjson.dumps(_tool(name)) for name in self.called]
+
     @staticmethod
     def written(block: JsonObject) -> JsonObject:
         match block.get("type"):
@@ -95,37 +99,6 @@ class ConverseView(MessagesView):
         return [*blocks, CACHE_POINT] if blocks else []
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What all requests of one shape start with."""
-
-    fields: bytes  # without the closing brace
-    tools: Sequence[bytes]
-    choice: bytes
-    told: Sequence[bytes]  # added to the system prompt: the schema, if the API cannot enforce it
-    caches: bool
-    keeps_tools: bool
-    cached_from: int  # bytes
-    goes_on: bool
-
-    def body(self, view: ConverseView, *, is_last: bool) -> bytes:
-        tools, system = self.tools or [orjson.dumps(_tool(name)) for name in view.called], [*view.system, *self.told]
-        shared = sum(map(len, tools)) + sum(map(len, system))
-        if self.caches and shared >= self.cached_from:
-            if system:
-                system = view.marked(system)
-            elif self.keeps_tools:
-                tools = view.marked(tools)
-        marks = self.caches and self.goes_on and shared + view.size >= self.cached_from
-        parts = [self.fields]
-        if tools:
-            parts += [b',"toolConfig":{"tools":[', b",".join(tools), b"]", self.choice, b"}"]
-        if system:
-            parts += [b',"system":[', b",".join(system), b"]"]
-        messages = view.messages(marks_last=marks, marks_end=marks and not is_last)
-        return b"".join([*parts, b',"messages":[', messages, b"]}"])
-
-
 def build_head(shape: RequestShape, *, native_schema: bool) -> Head:
     for name in OWN_FIELDS:
         if name in shape.extra_body:
@@ -133,18 +106,19 @@ def build_head(shape: RequestShape, *, native_schema: bool) -> Head:
     form = format_schema(shape.schema) if shape.schema is not None and native_schema else None
     # There is no choice 'none', so the request offers no tools instead.
     tools = () if shape.tool_choice == "none" else shape.tools
-    choice = _tool_choice(shape.tool_choice) if tools else None
+    chosen = _tool_choice(shape.tool_choice) if tools else None
+    caches = _CACHES.search(shape.model) is not None
     try:
+        choice = b"" if chosen is None else b',"toolChoice":' + orjson.dumps(chosen)
         told = [] if shape.schema is None or form is not None else [ConverseView.written(told_schema(shape.schema))]
         return Head(
             fields=orjson.dumps(_fields(shape, form))[:-1],
-            tools=[orjson.dumps(_spec(tool)) for tool in tools],
-            choice=b"" if choice is None else b',"toolChoice":' + orjson.dumps(choice),
+            tools=[orjson.dumps(_tool(tool.name, tool.description, tool.parameters)) for tool in tools],
             told=[orjson.dumps(block) for block in told],
-            caches=_CACHES.search(shape.model) is not None,
-            keeps_tools=_KEEPS_TOOLS.search(shape.model) is not None,
-            cached_from=model_of(shape.model).cached_from * BYTES_PER_TOKEN,
+            cached_from=model_of(shape.model).cached_from * BYTES_PER_TOKEN if caches else sys.maxsize,
             goes_on=bool(tools),
+            marks_tools=_KEEPS_TOOLS.search(shape.model) is not None,
+            tools_field=(b',"toolConfig":{"tools":[', b"]" + choice + b"}"),
         )
     except orjson.JSONEncodeError as error:
         raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
@@ -205,26 +179,16 @@ def _document(source: JsonValue) -> JsonObject:
 
 def _result(block: JsonObject) -> JsonObject:
     content = block.get("content", "")
-    parts = [{"text": content or "(nothing)"}] if isinstance(content, str) else list(map(_part, _listed(content)))
+    parts = [*map(ConverseView.written, objects_of(content))]
+    if isinstance(content, str):
+        parts = [{"text": content or "(nothing)"}]
     status = "error" if block.get("is_error") else "success"
     return {"toolUseId": block["tool_use_id"], "content": [*parts], "status": status}
 
 
-def _part(block: JsonValue) -> JsonObject:
-    return ConverseView.written(block if isinstance(block, dict) else {})
-
-
-def _listed(value: JsonValue) -> list[JsonValue]:
-    return value if isinstance(value, list) else []
-
-
-def _spec(tool: ToolSpec) -> JsonObject:
-    return _tool(tool.name, tool.description, {"type": "object", **tool.parameters})
-
-
 def _tool(name: str, description: str = "", parameters: JsonObject | None = None) -> JsonObject:
     described: JsonObject = {"description": description} if description.strip() else {}
-    schema = parameters or {"type": "object"}
+    schema: JsonObject = {"type": "object", **(parameters or {})}
     return {"toolSpec": {"name": name, **described, "inputSchema": {"json": schema}}}
 
 

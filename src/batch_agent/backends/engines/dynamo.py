@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.engines.engine import ABLE, EngineBackend
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -66,11 +66,7 @@ class DynamoBackend(EngineBackend):
         return Tail(fields, headers)
 
     async def facts(self, model: str) -> Facts:
-        entries = (await self.ask_if_there(self._models)).get("data")
-        for entry in entries if isinstance(entries, list) else ():
-            if at(entry, "id") == model:
-                return Facts(context=whole(at(entry, "context_window")))
-        return Facts()
+        return Facts(context=await self.context_of(model, "context_window"))
 
     async def load(self, endpoint: str = "") -> Load:
         told = await self.read_metrics(NAMES)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
@@ -113,20 +112,24 @@ class EngineBackend(OpenAIBackend):
         text = await self._http.send(self._metrics) or b""
         return Exposition(text.decode("utf-8", "replace"), names)
 
-    async def ask(self, route: Route, question: JsonObject | None = None) -> JsonObject:
-        """Call one of the engine's own routes with a JSON object or nothing. Returns a JSON object."""
-        return await self.ask_bytes(route, None if question is None else orjson.dumps(question))
+    async def ask(self, route: Route, question: bytes | None = None) -> JsonObject:
+        """Call one of the engine's own routes. Returns the JSON object of its answer."""
+        return object_of(await self._http.send(route, question) or b"", route.faults)
 
-    async def ask_bytes(self, route: Route, question: bytes | None) -> JsonObject:
-        body = await self._http.send(route, question) or b""
-        return object_of(body, route.faults)
-
-    async def ask_if_there(self, route: Route, question: JsonObject | None = None) -> JsonObject:
+    async def ask_if_there(self, route: Route) -> JsonObject:
         """Like ``ask``, but returns {} if the server has no such route or does not answer soon."""
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(self.patience):
-                return await self.ask(route, question)
+                return await self.ask(route)
         return {}
+
+    async def context_of(self, model: str, field: str = "max_model_len") -> int | None:
+        """Return the context length in the list of models; None if the server does not report it."""
+        entries = (await self.ask_if_there(self._models)).get("data")
+        for entry in entries if isinstance(entries, list) else ():
+            if at(entry, "id") == model:
+                return whole(at(entry, field))
+        return None
 
 
 def shares(sharing: Sharing) -> bool | None:

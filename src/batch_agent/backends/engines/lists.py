@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import TypeVar
 
+import orjson
+
 from batch_agent.backends.base import Answers, caught
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.openai.chat_answer import read_answer
 from batch_agent.errors import BackendError
 from batch_agent.messages import Reply
 
@@ -27,6 +32,17 @@ async def infer_in_lists(
     lists = [asked[start : start + most] for start in range(0, len(asked), most)]
     answered = await asyncio.gather(*(_ask_list(part, ask_list, ask_one) for part in lists))
     return [answer for answers, _ in answered for answer in answers], all(there for _, there in answered)
+
+
+def read_each(bodies: Iterable[Mapping[str, object]], faults: Faults) -> Answers:
+    """Return the answers of a list, each given as the body of a single answer."""
+    answers: Answers = []
+    for body in bodies:
+        try:
+            answers.append(read_answer(orjson.dumps(body), Naming((), faults)))
+        except BackendError as error:
+            answers.append(error)
+    return answers
 
 
 async def _ask_list(

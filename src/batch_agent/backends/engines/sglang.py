@@ -21,9 +21,8 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.advice import EngineState
 from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
-from batch_agent.backends.engines.lists import infer_in_lists
-from batch_agent.backends.http.wire import Naming, json_of
-from batch_agent.backends.openai.chat_answer import read_answer
+from batch_agent.backends.engines.lists import infer_in_lists, read_each
+from batch_agent.backends.http.wire import json_of
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import JsonObject, Reply
@@ -74,11 +73,7 @@ class SglangBackend(EngineBackend):
             self._priority = info.get("enable_priority_scheduling") is True or (self._evicts_by_priority and takes)
         self._kv_tokens = _kv_tokens(info)
         self._offloads = info.get("enable_hierarchical_cache") is True
-        entries = (await self.ask_if_there(self._models)).get("data")
-        for entry in entries if isinstance(entries, list) else ():
-            if at(entry, "id") == model:
-                return Facts(context=whole(at(entry, "max_model_len")) or whole(info.get("context_length")))
-        return Facts()
+        return Facts(context=await self.context_of(model) or whole(info.get("context_length")))
 
     async def state(self, sharing: Sharing) -> EngineState:
         info = await self.ask_if_there(self._server_info)
@@ -147,13 +142,7 @@ class SglangBackend(EngineBackend):
         told = json_of(body)
         if not isinstance(told, list) or len(told) != len(texts):
             raise faults.bad(f"the answer is not a list of {len(texts)}")
-        answers: Answers = []
-        for answer in told:
-            try:
-                answers.append(read_answer(_as_chat(answer), Naming((), faults)))
-            except BackendError as error:
-                answers.append(error)
-        return answers
+        return read_each(map(_as_chat, told), faults)
 
 
 def _sampling(shape: RequestShape) -> JsonObject:
@@ -172,12 +161,12 @@ def _sampling(shape: RequestShape) -> JsonObject:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _as_chat(answer: JsonValue) -> bytes:
+def _as_chat(answer: JsonValue) -> JsonObject:
     counts = {name: at(answer, "meta_info", name) for name in ("prompt_tokens", "completion_tokens")}
     cached = {"cached_tokens": at(answer, "meta_info", "cached_tokens")}
     finish = at(answer, "meta_info", "finish_reason")
-    choice = {"message": {"content": at(answer, "text")}, "finish_reason": finish}
-    return orjson.dumps({"choices": [choice], "usage": {**counts, "prompt_tokens_details": cached}})
+    choice: JsonObject = {"message": {"content": at(answer, "text")}, "finish_reason": finish}
+    return {"choices": [choice], "usage": {**counts, "prompt_tokens_details": cached}}
 
 
 def _kv_tokens(info: JsonObject) -> int | None:

@@ -34,14 +34,12 @@ from batch_agent.backends.base import (
 from batch_agent.backends.engines.advice import EngineState
 from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.exposition import Exposition
-from batch_agent.backends.engines.lists import infer_in_lists
+from batch_agent.backends.engines.lists import infer_in_lists, read_each
 from batch_agent.backends.engines.pin_orders import FIELD, PinOrders
 from batch_agent.backends.http.client import Route
-from batch_agent.backends.http.wire import Naming
-from batch_agent.backends.openai.chat import end_body, join_body
-from batch_agent.backends.openai.chat_answer import read_answer
-from batch_agent.backends.openai.server import Tail
-from batch_agent.errors import BackendError, Rejected
+from batch_agent.backends.openai.chat import ChatView
+from batch_agent.backends.openai.server import Tail, end_body, join_body
+from batch_agent.errors import Rejected
 from batch_agent.messages import JsonObject, Reply
 
 PORT = 8000
@@ -115,11 +113,7 @@ class VllmBackend(EngineBackend):
         if self._priority is None:
             info = await self.ask_if_there(self._server_info)
             self._priority = at(info, "vllm_config", "scheduler_config", "policy") == "priority" if info else None
-        entries = (await self.ask_if_there(self._models)).get("data")
-        for entry in entries if isinstance(entries, list) else ():
-            if at(entry, "id") == model:
-                return Facts(context=whole(at(entry, "max_model_len")))
-        return Facts()
+        return Facts(context=await self.context_of(model))
 
     async def state(self, sharing: Sharing) -> EngineState:
         told = await self.read_metrics(NAMES)
@@ -130,7 +124,7 @@ class VllmBackend(EngineBackend):
         offloads = cache.get("kv_offloading_size", "None") != "None" or "Offload" in connector or "LMCache" in connector
         return EngineState(
             "vllm",
-            prefix_caching=_flag(cache.get("enable_prefix_caching")) is not False and shares(sharing),
+            prefix_caching=cache.get("enable_prefix_caching", "True") == "True" and shares(sharing),
             reports_cached=sharing.in_answer if sharing.share else None,
             by_priority=None if policy is None else policy == "priority",
             offloads=offloads if cache else None,
@@ -139,12 +133,11 @@ class VllmBackend(EngineBackend):
         )
 
     async def count_tokens(self, prompt: Prompt, shape: RequestShape | None = None) -> int:
-        """Return the tokens of the whole prompt as the server renders it, with the tools of ``shape`` and the answer's
-        opening."""
+        """Return the tokens of the prompt as the server renders it, with the tools of ``shape`` and the opening."""
         shape = shape or RequestShape("")
-        asked = orjson.loads(join_body(self._head(shape, False), conversation_of(prompt)))
+        asked = orjson.loads(join_body(self._head(shape, False), conversation_of(prompt).view(ChatView)))
         question = {name: asked[name] for name in ("model", "messages", "tools") if asked.get(name)}
-        count = (await self.ask(self._tokenize, question)).get("count")
+        count = (await self.ask(self._tokenize, orjson.dumps(question))).get("count")
         if type(count) is not int:
             raise self._tokenize.faults.bad("the answer has no count of tokens")
         return count
@@ -160,28 +153,19 @@ class VllmBackend(EngineBackend):
     async def _infer_list(self, requests: Sequence[ModelRequest]) -> Answers:
         faults, shape = self._lists.faults, requests[0].shape
         own = self.tail_of(min(requests, key=lambda request: request.priority)).fields
-        conversations = b",".join(join_body(b"[", request.conversation, b"]") for request in requests)
-        document = await self.ask_bytes(self._lists, self._head(shape, False) + conversations + end_body(own))
+        conversations = b",".join(join_body(b"[", request.conversation.view(ChatView), b"]") for request in requests)
+        document = await self.ask(self._lists, self._head(shape, False) + conversations + end_body(own))
         choices = document.get("choices")
         by_index = {at(choice, "index"): choice for choice in choices} if isinstance(choices, list) else {}
-        answers: Answers = []
-        for place, usage in enumerate(_shares(document.get("usage"), len(requests))):
-            alone = orjson.dumps({"choices": [by_index.get(place)], "usage": usage})
-            try:
-                answers.append(read_answer(alone, Naming((), faults)))
-            except BackendError as error:
-                answers.append(error)
-        return answers
+        usages = _shares(document.get("usage"), len(requests))
+        alone = ({"choices": [by_index.get(place)], "usage": usage} for place, usage in enumerate(usages))
+        return read_each(alone, faults)
 
     async def load(self, endpoint: str = "") -> Load:
         told = await self.read_metrics(NAMES)
         if not told.samples(RUNNING):
             raise self._metrics.faults.bad("the metrics are not those of a vLLM server")
         return read_load(told)
-
-
-def _flag(text: str | None) -> bool | None:
-    return None if text is None else text == "True"
 
 
 def read_load(told: Exposition) -> Load:

@@ -10,8 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import (
@@ -23,6 +22,7 @@ from batch_agent.backends.base import (
     Probe,
     RequestShape,
 )
+from batch_agent.backends.http.answer_reader import AnswerReader
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.connection import Receive
 from batch_agent.backends.http.faults import Faults
@@ -34,18 +34,6 @@ from batch_agent.messages import JsonObject, Quota, Reply, Sealed, Usage
 
 Head = TypeVar("Head")
 _STREAMED = frozenset({"stream", "stream_options"})
-
-
-class AnswerReader(Protocol):
-    """Reads one streamed answer."""
-
-    def feed(self, chunk: bytes) -> bool:
-        """Process a chunk. Returns True when the stream has ended. Reports each tool call as soon as it is complete."""
-        ...
-
-    def finish(self) -> Reply:
-        """Called at the end of the stream. Returns the answer, or raises the error that it is incomplete."""
-        ...
 
 
 class HttpBackend(Backend, Generic[Head]):
@@ -75,7 +63,7 @@ class HttpBackend(Backend, Generic[Head]):
     def read_stream(
         self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
     ) -> AnswerReader:
-        """Return a reader. ``said`` receives the text piece by piece; ``clock`` times the first piece."""
+        """Return a reader of one streamed answer."""
 
     @abstractmethod
     async def models(self) -> list[str]: ...
@@ -95,10 +83,8 @@ class HttpBackend(Backend, Generic[Head]):
         await self._http.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await self._http.__aexit__(*exception)
 
     def check(self, shape: RequestShape) -> None:
         self.write_head(shape, False)
@@ -112,8 +98,6 @@ class HttpBackend(Backend, Generic[Head]):
             request.said.clear()  # from an earlier attempt
             stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
-        if request.traceparent:
-            headers = {**(headers or {}), "traceparent": request.traceparent}
         quota: Quota | None = None
 
         def on_headers(answered: Mapping[str, str]) -> None:
@@ -121,7 +105,8 @@ class HttpBackend(Backend, Generic[Head]):
             quota = read_quota(answered)
 
         receive = None if stream is None else _beginning(stream.feed, request.on_begin)
-        answer = await self._http.send(self.route_of(request, stream is not None), body, receive, headers, on_headers)
+        route = self.route_of(request, stream is not None)
+        answer = await self._http.send(route, body, receive, headers, on_headers, request.traceparent)
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
@@ -153,7 +138,8 @@ class HttpBackend(Backend, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        body = await self._http.send(self._chat, written(fields), None, headers, on_headers) or b""
+        sent = self._http.send(self._chat, written(fields), None, headers, on_headers, request.traceparent)
+        body = await sent or b""
         try:
             reply = self.read_whole(body, Naming(request.conversation.messages, self._chat.faults))
         except (Truncated, Rejected) as end:

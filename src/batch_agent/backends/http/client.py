@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from multidict import CIMultiDict
@@ -24,7 +23,6 @@ from batch_agent.backends.http.request import with_length, write_head, write_lin
 from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import SpecError
 
-LARGE_BODY_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
 
@@ -74,6 +72,7 @@ class HttpClient:
         self._base = url
         self._headers: CIMultiDict[str] = CIMultiDict(own)
         self._headers.update(headers or {})
+        self._sends_traceparent = "traceparent" not in self._headers
         for name, value in self._headers.items():
             _check_header(name, value)
         values = [authorization, *(headers or {}).values()]
@@ -103,10 +102,8 @@ class HttpClient:
         self._proxy, self._origin = proxy, Origin.of(self._base, proxy)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._transport.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: object) -> None:
+        await self._transport.__aexit__(*exception)
 
     async def send(
         self,
@@ -115,11 +112,16 @@ class HttpClient:
         receive: Receive | None = None,
         headers: Mapping[str, str] | None = None,
         on_headers: Callable[[Mapping[str, str]], None] | None = None,
+        traceparent: str = "",
     ) -> bytes | None:
         """Return the body of a good answer; None if ``receive`` consumed it as a stream. ``headers`` are added to this
-        request; ``on_headers`` gets those of a good answer before its body."""
+        request, and ``traceparent``, unless the user set that header; ``on_headers`` gets the headers of a good answer
+        before its body."""
         method, streamed = route.method, False
-        head = with_length(self._head(route, headers, body), method, body)
+        head = self._head(route, headers, body)
+        if traceparent and self._sends_traceparent:
+            head += b"traceparent: %b\r\n" % traceparent.encode()
+        head = with_length(head, method, body)
         on_head: OnHead | None = None
         if receive is not None:
             # The stream is consumed where its bytes arrive, in this task's context.

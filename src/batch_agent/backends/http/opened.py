@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from multidict import CIMultiDict
@@ -47,9 +46,7 @@ class OpenResponse:
         await self._send(self)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._connection.abandon(self._response)
         if self._done.done() and not self._done.cancelled():
             self._done.exception()  # mark the error as retrieved: the caller may not have read so far

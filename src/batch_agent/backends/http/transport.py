@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 from urllib.request import getproxies, proxy_bypass
 
@@ -49,9 +48,7 @@ class Transport:
         self._users += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._users -= 1
         if self._users or self._pool is None:
             return

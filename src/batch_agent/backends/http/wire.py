@@ -118,6 +118,16 @@ def mapping(value: JsonValue) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
+def string_of(value: JsonValue) -> str:
+    """Return the value if it is text, or ""."""
+    return value if isinstance(value, str) else ""
+
+
+def objects_of(value: JsonValue) -> list[JsonObject]:
+    """Return the objects of a list; empty if the value is not a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def json_of(data: bytes | str) -> JsonValue:
     """Return the parsed JSON, or None if it is invalid."""
     try:

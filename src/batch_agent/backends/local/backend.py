@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.address import Address
+from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
@@ -53,10 +52,8 @@ class _Turn:
 
 
 class LocalBackend(Backend):
-    """The embedded engine. ``async with`` starts its process, or reuses the idle process of an earlier run.
-
-    Entering again shares the process. The last exit keeps it loaded for ``keep`` seconds, or ends it.
-    """
+    """The embedded engine. ``async with`` starts its process, or reuses the idle process of an earlier run. Entering
+    again shares the process. The last exit keeps it loaded for ``keep`` seconds, or ends it."""
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options
@@ -109,9 +106,7 @@ class LocalBackend(Backend):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._leave()
 
     async def _leave(self) -> None:
@@ -248,8 +243,7 @@ class LocalBackend(Backend):
 
 def _sampling(shape: RequestShape) -> JsonObject:
     """Return the engine's generation options. A temperature of 0 or None means greedy."""
-    if unknown := sorted(shape.extra_body.keys() - SAMPLING):
-        raise SpecError(f"extra_body: local:// has no {unknown[0]!r}. Known: {', '.join(sorted(SAMPLING))}")
+    check_known(shape.extra_body, sorted(SAMPLING), "extra_body: local:// has no")
     for name, value in shape.extra_body.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
             raise SpecError(f"extra_body: {name} must be a {'whole ' if name == 'top_k' else ''}number, not {value!r}")

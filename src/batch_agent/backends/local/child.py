@@ -75,10 +75,8 @@ class Engine:
         self._prefixes = PrefixCache(self._measure_blocks())
 
     def _measure_blocks(self) -> int:
-        """Run one token through the engine and return the number of its cache blocks.
-
-        Problems with this machine appear now. The number follows from the share of the cache that one block uses.
-        """
+        """Run one token through the engine and return the number of its cache blocks. Problems with this machine appear
+        now. The number follows from the share of the cache that one block uses."""
         config = self._genai.GenerationConfig(max_new_tokens=2, ignore_eos=True)
         handle = self._pipeline.add_request(0, self._as_tensor(array("q", [0])), config)
         self._pipeline.step()
@@ -143,10 +141,9 @@ class Engine:
         return Request(message["id"], message["job"], text, tokens, chain_of(tokens), config, message["grammar"])
 
     def _tokenize(self, job: str, text: str) -> array[int]:
-        """Return the tokens of a text that starts with the job's previous turn, and reuse the tokens of that turn.
-
-        A model may write a text with other tokens than the tokenizer, and only identical tokens are found in the cache.
-        """
+        """Return the tokens of a text that starts with the job's previous turn, and reuse the tokens of that turn. A
+        model may write a text with other tokens than the tokenizer, and only identical tokens are found in the
+        cache."""
         turns = self._known.get(job, [])
         before, known = next((pair for pair in turns if text.startswith(pair[0])), ("", array("q")))
         if text == before:
@@ -211,10 +208,8 @@ class Engine:
         )
 
     def _try_alone(self, request: Request) -> None:
-        """Retry a request alone, because the KV cache had no room for it together with the others.
-
-        All such requests fail in the same step. Alone, a request either succeeds or never fits.
-        """
+        """Retry a request alone, because the KV cache had no room for it together with the others. All such requests
+        fail in the same step. Alone, a request either succeeds or never fits."""
         if request.ignored:
             what = f"the KV cache is too small for a prompt of {len(request.tokens)} tokens: local://…?kv_gb=2"
             self.send({"id": request.id, "error": "context", "message": what})

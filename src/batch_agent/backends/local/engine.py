@@ -65,11 +65,9 @@ class LoadedEngine:
 
 
 def start_engine(program: str, config: JsonObject) -> Future[LoadedEngine]:
-    """Start the process with this program's import path and ``config``.
-
-    A separate thread starts the process and waits for its end, because the system kills the process when the thread
-    that started it ends. A run may be in a thread that ends with the run.
-    """
+    """Start the process with this program's import path and ``config``. A separate thread starts the process and waits
+    for its end, because the system kills the process when the thread that started it ends. A run may be in a thread
+    that ends with the run."""
     started: Future[LoadedEngine] = Future()
     arguments = [orjson.dumps(sys.path).decode(), orjson.dumps({**config, "parent": os.getpid()}).decode()]
 

@@ -47,13 +47,6 @@ FEWEST_WORDS, MOST_WORDS = 6, 100
 UNCOUNTED_WORDS: Final = 400  # with room for this many words the text is meant to be long, and is not bounded
 
 
-def compile_schema(schema: JsonObject, max_tokens: int) -> str:
-    """Return a complete grammar for JSON of ``schema``."""
-    grammar = Grammar(max_tokens)
-    grammar.root(grammar.add(schema))
-    return grammar.text()
-
-
 class Grammar:
     """A grammar under construction. Several schemas may be added; the root combines them."""
 
@@ -73,8 +66,7 @@ class Grammar:
         self._rules = {"root": expression, **self._rules}
 
     def rule(self, expression: str) -> str:
-        """Return the name of the rule for ``expression``. Equal bodies share one rule, so that the engine computes what
-        it allows only once."""
+        """Return the name of the rule for ``expression``. Equal bodies share a rule, which the engine computes once."""
         if expression not in self._names:
             self._names[expression] = self.unfilled()
             self.fill(self._names[expression], expression)
@@ -95,8 +87,7 @@ class Grammar:
 
 
 def _reachable(rules: Mapping[str, str]) -> list[str]:
-    """Return the rules that the root needs, root first. A missing rule raises KeyError here instead of failing in the
-    engine."""
+    """Return the rules that the root needs, root first. A missing rule raises KeyError here, not in the engine."""
     found = ["root"]
     for name in found:
         found += [one for one in dict.fromkeys(NAME.findall(TERMINAL.sub("", rules[name]))) if one not in found]

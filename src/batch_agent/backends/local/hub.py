@@ -152,29 +152,25 @@ class _Hub:
 
     def ask(self, file: HubFile) -> _Stated:
         """Return what the hub reports about a file, without downloading it."""
-        url = file.url(self._endpoint)
         try:
-            for _ in range(REDIRECTS):
-                headers = self._request("HEAD", url, file).headers
-                location = headers.get("Location")
-                # A redirect within the hub does not describe the file.
-                if location is None or headers.get("X-Linked-Etag"):
-                    return _stated(file, headers)
-                url = urljoin(url, location)
+            with self._followed("HEAD", file.url(self._endpoint), file) as response:
+                return _stated(file, response.headers)
         except _Broken as error:
             raise SpecError(
                 f"{self._endpoint} is unreachable: {error}. Set HF_ENDPOINT for a mirror, HTTPS_PROXY for a proxy; "
                 "without a network, name a file: local://path/to/model.gguf"
             ) from None
-        raise SpecError(f"{file}: {self._endpoint} answers with redirects only")
 
     def open(self, file: HubFile, commit: str, start: int) -> http.client.HTTPResponse:
         """Return the body of the file from byte ``start``. Raises _Broken for temporary failures."""
-        url = file.url(self._endpoint, commit)
+        return self._followed("GET", file.url(self._endpoint, commit), file, start)
+
+    def _followed(self, method: str, url: str, file: HubFile, start: int = 0) -> http.client.HTTPResponse:
+        """Return the response at the end of redirects. One that describes the file is also an end for HEAD."""
         for _ in range(REDIRECTS):
-            response = self._request("GET", url, file, start)
+            response = self._request(method, url, file, start)
             location = response.headers.get("Location")
-            if location is None:
+            if location is None or (method == "HEAD" and response.headers.get("X-Linked-Etag")):
                 return response
             response.close()
             url = urljoin(url, location)

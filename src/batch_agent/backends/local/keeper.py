@@ -41,10 +41,8 @@ class EngineKeeper:
         return None if taken is None else taken[1]
 
     def keep(self, key: str, engine: LoadedEngine, seconds: float) -> None:
-        """Keep an idle engine for that time, and end the engine that was kept before.
-
-        If ``seconds`` is 0, or if there is not enough memory, end the engine instead.
-        """
+        """Keep an idle engine for that time, and end the engine that was kept before. If ``seconds`` is 0, or if there
+        is not enough memory, end the engine instead."""
         if seconds <= 0 or not engine.ready or not engine.alive or not self._fits(engine):
             engine.end()
             return
@@ -89,8 +87,6 @@ atexit.register(KEPT.release)
 
 
 def release_models() -> bool:
-    """Unload the idle model of earlier runs on ``local://`` and free its memory; return whether there was one.
-
-    A model that a run is using stays loaded.
-    """
+    """Unload the idle model of earlier runs on ``local://`` and free its memory; return whether there was one. A model
+    that a run is using stays loaded."""
     return KEPT.release()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from batch_agent.backends.address import check_known
 from batch_agent.backends.local import weights
 from batch_agent.errors import SpecError
 
@@ -37,8 +38,7 @@ def parse_url(url: str) -> Options:
         raise SpecError(f"{url!r} is not a local:// URL")
     model = unquote(parts.netloc + parts.path) or weights.SMOLLM2.name
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := sorted(given.keys() - {"threads", "kv_gb", "max_seqs", "keep"}):
-        raise SpecError(f"local:// has no option {unknown[0]!r}. Options: threads, kv_gb, max_seqs, keep")
+    check_known(given, ("threads", "kv_gb", "max_seqs", "keep"), "local:// has no option")
     return Options(
         model=model,
         path=_path(model),

@@ -25,8 +25,7 @@ def chain_of(tokens: array[int]) -> Chain:
 
 
 class PrefixCache:
-    """``capacity`` is the engine's number of blocks. Beyond it the least recently used are dropped, as in the
-    engine."""
+    """``capacity`` is the engine's number of blocks. Like the engine, it then drops the least recently used."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -10,7 +10,7 @@ import asyncio
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import orjson
 
@@ -164,7 +164,8 @@ class EngineProcess(asyncio.Protocol):
         self._input.close()
         if not self._ready.done():
             self._ready.set_result(False)
-        entries = self._drain()
+        entries = [entry for entry in self._in_flight.values() if not entry.answer.done()]
+        self._in_flight.clear()
         if self._detached:
             self._fatal = "the run disconnected from it"
         else:
@@ -172,11 +173,6 @@ class EngineProcess(asyncio.Protocol):
             self._engine.end()
         for entry in entries:
             entry.answer.set_exception(EngineDied(self._fatal))
-
-    def _drain(self) -> list[_InFlight]:
-        entries = [entry for entry in self._in_flight.values() if not entry.answer.done()]
-        self._in_flight.clear()
-        return entries
 
     def _receive(self, message: JsonObject) -> None:
         if "ready" in message:
@@ -220,14 +216,4 @@ def _settle(entry: _InFlight, message: JsonObject) -> None:
     if "error" in message:
         entry.answer.set_exception(ERRORS[str(message["error"])](str(message["message"])))
         return
-    fields = cast(dict[str, int], message)
-    entry.answer.set_result(
-        Answer(
-            text=str(message["text"]),
-            finish=str(message["finish"]),
-            prompt_tokens=fields["prompt_tokens"],
-            cached_tokens=fields["cached_tokens"],
-            completion_tokens=fields["completion_tokens"],
-            first_token=entry.first_token,
-        )
-    )
+    entry.answer.set_result(Answer(first_token=entry.first_token, **cast("dict[str, Any]", message)))

@@ -18,8 +18,7 @@ ChatMessage = dict[str, str]
 
 
 def chat_messages(messages: Sequence[Message], instructions: str) -> list[ChatMessage]:
-    """Return the chat messages. ``instructions`` are the same for all requests of a shape and follow the system
-    message."""
+    """Return the chat messages. ``instructions``, the same for all requests of a shape, follow the system message."""
     out: list[ChatMessage] = []
     results: list[str] = []
     for message in messages:

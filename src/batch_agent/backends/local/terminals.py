@@ -75,11 +75,9 @@ def either(options: Iterable[str]) -> str:
 
 
 def string(least: int, most: int) -> str:
-    """Return a JSON string of ``least`` to ``most`` characters, at most EXACT_CHARS.
-
-    It uses no rules of its own: the engine precomputes the allowed tokens for every position of a rule, but must test
-    tokens that reach beyond its end at every step.
-    """
+    """Return a JSON string of ``least`` to ``most`` characters, at most EXACT_CHARS. It uses no rules of its own: the
+    engine precomputes the allowed tokens for every position of a rule, but must test tokens that reach beyond its end
+    at every step."""
     if most <= REPEATS:
         return f'"\\"" {CHARACTER}{{{least},{most}}} "\\""'
     needed, rest = [f"{CHARACTER}{{{REPEATS}}}"] * (least // REPEATS), least % REPEATS
@@ -89,11 +87,9 @@ def string(least: int, most: int) -> str:
 
 
 def words(least: int, most: int | None) -> str:
-    """Return a JSON string of at least ``least`` characters, at most REPEATS, and of about ``most`` words.
-
-    Counting words costs the engine a tenth of counting characters. An escape counts as a word, because small models
-    tend to repeat line breaks forever.
-    """
+    """Return a JSON string of at least ``least`` characters, at most REPEATS, and of about ``most`` words. Counting
+    words costs the engine a tenth of counting characters. An escape counts as a word, because small models tend to
+    repeat line breaks forever."""
     head = f"{CHARACTER}{{{least}}} " if least else ""
     if most is None:
         return f'"\\"" {head}{CHARACTER}* "\\""'
@@ -110,11 +106,9 @@ def integer(low: int | None, high: int | None) -> str:
 
 
 def number(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """Return a decimal between the bounds without exponent; ``above`` and ``below`` exclude the bound itself.
-
-    A few numbers of decimal places are allowed, enough to write the bounds. With the number of places fixed, a range of
-    decimals is a range of integers.
-    """
+    """Return a decimal between the bounds without exponent; ``above`` and ``below`` exclude the bound itself. A few
+    numbers of decimal places are allowed, enough to write the bounds. With the number of places fixed, a range of
+    decimals is a range of integers."""
     if low is None:
         low, above = (Decimal(-LIMIT), True) if high is None or high > -LIMIT else (high - 1, False)
     if high is None:
@@ -137,8 +131,7 @@ def _places(value: Decimal) -> int:
 
 
 def _fixed_point(low: int, high: int, places: int) -> list[str]:
-    """Return the numbers ``low`` to ``high``, each divided by ten to the power of ``places``. There is no minus
-    zero."""
+    """Return the numbers ``low`` to ``high``, each divided by 10 ** ``places``. There is no minus zero."""
     options = []
     if high >= 0:
         options.append(_natural(max(low, 0), high, places))

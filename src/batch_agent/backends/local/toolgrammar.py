@@ -22,10 +22,8 @@ FREE_TEXT = r"[^<] [\x00-\U0010FFFF]*"
 
 @dataclass(frozen=True, slots=True)
 class TurnGrammar:
-    """The grammar of a turn. ``text`` is None if the model is unconstrained.
-
-    ``unforced`` names what only validation checks. ``schema_unforced`` tells whether that includes the answer's schema.
-    """
+    """The grammar of a turn. ``text`` is None if the model is unconstrained. ``unforced`` names what only validation
+    checks. ``schema_unforced`` tells whether that includes the answer's schema."""
 
     text: str | None
     unforced: str = ""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.local import gguf
 from batch_agent.backends.local.download import DownloadFailed, Report, download_package
 from batch_agent.backends.local.hub import HubFile, fetch_file
@@ -110,19 +111,9 @@ class Model:
     state: State
 
 
-def cache_dir() -> Path:
-    """Return $BATCH_AGENT_CACHE, else batch-agent in the user's cache folder."""
-    if given := os.environ.get("BATCH_AGENT_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "batch-agent"
-
-
 def find(name: str) -> AnyWeights | None:
     """Return the model of that name, or the file that ``hf:owner/repo/file.gguf`` names; None if the name is unknown.
-
-    Raises SpecError for a malformed ``hf:`` name.
-    """
+    Raises SpecError for a malformed ``hf:`` name."""
     if name.startswith(FROM_HUB):
         owner, repo, file = [*name.removeprefix(FROM_HUB).split("/", 2), "", ""][:3]
         repo, _, revision = repo.partition("@")
@@ -134,10 +125,8 @@ def find(name: str) -> AnyWeights | None:
 
 
 def is_present(weights: AnyWeights) -> bool:
-    """Return whether the file exists, with the right size if the size is known.
-
-    The hash is not checked: only a verified file gets this name, and hashing it at each start is slow.
-    """
+    """Return whether the file exists, with the right size if the size is known. The hash is not checked: only a
+    verified file gets this name, and hashing it at each start is slow."""
     if isinstance(weights, HubWeights):
         return weights.path.is_file()
     return weights.path.is_file() and weights.path.stat().st_size == weights.size_bytes
@@ -264,11 +253,9 @@ def _open_member(weights: Weights, work: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Hold a lock between processes, so that a concurrent first use waits instead of downloading again.
-
-    Yields False if the system has no such lock. Then both processes download, and the second one replaces the file with
-    an identical one.
-    """
+    """Hold a lock between processes, so that a concurrent first use waits instead of downloading again. Yields False if
+    the system has no such lock. Then both processes download, and the second one replaces the file with an identical
+    one."""
     with path.open("w") as file:
         try:
             import fcntl

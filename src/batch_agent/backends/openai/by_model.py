@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.openai.chat import OpenAIBackend
-from batch_agent.backends.openai.dialect import Dialect
 from batch_agent.backends.openai.models import needs_responses
 from batch_agent.backends.openai.responses import ResponsesBackend
 from batch_agent.messages import Reply
@@ -18,27 +15,13 @@ from batch_agent.messages import Reply
 class OpenAIByModel(OpenAIBackend):
     """An OpenAIBackend that forwards to a ResponsesBackend the models that need it."""
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None,
-        headers: Mapping[str, str],
-        capabilities: Capabilities,
-        name: str,
-        dialect: Dialect,
-    ) -> None:
-        super().__init__(
-            base_url, api_key=api_key, headers=headers, capabilities=capabilities, name=name, dialect=dialect
-        )
-        self._responses = ResponsesBackend(
-            base_url, api_key=api_key, headers=headers, capabilities=capabilities, name=name, dialect=dialect
-        )
+    def __init__(self, base_url: str, **options: Any) -> None:
+        super().__init__(base_url, **options)
+        self._responses = ResponsesBackend(base_url, **options)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return the capabilities. What either wire learnt about schemas counts: a run has one model, and so one
-        wire."""
+        """Return the capabilities. What either wire learnt about schemas counts, because a run uses only one wire."""
         note = self._responses.capabilities.schema_note
         return replace(self._capabilities, native_schema=False, schema_note=note) if note else self._capabilities
 
@@ -47,13 +30,11 @@ class OpenAIByModel(OpenAIBackend):
         await self._responses.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         try:
-            await self._responses.__aexit__(kind, error, trace)
+            await self._responses.__aexit__(*exception)
         finally:
-            await super().__aexit__(kind, error, trace)
+            await super().__aexit__(*exception)
 
     def check(self, shape: RequestShape) -> None:
         if needs_responses(shape.model):

@@ -8,50 +8,21 @@ fields of one turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.base import ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.http.wire import Naming, echoed, written, written_options
+from batch_agent.backends.base import RequestShape
+from batch_agent.backends.http.wire import echoed, written, written_options
 from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
-from batch_agent.backends.openai.dialect import STANDARD, Dialect
+from batch_agent.backends.openai.providers import STANDARD, Dialect
 from batch_agent.backends.openai.sealed import opened, sealed_with
 from batch_agent.backends.openai.server import OpenAIServer
-from batch_agent.messages import Conversation, JsonObject, Message, MessageView, Reply, content_json
-
-
-class OpenAIBackend(OpenAIServer):
-    path = "/chat/completions"
-    wire = "chat"
-
-    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
-        return encode_head(shape, streamed, self._dialect)
-
-    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
-        tail = self.tail_of(request)
-        return join_body(head, request.conversation, end_body(tail.fields)), tail.headers
-
-    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
-        reply = super().finished(reply, shape)
-        if self._dialect.wants_reasoning and reply.reasoning:
-            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
-        return reply
-
-    def read_whole(self, body: bytes, naming: Naming) -> Reply:
-        return read_answer(body, naming)
-
-    def read_stream(
-        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
-    ) -> AnswerStream:
-        return AnswerStream(naming, on_tool_call, clock, said)
+from batch_agent.messages import Message, MessageView, Reply, content_json
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:
-    """Return the body up to and including the bracket that opens the messages. ``extra_body`` overrides other
-    fields."""
+    """Return the body up to the bracket that opens the messages, included. ``extra_body`` overrides other fields."""
     fields: dict[str, object] = {
         "model": dialect.deployment or shape.model,
         dialect.max_tokens_field: shape.max_tokens,
@@ -104,16 +75,24 @@ class ChatView(MessageView):
     encode = staticmethod(encode_message)
 
 
-def join_body(head: bytes, conversation: Conversation, end: bytes = b"]}") -> bytes:
-    return b"".join((head, b",".join(conversation.view(ChatView).pieces), end))
-
-
-def end_body(fields: JsonObject) -> bytes:
-    """Return the end of a body: what closes the messages, with the fields of this request."""
-    return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
-
-
 def _tool_choice(choice: JsonValue) -> JsonValue:
     if isinstance(choice, str) and choice not in ("auto", "none", "required"):
         return {"type": "function", "function": {"name": choice}}
     return choice
+
+
+class OpenAIBackend(OpenAIServer):
+    path = "/chat/completions"
+    wire = "chat"
+    read_whole = staticmethod(read_answer)
+    view = ChatView
+    read_stream = AnswerStream
+
+    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+        return encode_head(shape, streamed, self._dialect)
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        reply = super().finished(reply, shape)
+        if self._dialect.wants_reasoning and reply.reasoning:
+            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
+        return reply

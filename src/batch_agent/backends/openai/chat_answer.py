@@ -13,9 +13,9 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
+from batch_agent.backends.http.answer_reader import EventReader
 from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.http.wire import Naming, counted, json_of, object_of, usage_of
+from batch_agent.backends.http.wire import Naming, counted, object_of, string_of, usage_of
 from batch_agent.backends.openai.sealed import SIGNATURES, sealed_calls
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
@@ -56,22 +56,12 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=model)
 
 
-class AnswerStream:
-    """Takes chunks of an event stream and returns one Reply. Reports each tool call as soon as it is complete.
-
-    A call is complete when its JSON object closes, or when the answer ends well; pieces of several calls may arrive in
-    any order. ``said`` receives the text piece by piece, for a caller that cancels.
-    """
+class AnswerStream(EventReader):
+    """Reads a streamed answer. A call is complete when its JSON object closes, or when the answer ends well; pieces of
+    several calls may arrive in any order."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
-        self._faults = naming.faults
-        self._on_tool_call = on_tool_call
-        self._naming = naming
-        self._clock = clock
-        self._sent_at = clock()
-        self._first_token: float | None = None
-        self._sse = SSEParser()
-        self._text = said
+        super().__init__(naming, on_tool_call, clock, said)
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
         self._latest: dict[object, _CallInProgress] = {}  # by the server's index; None: the latest of all
@@ -79,21 +69,11 @@ class AnswerStream:
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._model = ""
-        self._done = False
-
-    def feed(self, chunk: bytes) -> bool:
-        """Process a chunk. Returns True when the stream has ended."""
-        try:
-            events = self._sse.feed(chunk)
-        except EventTooLarge as error:
-            raise self._faults.bad(f"the stream has {error}", text=self._so_far) from None
-        self._take(events)
-        return self._done
 
     def finish(self) -> Reply:
-        self._take(self._sse.close())
+        self._close()
         if self._finish is None:
-            raise self._faults.bad("the stream stopped before the answer was complete", text=self._so_far)
+            raise self._unfinished()
         usage = _usage(self._usage)
         check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
         calls = tuple(self._settle(call) for call in self._started)
@@ -102,24 +82,11 @@ class AnswerStream:
         timed = self._first_token, self._finish
         return Reply(self._so_far, calls, usage, reasoning, *timed, sealed=sealed, model=self._model)
 
-    @property
-    def _so_far(self) -> str:
-        return "".join(self._text)
-
-    def _take(self, events: list[Event]) -> None:
-        for name, data in events:
-            if self._done or data.strip() == b"[DONE]":
-                self._done = True
-                return
-            if name == "error":
-                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
-            if name == "tool_call_dispatch":
-                self._dispatch(object_of(data, self._faults))
-            else:
-                self._chunk(object_of(data, self._faults))
-
-    def _chunk(self, chunk: JsonObject) -> None:
+    def _event(self, name: str, chunk: JsonObject) -> None:
         # Runs for every token, so rare fields are tested before anything is created.
+        if name == "tool_call_dispatch":
+            self._dispatch(chunk)
+            return
         if ("error" in chunk or chunk.get("object") == "error") and (error := error_in(chunk)):
             raise self._faults.reported(error)
         if usage := chunk.get("usage"):
@@ -140,15 +107,15 @@ class AnswerStream:
     def _delta(self, delta: JsonObject) -> None:
         content = delta.get("content")
         if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
-            self._text.append(content)  # the most common event
+            self._said.append(content)  # the most common event
             return
         text = _text(content, self._faults) or string_of(delta.get("refusal"))
         reasoning = _reasoning(delta)
         items = _call_items(delta, self._faults)
-        if self._first_token is None and (text or reasoning or items):
-            self._first_token = self._clock() - self._sent_at
+        if text or reasoning or items:
+            self._begun()
         if text:
-            self._text.append(text)
+            self._said.append(text)
         if reasoning:
             self._reasoning.append(reasoning)
         for item in items:
@@ -188,8 +155,7 @@ class AnswerStream:
 
 
 class _CallInProgress:
-    """The fragments of one call, and whether its JSON object has closed. Text after a closed object is not part of
-    it."""
+    """The fragments of one call, and whether its JSON object has closed. Text after the object is not part of it."""
 
     _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
     __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name", "signature")
@@ -275,10 +241,6 @@ def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: 
 
 def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
     return document.get("error") or (dict(document) if document.get("object") == "error" else None)
-
-
-def string_of(value: JsonValue) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _text(content: JsonValue, faults: Faults) -> str:

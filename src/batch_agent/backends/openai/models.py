@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from batch_agent.backends.base import RequestShape
+from batch_agent.backends.http.wire import mapping
 from batch_agent.errors import SpecError
 
 # Served only at /v1/responses.
@@ -30,26 +31,19 @@ def check_options(shape: RequestShape) -> None:
     if not reasons(shape.model):
         return
     may = _MAY_NOT_REASON.match(_bare(shape.model)) is not None
-    if may and "none" in (shape.extra_body.get("reasoning_effort"), _effort(shape)):
+    effort = mapping(shape.extra_body.get("reasoning")).get("effort")
+    if may and "none" in (shape.extra_body.get("reasoning_effort"), effort):
         return
     given = {"temperature": shape.temperature, "top_p": shape.top_p, "stop": shape.stop or None}
     refused = [name for name, value in given.items() if value is not None]
     if refused:
+        it = "it" if len(refused) == 1 else "them"
         way = ', or give extra_body={"reasoning_effort": "none"}' if may else ""
         raise SpecError(
-            f"{shape.model} is a reasoning model and takes no {' and no '.join(refused)}: leave {_it(refused)} out{way}"
+            f"{shape.model} is a reasoning model and takes no {' and no '.join(refused)}: leave {it} out{way}"
         )
-
-
-def _effort(shape: RequestShape) -> object:
-    reasoning = shape.extra_body.get("reasoning")
-    return reasoning.get("effort") if isinstance(reasoning, dict) else None
 
 
 def _bare(model: str) -> str:
     """Return the name without the prefix and suffix of a fine-tuned model, ``ft:gpt-…:org``."""
     return model.lower().removeprefix("ft:")
-
-
-def _it(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"

@@ -6,39 +6,16 @@ encrypted and is sent back unchanged between the calls that it led to. So a seal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.base import ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.http.wire import Naming, echoed, written, written_options
-from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.base import RequestShape
+from batch_agent.backends.http.wire import echoed, written, written_options
 from batch_agent.backends.openai.models import reasons
+from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.openai.responses_answer import WIRE, ResponseStream, read_response
 from batch_agent.backends.openai.server import OpenAIServer
 from batch_agent.errors import SpecError
-from batch_agent.messages import Content, Conversation, Document, JsonObject, Message, MessageView, Part, Reply
-
-
-class ResponsesBackend(OpenAIServer):
-    path = "/responses"
-    wire = WIRE
-
-    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
-        return encode_head(shape, streamed, self._dialect)
-
-    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
-        tail = self.tail_of(request)
-        return join_body(head, request.conversation, tail.fields), tail.headers
-
-    def read_whole(self, body: bytes, naming: Naming) -> Reply:
-        return read_response(body, naming)
-
-    def read_stream(
-        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
-    ) -> ResponseStream:
-        return ResponseStream(naming, on_tool_call, clock, said)
+from batch_agent.messages import Content, Document, Message, MessageView, Part
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
@@ -86,12 +63,6 @@ class ItemView(MessageView):
     encode = staticmethod(encode_items)
 
 
-def join_body(head: bytes, conversation: Conversation, fields: JsonObject) -> bytes:
-    """Join the body. ``fields`` come last, and must not repeat those of the head."""
-    end = b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
-    return b"".join((head, b",".join(conversation.view(ItemView).pieces), end))
-
-
 def _items(message: Message) -> list[JsonValue]:
     sealed, content = message.sealed, message.content
     if sealed is not None and sealed.wire == WIRE and isinstance(sealed.value, list):
@@ -125,3 +96,14 @@ def _tool_choice(choice: JsonValue) -> JsonValue:
     if isinstance(choice, str) and choice not in ("auto", "none", "required"):
         return {"type": "function", "name": choice}
     return choice
+
+
+class ResponsesBackend(OpenAIServer):
+    path = "/responses"
+    wire = WIRE
+    read_whole = staticmethod(read_response)
+    read_stream = ResponseStream
+    view = ItemView
+
+    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+        return encode_head(shape, streamed, self._dialect)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.http.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.http.wire import Naming, counted, json_of, object_of, usage_of
-from batch_agent.backends.openai.chat_answer import check_finish, error_in, string_of
+from batch_agent.backends.http.answer_reader import EventReader
+from batch_agent.backends.http.wire import Naming, counted, object_of, objects_of, string_of, usage_of
+from batch_agent.backends.openai.chat_answer import check_finish, error_in
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
 WIRE = "responses"
@@ -26,66 +26,40 @@ _REASONING = {"response.reasoning_summary_text.delta", "response.reasoning_text.
 
 def read_response(body: bytes, naming: Naming) -> Reply:
     document = object_of(body, naming.faults)
-    items = _objects(document.get("output"))
+    items = objects_of(document.get("output"))
     calls = {place: _call(item, naming) for place, item in enumerate(items) if _is_call(item)}
     return _reply(document, items, calls, naming, None)
 
 
-class ResponseStream:
-    """Takes chunks of an event stream and returns one Reply. Reports each call as soon as it is done."""
-
+class ResponseStream(EventReader):
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
-        self._naming = naming
-        self._on_tool_call = on_tool_call
-        self._clock = clock
-        self._sent_at = clock()
-        self._first_token: float | None = None
-        self._sse = SSEParser()
-        self._said = said
+        super().__init__(naming, on_tool_call, clock, said)
         self._items: dict[int, JsonObject] = {}  # by position, as far as known
         self._calls: dict[int, ToolCall] = {}
         self._end: JsonObject | None = None
 
-    def feed(self, chunk: bytes) -> bool:
-        """Process a chunk. Returns True when the stream has ended."""
-        try:
-            events = self._sse.feed(chunk)
-        except EventTooLarge as error:
-            raise self._naming.faults.bad(f"the stream has {error}", text="".join(self._said)) from None
-        self._take(events)
-        return self._end is not None
-
     def finish(self) -> Reply:
-        self._take(self._sse.close())
-        faults = self._naming.faults
+        self._close()
         if self._end is None:
-            raise faults.bad("the stream stopped before the answer was complete", text="".join(self._said))
-        items = _objects(self._end.get("output")) or [self._items[place] for place in sorted(self._items)]
+            raise self._unfinished()
+        items = objects_of(self._end.get("output")) or [self._items[place] for place in sorted(self._items)]
         for place, item in enumerate(items):
             if _is_call(item) and self._end.get("status") == "completed":
                 self._settle(place, item)
-        return _reply(self._end, items, self._calls, self._naming, self._first_token, "".join(self._said))
+        return _reply(self._end, items, self._calls, self._naming, self._first_token, self._so_far)
 
-    def _take(self, events: list[Event]) -> None:
-        for name, data in events:
-            if self._end is not None or data.strip() == b"[DONE]":
-                return
-            if name == "error":
-                raise self._naming.faults.reported(json_of(data) or data.decode("utf-8", "replace"))
-            self._event(object_of(data, self._naming.faults))
-
-    def _event(self, event: JsonObject) -> None:
+    def _event(self, name: str, event: JsonObject) -> None:
         kind, delta = event.get("type"), string_of(event.get("delta"))
         if kind in _TEXT and delta:
             self._said.append(delta)
-        if delta and self._first_token is None:
-            self._first_token = self._clock() - self._sent_at
+        if delta:
+            self._begun()
         item, place = event.get("item"), event.get("output_index")
         if kind == "error" or (kind is None and "error" in event):
-            raise self._naming.faults.reported(error_in(event) or event)
+            raise self._faults.reported(error_in(event) or event)
         if kind in _ENDS:
             response = event.get("response")
-            self._end = response if isinstance(response, dict) else {}
+            self._end, self._done = response if isinstance(response, dict) else {}, True
         elif isinstance(place, int):
             if isinstance(item, dict):
                 self._items[place] = item
@@ -159,13 +133,13 @@ def _call(item: JsonObject, naming: Naming) -> ToolCall:
 
 def _text(item: JsonObject) -> str:
     content = item.get("content")
-    return "".join(string_of(part.get("text")) or string_of(part.get("refusal")) for part in _objects(content))
+    return "".join(string_of(part.get("text")) or string_of(part.get("refusal")) for part in objects_of(content))
 
 
 def _reasoning(item: JsonObject) -> str:
     if item.get("type") != "reasoning":
         return ""
-    parts = _objects(item.get("summary")) or _objects(item.get("content"))
+    parts = objects_of(item.get("summary")) or objects_of(item.get("content"))
     return "\n\n".join(filter(None, (string_of(part.get("text")) for part in parts)))
 
 
@@ -180,7 +154,3 @@ def _usage(value: JsonValue) -> Usage:
         reasoning=counted(value.get("output_tokens_details"), "reasoning_tokens"),
         written=counted(details, "cache_write_tokens"),
     )
-
-
-def _objects(value: JsonValue) -> list[JsonObject]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

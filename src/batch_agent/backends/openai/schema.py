@@ -91,9 +91,8 @@ def unwrapped(text: str) -> str:
 
 
 class _Strict(SchemaVisitor[int, JsonObject]):
-    """Rewrites one schema in strict form. The user's schema accepts whatever that form accepts, except for what is only
-    in words. ``where`` is the level of a node. ``only_closed``: nothing changed except closed objects and dropped
-    annotations."""
+    """Rewrites one schema in strict form, which accepts nothing more, except for what is only in words. ``where`` is
+    the level of a node. ``only_closed``: nothing changed except closed objects and dropped annotations."""
 
     def __init__(self, document: JsonObject) -> None:
         super().__init__(document)

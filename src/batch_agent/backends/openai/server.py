@@ -21,13 +21,13 @@ from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, On
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.transport import Transport
-from batch_agent.backends.openai.dialect import STANDARD, Dialect
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
 from batch_agent.backends.openai.models import check_options
+from batch_agent.backends.openai.providers import STANDARD, Dialect
 from batch_agent.backends.openai.schema import unwrapped
 from batch_agent.backends.schema.support import blamed, is_kept
 from batch_agent.errors import BackendError, Rejected, SpecError
-from batch_agent.messages import JsonObject, Message, Reply, content_text
+from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
@@ -45,11 +45,11 @@ NO_TAIL = Tail()
 
 
 class OpenAIServer(HttpBackend[bytes]):
-    """One server at ``base_url`` (up to and without the wire's path), an HttpBackend without the wire. ``tail`` returns
-    the fields of one request, for servers that accept hints; ``query`` is appended to every path. With ``models`` the
-    server is not asked for its list."""
+    """One server at ``base_url`` (without the wire's path). ``tail`` returns the fields of one request, for servers
+    that accept hints; ``query`` is appended to every path. With ``models`` the server is not asked for its list."""
 
     path: str  # of the wire
+    view: type[MessageView]  # of the wire
 
     def __init__(
         self,
@@ -142,6 +142,10 @@ class OpenAIServer(HttpBackend[bytes]):
         fields["model"] = self._dialect.deployment or request.shape.model
         return {**tail.fields, **fields}, {**(headers or {}), **tail.headers}
 
+    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        tail = self.tail_of(request)
+        return join_body(head, request.conversation.view(self.view), end_body(tail.fields)), tail.headers
+
     def tail_of(self, request: ModelRequest) -> Tail:
         """Return the fields of this request; the user's extra_body overrides them."""
         if self._tail is None and not self._dialect.cache_key:
@@ -217,6 +221,15 @@ class OpenAIServer(HttpBackend[bytes]):
                         self._served = await self.models()
         said = no_such_model(model, self._served, self.name)
         return refusal if said is None else Rejected(f"{said} ({refusal})", status=404)
+
+
+def join_body(head: bytes, view: MessageView, end: bytes = b"]}") -> bytes:
+    return b"".join((head, b",".join(view.pieces), end))
+
+
+def end_body(fields: JsonObject) -> bytes:
+    """Return the end of a body: what closes the messages, with the fields of this request."""
+    return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
 
 
 def _system(messages: Sequence[Message]) -> str:

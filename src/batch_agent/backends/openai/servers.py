@@ -11,9 +11,9 @@ from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.openai.by_model import OpenAIByModel
 from batch_agent.backends.openai.chat import OpenAIBackend
-from batch_agent.backends.openai.dialect import Dialect
-from batch_agent.backends.openai.providers import PROVIDERS, base_variable
+from batch_agent.backends.openai.providers import PROVIDERS, Dialect, base_variable
 from batch_agent.backends.openai.responses import ResponsesBackend
+from batch_agent.backends.openai.server import OpenAIServer
 from batch_agent.errors import SpecError
 
 OPENAI = Dialect(
@@ -101,9 +101,7 @@ def http(address: Address) -> Backend:
     )
 
 
-def _openai(
-    address: Address, form: type[OpenAIBackend] | type[ResponsesBackend], dialect: Dialect = OPENAI
-) -> OpenAIBackend | ResponsesBackend:
+def _openai(address: Address, form: type[OpenAIServer], dialect: Dialect = OPENAI) -> OpenAIServer:
     address = _placed(address, "OPENAI_BASE_URL", "https://api.openai.com/v1")
     return form(
         address.base_url(),
@@ -115,7 +113,7 @@ def _openai(
     )
 
 
-def _form(address: Address) -> type[OpenAIBackend] | type[ResponsesBackend]:
+def _form(address: Address) -> type[OpenAIServer]:
     return ResponsesBackend if address.api == "responses" else OpenAIBackend
 
 

@@ -1,7 +1,7 @@
 """A deterministic model of an inference engine: prefill, decode, batching, a paged prefix cache, a queue.
 
 ``model`` its parameters · ``tokens`` placeholder tokenizer · ``blocks`` KV cache · ``core`` the engine, pure ·
-``runner`` the engine over time · ``answers`` its texts · ``backend`` in process · ``metrics`` as Prometheus text.
+``runner`` the engine over time · ``answers`` its texts · ``backend`` in process.
 ``batch_agent.testing`` serves it over HTTP. Its numbers are simulated and are marked so wherever they appear.
 """
 

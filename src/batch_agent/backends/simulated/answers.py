@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
-from pydantic import JsonValue
 
+from batch_agent.backends.base import RequestShape
+from batch_agent.backends.http.wire import mapping
 from batch_agent.backends.simulated.instances import minimal_instance
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.tokens import END, TOKEN_BYTES, count_tokens, encode, encode_call
-from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
+from batch_agent.messages import Message, ToolCall, ToolSpec
 
 WORDS = ("sim", "ula", "ted", "ans", "wer", "tok", "ens", "and", "the", "rest", "with")
 
@@ -34,8 +35,7 @@ class Answer:
         return "length" if self.cut else "tool_calls" if self.calls else "stop"
 
     def text_until(self, tokens: int) -> str:
-        """Return the text of the first ``tokens`` tokens; a character split between two tokens appears with the
-        second."""
+        """Return the text of the first ``tokens`` tokens; a character in two tokens appears with the second."""
         return self.text.encode()[: tokens * TOKEN_BYTES].decode("utf-8", "ignore")
 
     def calls_until(self, tokens: int) -> int:
@@ -47,25 +47,17 @@ class Answer:
         return complete
 
 
-def chat_answer(
-    model: EngineModel,
-    prompt: bytes,
-    messages: Sequence[Message],
-    tools: Sequence[ToolSpec],
-    *,
-    tool_choice: JsonValue = None,
-    schema: JsonObject | None = None,
-    max_tokens: int | None = None,
-) -> Answer:
+def chat_answer(model: EngineModel, prompt: bytes, messages: Sequence[Message], shape: RequestShape) -> Answer:
     digest = hashlib.blake2b(b"%d" % model.seed + prompt, digest_size=8).hexdigest()
-    tool = _chosen_tool(model, digest, messages, tools, tool_choice)
+    tool = _chosen_tool(model, digest, messages, shape)
     if tool is not None:
         value = minimal_instance(tool.parameters or {"type": "object"}, filler=f"simulated-{digest[:4]}")
         call = ToolCall(f"call_{digest}", tool.name, orjson.dumps(value if isinstance(value, dict) else {}).decode())
-        return _cut("", (call,), max_tokens)
-    if schema is not None:
-        return _cut(orjson.dumps(minimal_instance(schema, filler="simulated")).decode(), (), max_tokens)
-    return text_answer(model, prompt, max_tokens=max_tokens)
+        return _cut("", (call,), shape.max_tokens)
+    if shape.schema is not None:
+        text = orjson.dumps(minimal_instance(shape.schema, filler="simulated")).decode()
+        return _cut(text, (), shape.max_tokens)
+    return text_answer(model, prompt, max_tokens=shape.max_tokens)
 
 
 def text_answer(model: EngineModel, prompt: bytes, *, max_tokens: int | None = None) -> Answer:
@@ -77,13 +69,12 @@ def text_answer(model: EngineModel, prompt: bytes, *, max_tokens: int | None = N
     return _cut(f"simulated {start.hex()[:8]} {words}"[: size - 1] + "." if size else "", (), max_tokens)
 
 
-def _chosen_tool(
-    model: EngineModel, digest: str, messages: Sequence[Message], tools: Sequence[ToolSpec], choice: JsonValue
-) -> ToolSpec | None:
+def _chosen_tool(model: EngineModel, digest: str, messages: Sequence[Message], shape: RequestShape) -> ToolSpec | None:
+    tools, choice = shape.tools, shape.tool_choice
     if not tools or choice == "none":
         return None
-    if isinstance(choice, dict) and isinstance(function := choice.get("function"), dict):
-        choice = function.get("name")
+    if isinstance(choice, dict):
+        choice = mapping(choice.get("function")).get("name")
     for tool in tools:
         if tool.name == choice:
             return tool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -13,8 +12,7 @@ from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest,
 from batch_agent.backends.engines.pin_orders import PinOrders
 from batch_agent.backends.http.wire import CallIds
 from batch_agent.backends.simulated.answers import Answer, chat_answer
-from batch_agent.backends.simulated.core import Sequence
-from batch_agent.backends.simulated.metrics import engine_load
+from batch_agent.backends.simulated.core import Engine, Sequence
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
@@ -33,10 +31,6 @@ class SimulatedBackend(Backend):
         self._tools: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
         self._pins = PinOrders()
 
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        return cls(EngineModel.from_url(url))
-
     @property
     def name(self) -> str:
         return f"simulated://{self.model.name}"
@@ -49,9 +43,7 @@ class SimulatedBackend(Backend):
         self._entered += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._entered -= 1
         if not self._entered:
             self.runner.close()
@@ -85,16 +77,7 @@ class SimulatedBackend(Backend):
 
     def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
         """Return what the model answers; the engine decides how long that takes."""
-        shape = request.shape
-        return chat_answer(
-            self.model,
-            prompt,
-            request.conversation.messages,
-            shape.tools,
-            tool_choice=shape.tool_choice,
-            schema=shape.schema,
-            max_tokens=shape.max_tokens,
-        )
+        return chat_answer(self.model, prompt, request.conversation.messages, request.shape)
 
     async def _generate(
         self, prompt: bytes, answer: Answer, priority: int, order: Order | None, on_tool_call: OnToolCall | None
@@ -139,6 +122,21 @@ class SimulatedBackend(Backend):
         return tokens
 
 
+def engine_load(engine: Engine) -> Load:
+    counters, pool = engine.counters, engine.pool
+    return Load(
+        running=len(engine.running),
+        waiting=engine.waiting,
+        kv_usage=pool.held / pool.num_gpu_blocks,
+        kv_tokens=pool.num_gpu_blocks * engine.model.block_size,
+        offloads=bool(engine.offload.size),
+        generated=counters.generated_tokens,
+        preemptions=counters.preemptions,
+        prefix_queries=counters.prefix_queries,
+        prefix_hits=counters.prefix_hits,
+    )
+
+
 def usage_of(sequences: list[Sequence]) -> Usage:
     return Usage(
         prompt_tokens=sum(sequence.prompt_tokens for sequence in sequences),
@@ -148,4 +146,4 @@ def usage_of(sequences: list[Sequence]) -> Usage:
 
 
 def from_address(address: Address) -> SimulatedBackend:
-    return SimulatedBackend.from_url(address.url.geturl())
+    return SimulatedBackend(EngineModel.from_url(address.url.geturl()))

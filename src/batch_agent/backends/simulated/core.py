@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from batch_agent.backends.simulated.blocks import BlockName, BlockPool, OffloadTier
 from batch_agent.backends.simulated.model import EngineModel
-from batch_agent.backends.simulated.pinning import EnginePins
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
 from batch_agent.errors import ContextOverflow, InternalError, Rejected, Unavailable
-from batch_agent.vllm_pin import Order
+from batch_agent.vllm_pin import Order, Pins
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +56,6 @@ class Share:
 class Step:
     seconds: float
     shares: tuple[Share, ...]
-    prefill_tokens: int
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class Engine:
         self._waiting = 0
         self._arrivals = 0
         self.now = 0.0  # for pins alone
-        self.pinning = EnginePins(self.pool, lambda: self.now)
+        self.pins = Pins(self.pool, clock=lambda: self.now)
 
     @property
     def waiting(self) -> int:
@@ -110,7 +108,9 @@ class Engine:
         self.check(prompt, output)
         sequence = Sequence(prompt, output, self._arrivals, priority, order=order)
         if order is not None:
-            self.pinning.arrived(order)
+            for key in order.release:
+                self.pins.release(key)
+            self.pins.hold(order.pin)
         sequence.prompt_tokens, sequence.output_tokens = count_tokens(prompt), count_tokens(output)
         self._arrivals += 1
         self._enqueue(sequence)
@@ -129,7 +129,7 @@ class Engine:
 
     def schedule(self) -> Step | None:
         """Return the next forward pass; None if there is nothing to compute."""
-        if self.pinning.pins.blocks:
+        if self.pins.blocks:
             self._make_room()
         budget = self.model.max_batched_tokens
         preempted = self.counters.preemptions
@@ -137,8 +137,8 @@ class Engine:
         loaded = 0
         if self.counters.preemptions == preempted:
             loaded = self._admit(budget - sum(share.tokens for share in shares), shares)
-        if not shares and self._waiting and self.pinning.pins.blocks:
-            self.pinning.pins.clear()  # never in the way of the only request
+        if not shares and self._waiting and self.pins.blocks:
+            self.pins.clear()  # never in the way of the only request
             loaded = self._admit(budget, shares)
         if not shares:
             return None
@@ -150,7 +150,7 @@ class Engine:
             + prefill / self.model.prefill_tokens_per_second
             + loaded / self.model.offload_tokens_per_second
         )
-        return Step(seconds, tuple(shares), prefill)
+        return Step(seconds, tuple(shares))
 
     def complete(self, step: Step) -> list[Sequence]:
         """Apply the step's results. Returns the sequences that got a token; finished ones are ``ended``."""
@@ -176,11 +176,11 @@ class Engine:
         budget = self.model.max_batched_tokens
         growing = sum(min(budget, sequence.known - sequence.computed) for sequence in self.running)
         needed = self._blocks_for(min(budget, growing)) + len(self.running)
-        self.pinning.pins.make_room(needed)
+        self.pins.make_room(needed)
         if self._queue and not self._queue[0][1].ended:
             first = self._queue[0][1]
-            held = sum(1 for block in self._prefix(first) if self.pool.holders(block))
-            self.pinning.pins.make_room(needed + self._blocks_for(first.known) - held, whole=True)
+            held = sum(1 for block in self._prefix(first) if self.pool.blocks[block].ref_cnt)
+            self.pins.make_room(needed + self._blocks_for(first.known) - held, whole=True)
 
     def _continue_running(self, budget: int) -> list[Share]:
         shares: list[Share] = []
@@ -245,7 +245,7 @@ class Engine:
         """Take blocks for ``tokens`` more. Returns False, and takes nothing, if there is no room."""
         until = sequence.computed + tokens
         fresh = self._blocks_for(until) - len(sequence.blocks)
-        if fresh > self.pool.idle:
+        if fresh > self.pool.get_num_free_blocks():
             return False
         sequence.blocks.extend(self.pool.take(fresh))
         if self.model.prefix_caching:
@@ -290,9 +290,11 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         sequence.ended = True
         self.running.remove(sequence)
-        if sequence.order is not None:
-            is_whole = sequence.generated == sequence.output_tokens
-            self.pinning.finished(sequence.order if is_whole else Order(sequence.order.pin), sequence.blocks)
+        order, is_whole = sequence.order, sequence.generated == sequence.output_tokens
+        if order is not None and order.pin and order.seconds and is_whole:
+            self.pins.pin(order.pin, sequence.blocks, order.seconds)
+        elif order is not None and order.pin:
+            self.pins.release(order.pin)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:

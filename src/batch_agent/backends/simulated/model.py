@@ -6,7 +6,6 @@ Every field can be measured on a real engine or read in its log. The defaults ar
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal, Self
@@ -15,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import Doc
 
+from batch_agent.backends.address import check_known
 from batch_agent.errors import SpecError
 
 POLICIES = ("fcfs", "priority")
@@ -86,11 +86,7 @@ class EngineModel:
         if parts.netloc not in ("", "instant") or parts.path.strip("/"):
             raise SpecError(f"a simulated engine has no host: write simulated:// or simulated://instant, not {url!r}")
         options = {SHORT_NAMES.get(key, key): value for key, value in parse_qsl(parts.query, keep_blank_values=True)}
-        names = [field.name for field in fields(cls)]
-        for name in options.keys() - set(names):
-            near = difflib.get_close_matches(name, [*names, *SHORT_NAMES], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join([*SHORT_NAMES, *names])}"
-            raise SpecError(f"a simulated engine has no {name!r}{hint}")
+        check_known(options, [*SHORT_NAMES, *(field.name for field in fields(cls))], "a simulated engine has no")
         base = cls.instant() if parts.netloc else cls()
         try:
             return TypeAdapter(cls).validate_python(asdict(base) | options)

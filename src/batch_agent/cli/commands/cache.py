@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,10 +38,10 @@ def cache_command(options: argparse.Namespace) -> int:
     with ResponseStore(path) if path.exists() else nullcontext() as store:
         if options.action == "list":
             models = store.models() if store else []
-            put(json.dumps(_record(path, models)) if options.json else _text(path, models), sys.stdout)
+            put(json.dumps(_record(path, models)) if options.json else _text(path, models))
         else:
             dropped = _drop(store, options) if store else 0
-            put(f"{path}: deleted {dropped:,} answers", sys.stdout)
+            put(f"{path}: deleted {dropped:,} answers")
     return ALL_OK
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ def completion_command(options: argparse.Namespace) -> int:
         add_arguments(name, parser)
         flags[name] = list({flag.names: flag for flag in _flags(parser)}.values())
         actions[name] = [word for nested in _nested(parser) for word in nested.choices]
-    put({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](flags, actions), sys.stdout)
+    put({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](flags, actions))
     return ALL_OK
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from pathlib import Path
 from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED, UNREACHABLE
-from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.errors import SpecError
-from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import dollars, duration, harmless, rate
 from batch_agent.store.control import NotAlive, Refused, ask
@@ -80,15 +78,15 @@ def control_command(options: argparse.Namespace) -> int:
         answer = asyncio.run(ask(place, request)) if isinstance(place, Path) else steer_shared(place, request)
     except (NotAlive, Refused) as error:
         if options.json:
-            put(to_json({"alive": isinstance(error, Refused), "error": str(error)}).decode(), sys.stdout)
+            put_json({"alive": isinstance(error, Refused), "error": str(error)})
         else:
             say(f"batch-agent: {harmless(str(error))}")
         return UNREACHABLE if isinstance(error, NotAlive) else RUN_FAILED
     status = cast(JsonObject, answer["status"])
     if options.json:
-        put(to_json({"alive": True, **status}).decode(), sys.stdout)
+        put_json({"alive": True, **status})
     elif options.action == "status":
-        put("\n".join(_lines(status)), sys.stdout)
+        put("\n".join(_lines(status)))
     else:
         say(f"batch-agent: {SAID[options.action]}")
     return ALL_OK

@@ -11,9 +11,7 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
-from batch_agent.cluster.copy_in import copy_in, directory_is_new
-from batch_agent.cluster.worker import prepare_worker
-from batch_agent.engine.run.prepare import Prepared
+from batch_agent.cluster.copy_in import copy_in, copy_stages_in, directory_is_new
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.store.address import StoreAddress
@@ -48,22 +46,16 @@ def _copy(source: RunPlace, target: RunPlace, view: RunView, import_from: Path |
             raise SpecError(f"{target} is not empty: give a new directory")
         return copy_out(source, target)
     if isinstance(source, Path) and isinstance(target, StoreAddress):
-        if view.stages:
-            raise SpecError(f"{source} is a pipeline: it can be copied from Redis, but not to Redis")
+        target.refuse_stage()
         with closing(RedisRunStore.open(target)) as store:
             if store.facts() is not None:
                 raise SpecError(
                     f"{target} already holds a run: give another name, or delete it with batch-agent delete"
                 )
-            return copy_in(store, view, _prepared(source, view, import_from), RunRecords(source))
+            prepared = prepared_again(source, view.facts, import_from)
+            if any(name not in prepared for name in view.parts):
+                raise prompts_changed(source)
+            if view.stages:
+                return copy_stages_in(store, view, prepared, RunRecords)
+            return copy_in(store, view, prepared[""], RunRecords(source))
     raise SpecError("copy needs one URL of a run in Redis and one directory")
-
-
-def _prepared(directory: Path, view: RunView, import_from: Path | None) -> Prepared:
-    """Return the prepared run, from its record if it was in Redis before, else from its command."""
-    if "spec" in view.facts:
-        return prepare_worker(view.facts, import_from)
-    prepared = prepared_again(directory, view.facts).get("")
-    if prepared is None:
-        raise prompts_changed(directory)
-    return prepared

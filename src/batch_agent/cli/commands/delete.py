@@ -21,8 +21,7 @@ def delete_command(options: argparse.Namespace) -> int:
     if not is_store_url(options.url):
         raise SpecError("delete needs the URL of a run in Redis; delete a run directory like any other directory")
     address = StoreAddress.parse(options.url)
-    if address.stage:
-        raise SpecError(f"{address} is a stage: give its run, {address.at(address.name)}")
+    address.refuse_stage()
     state, workers = look(address).state, members_of(address)
     if (state == "running" or workers) and not options.force:
         raise SpecError(

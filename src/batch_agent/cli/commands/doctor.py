@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from batch_agent.backends.base import Backend
+from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.engines.advice import SHARED, Advice, advice
 from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
@@ -63,7 +64,7 @@ class Diagnosis:
     @classmethod
     def of_this_machine(cls, url: str | None = None, batch: Mapping[str, int | None] | None = None) -> Diagnosis:
         """Return the diagnosis of this machine. ``url`` replaces the default backend; ``batch`` is for ``advice``."""
-        cache, is_set = weights.cache_dir(), bool(os.environ.get(BACKEND_VARIABLE))
+        cache, is_set = cache_dir(), bool(os.environ.get(BACKEND_VARIABLE))
         default = f"set by {BACKEND_VARIABLE}" if is_set else f"{BACKEND_VARIABLE} is not set"
         return cls(
             packages=_installed(None),

@@ -78,16 +78,13 @@ async def fleet_note(fleet: Fleet) -> tuple[bool, str]:
     except TimeoutError:
         pass
     up = [answer for answer in answers.values() if isinstance(answer, list)]
-    down = [f"{name}: {answers.get(name, f'no answer in {PATIENCE:g} s')}" for name in _silent(fleet, answers)]
+    silent = [name for name in fleet.servers if not isinstance(answers.get(name), list)]
+    down = [f"{name}: {answers.get(name, f'no answer in {PATIENCE:g} s')}" for name in silent]
     models = list(dict.fromkeys(name for names in up for name in names))
     note = f"{len(up):,} of {counted(len(fleet.servers), 'server')} answer, serving {listed(models) or 'no model'}"
     if not up:
         note = f"none of {counted(len(fleet.servers), 'server')} answers"
     return bool(up), "; ".join([note, *down[:NAMED], *([f"{len(down) - NAMED:,} more"] if len(down) > NAMED else [])])
-
-
-def _silent(fleet: Fleet, answers: Mapping[str, object]) -> list[str]:
-    return [name for name in fleet.servers if not isinstance(answers.get(name), list)]
 
 
 def listed(names: Sequence[str]) -> str:

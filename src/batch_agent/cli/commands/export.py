@@ -7,15 +7,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import IO
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.output.results import refuse_in_run_directory, refuse_overwriting, written_file
 from batch_agent.cli.output.streams import say, writing
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.compression import format_of
 from batch_agent.files.results import to_json
@@ -26,9 +27,7 @@ from batch_agent.files.tables import (
     InOrderOfInput,
     check_table,
     columns_of,
-    complete_file,
     write_records,
-    write_table,
 )
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
@@ -69,11 +68,13 @@ def _export(options: argparse.Namespace, directory: Path) -> int:
     if kind == MESSAGES:
         _export_messages(directory, facts, stage, records, output)
     elif kind == JSONL:
-        _write_lines((to_json(record) + b"\n" for record in records), output)
+        with _opened(output) as stream:
+            stream.writelines(to_json(record) + b"\n" for record in records)
     else:
         _export_table(records, TABLES[kind], output)
     if records.torn:
-        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
+        are = "is" if records.torn == 1 else "are"
+        say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
     if kind == MESSAGES and records.failed:
         say(f"batch-agent: skipped {counted(records.failed, 'row')} that failed; --format jsonl includes them")
     return ALL_OK
@@ -102,10 +103,6 @@ def _kind_of(output: Path | None) -> str:
     if extension not in (JSONL, *TABLES):
         raise SpecError(f"the format of {output} is unknown: use .jsonl, .csv, .tsv or .parquet, or give --format")
     return extension
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 class RunRecords:
@@ -137,13 +134,11 @@ def _as_result(failure: Record) -> Record:
 def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
     if output is not None:
         check_table(output, kind)
-        with _in_words(output):
-            write_table(records, output, kind)
     elif kind == PARQUET:
         raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
-    else:
-        with writing(sys.stdout):
-            write_records(records, columns_of(records), sys.stdout.buffer, kind)
+    columns = columns_of(records)
+    with _opened(output) as stream:
+        write_records(records, columns, stream, kind)
 
 
 def _export_messages(directory: Path, facts: JsonObject, stage: str, records: RunRecords, output: Path | None) -> None:
@@ -152,21 +147,15 @@ def _export_messages(directory: Path, facts: JsonObject, stage: str, records: Ru
     if prepared is None:
         raise prompts_changed(directory / stage)
     own = read_run(directory / stage)
-    _write_lines(transcript_lines(directory / stage, own, prepared, records), output)
-
-
-def _write_lines(lines: Iterator[bytes], output: Path | None) -> None:
-    if output is None:
-        with writing(sys.stdout):
-            sys.stdout.buffer.writelines(lines)
-        return
-    with _in_words(output), complete_file(output) as stream:
-        stream.writelines(lines)
+    with _opened(output) as stream:
+        stream.writelines(transcript_lines(directory / stage, own, prepared, records))
 
 
 @contextmanager
-def _in_words(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BatchAgentError(f"cannot write {output}: {error.strerror}") from None
+def _opened(output: Path | None) -> Iterator[IO[bytes]]:
+    if output is None:
+        with writing(sys.stdout):
+            yield sys.stdout.buffer
+    else:
+        with written_file(output) as stream:
+            yield stream

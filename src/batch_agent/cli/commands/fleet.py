@@ -126,6 +126,7 @@ def read_hosts(path: str) -> list[AgentEndpoint]:
 
 
 def wait(options: argparse.Namespace) -> int:
+    from batch_agent.cli.output.results import written_file
     from batch_agent.fleet.probe import Prober
     from batch_agent.fleet.waiting import Waited, needed, wait_until_ready
 
@@ -155,9 +156,10 @@ def wait(options: argparse.Namespace) -> int:
     say(found)
     lines = "\n".join(endpoint.line for endpoint in waited.ready)
     if output is None:
-        put(lines, sys.stdout)
+        put(lines)
     else:
-        _write_whole(output, lines + "\n")
+        with written_file(output) as file:
+            file.write(f"{lines}\n".encode())
     return ALL_OK
 
 
@@ -183,19 +185,6 @@ class _Progress:
         if self._width is not None:
             sys.stderr.write(f"{START}{CLEAR}")
             flush_words()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old file or the complete new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise SpecError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
 # proxy

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from batch_agent.cli.commands.fleet import read_hosts
 from batch_agent.cli.exit_status import ALL_OK, SIGNALLED, UNREACHABLE
-from batch_agent.cli.output.streams import put, say
-from batch_agent.files.results import to_json
+from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.fleet.bench import Bench, Step, Wanted, bench_all
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, cut, duration, harmless, terminal_width
@@ -40,9 +39,9 @@ def bench(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if options.json:
-        put(to_json(_json(benches, wanted)).decode(), sys.stdout)
+        put_json(_json(benches, wanted))
     else:
-        put(table(benches, wanted.steps, terminal_width(sys.stdout)), sys.stdout)
+        put(table(benches, wanted.steps, terminal_width(sys.stdout)))
     if interrupted:
         return SIGNALLED + signal.SIGINT
     return ALL_OK if any(one.steps for one in benches) else UNREACHABLE

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from batch_agent.cli.commands.fleet import read_hosts
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.fleet.hostfile import AgentEndpoint
@@ -39,7 +39,7 @@ async def _once(options: argparse.Namespace) -> None:
             later = await prober.look_at_all(look.endpoint for look in counting)
             rated = {look.endpoint: look for look in with_rates(later, {look.endpoint: look for look in looks})}
             looks = [rated.get(look.endpoint, look) for look in looks]
-    put(to_json(_json(looks)).decode() if options.json else table(looks, terminal_width(sys.stdout)), sys.stdout)
+    put(to_json(_json(looks)).decode() if options.json else table(looks, terminal_width(sys.stdout)))
 
 
 async def _watch(options: argparse.Namespace) -> None:
@@ -52,11 +52,11 @@ async def _watch(options: argparse.Namespace) -> None:
             looks = with_rates(await prober.look_at_all(hosts), earlier)
             earlier = {look.endpoint: look for look in looks}
             if options.json:
-                put(to_json(_json(looks)).decode(), sys.stdout)
+                put_json(_json(looks))
             elif screen:
-                put(_screen(looks), sys.stdout)
+                put(_screen(looks))
             else:
-                put(table(looks, None), sys.stdout)
+                put(table(looks, None))
             await asyncio.sleep(EVERY)
             try:
                 hosts = await asyncio.to_thread(read_hosts, options.hostfile)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
@@ -92,7 +91,6 @@ def init_command(options: argparse.Namespace) -> int:
         f"wrote {', '.join(str(directory / name) for name in FILES)}\n\n"
         f"  batch-agent run {spec} --dry-run     show what would be sent\n"
         f"  batch-agent run {spec}               run it\n"
-        f"  batch-agent doctor{' ' * max(1, len(spec) + 2)}            show the backend that is used",
-        sys.stdout,
+        f"  batch-agent doctor{' ' * max(1, len(spec) + 2)}            show the backend that is used"
     )
     return ALL_OK

@@ -6,12 +6,10 @@ directory. All state is read from the run directory; only the child processes to
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +26,7 @@ from batch_agent.cli.commands.status import status_json
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
+from batch_agent.store.control import ask
 from batch_agent.store.lock import is_locked
 from batch_agent.store.private import DIRECTORY
 from batch_agent.store.rundir import LOCK, RUN, RunView
@@ -35,7 +34,6 @@ from batch_agent.store.rundir import LOCK, RUN, RunView
 SPEC, ROWS, LOG = "spec.json", "rows.jsonl", "log.txt"
 LOG_CHARACTERS = 2000  # shown from the end of a process's log
 SHOWN_CHARACTERS = 20_000  # shown of one row's output
-_HOLDER = re.compile(r"process (\d+) on ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +137,8 @@ class Batches:
         self._spawn(name, ["resume", str(place), "--json", *more])
 
     def stop(self, name: str, *, now: bool) -> None:
-        """Stop a batch. Running agents finish, unless ``now`` is True."""
-        place = self._place(name)
-        if not is_locked(place / LOCK):
-            raise SpecError(f"{name} is not running")
-        holder = _HOLDER.match((place / LOCK).read_text())
-        if holder is None:
-            raise SpecError(f"the process that works on {name} is unknown")
-        os.kill(int(holder[1]), signal.SIGTERM if now else signal.SIGINT)
+        """Stop a batch. Running agents finish, unless ``now`` is True. Raises NotAlive if it is not running."""
+        asyncio.run(ask(self._place(name), {"do": "cancel" if now else "drain"}))
 
     def status(self, name: str) -> JsonObject:
         """Return the status of a batch. ``state`` is ``starting`` until its record exists."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as ProgressBar
 
+from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.weights import AnyWeights, Model, Progress, Stage
 from batch_agent.cli.exit_status import ALL_OK
@@ -65,7 +66,7 @@ def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
         if not weights.is_present(known):
             size = f", {amount(known.size_bytes)}B" if known.size_bytes else ""
             print(f"fetching the {title}{size}, once", file=stream, flush=True)
-        yield _unseen
+        yield lambda stage, done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with ProgressBar(*columns, console=Console(file=stream), transient=True) as bar:
@@ -77,13 +78,9 @@ def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
         yield show
 
 
-def _unseen(stage: Stage, done: int, total: int | None) -> None:
-    pass
-
-
 def _record(models: list[Model]) -> JsonObject:
     return {
-        "folder": str(weights.cache_dir() / "models"),
+        "folder": str(cache_dir() / "models"),
         "models": [
             {
                 "name": model.name,

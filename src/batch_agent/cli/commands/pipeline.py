@@ -1,5 +1,4 @@
-"""``batch-agent run`` for the spec file of a pipeline. The results of the last stage are the output; those of the other
-stages are in the run directory."""
+"""``batch-agent run`` for a pipeline. The output has the results of the last stage, the run directory all others."""
 
 from __future__ import annotations
 
@@ -10,13 +9,20 @@ from contextlib import ExitStack, closing, nullcontext
 from typing import TextIO
 
 from batch_agent.cli.commands.models import fetch_missing
-from batch_agent.cli.commands.run import choose_view, exit_code, open_output, page_beside, show_plan
+from batch_agent.cli.commands.run import (
+    choose_view,
+    comparison_of,
+    exit_code,
+    open_output,
+    page_beside,
+    show_plan,
+    wants_comparison,
+)
 from batch_agent.cli.exit_status import ALL_OK, ROWS_FAILED, SIGNALLED
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter
-from batch_agent.cli.spec.compared import comparison_of, wants_comparison
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.stages import load_flow, load_plan
 from batch_agent.files.read import LazyRows

@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.overwrite import refuse_in_run_directory
+from batch_agent.cli.output.results import refuse_in_run_directory, written_file
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
-from batch_agent.errors import BatchAgentError
-from batch_agent.files.tables import complete_file
 from batch_agent.observe.text import counted
 from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import read_run
@@ -42,10 +40,7 @@ def report_command(options: argparse.Namespace) -> int:
         read_run(path)
         refuse_in_run_directory(output, path)
         html, rows = report_html(path, options.rows)
-    try:
-        with complete_file(output) as file:
-            file.write(html)
-    except OSError as error:
-        raise BatchAgentError(f"cannot write {output}: {error.strerror}") from None
+    with written_file(output) as file:
+        file.write(html)
     say(f"{counted(rows, 'row')} in {output}, {len(html) / 1e6:.1f} MB")
     return ALL_OK

@@ -7,7 +7,6 @@ started: its rows are compared by their hash, and results are not delivered agai
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -17,14 +16,13 @@ from pydantic import JsonValue
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.output.streams import put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, settings_beside, take_settings
 from batch_agent.cli.spec.recorded import KEPT, command_again, matched, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
-from batch_agent.files.results import to_json
 from batch_agent.observe.text import rows
 from batch_agent.store.keys import Keys
 from batch_agent.store.recorded import RunPlace, failures, look, place_of
@@ -52,7 +50,7 @@ def resume_command(options: argparse.Namespace) -> int:
 
 def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
     """Return how many rows are retried, by stage in a pipeline; "" if no such row failed."""
-    counts = {name: _failures(_part(place, name), error_type) for name in view.parts}
+    counts = {name: _failures(place, name, error_type) for name in view.parts}
     total = sum(counts.values())
     which = "" if error_type is None else f" with {error_type}"
     if not total:
@@ -62,12 +60,8 @@ def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
     return f"retrying {rows(total)} that failed{which}{after}"
 
 
-def _part(place: RunPlace, stage: str) -> RunPlace:
-    return place / stage if isinstance(place, Path) else place.at(place.name, stage)
-
-
-def _failures(place: RunPlace, error_type: str | None) -> int:
-    found = failures(place)
+def _failures(place: RunPlace, stage: str, error_type: str | None) -> int:
+    found = failures(place / stage if isinstance(place, Path) else place.at(place.name, stage))
     return found.total() if error_type is None else found[error_type]
 
 
@@ -115,7 +109,7 @@ def _say_complete(view: RunView, *, as_json: bool) -> None:
     ok, results = view.glance.latest.ok, view.path / RESULTS
     output = str(results) if results.exists() else view.name
     if as_json:
-        put(to_json({"state": view.state, "rows": ok, "output": output}).decode(), sys.stdout)
+        put_json({"state": view.state, "rows": ok, "output": output})
     else:
         text = f"{view.name} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
         say(f"{text}\n  results  {output}")

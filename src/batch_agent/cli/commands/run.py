@@ -19,17 +19,15 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.interrupts import Interrupts
-from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
-from batch_agent.cli.output.results import ResultWriter, open_results
-from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.compared import comparison_of, wants_comparison
+from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
 from batch_agent.cluster.open import open_fed_run
-from batch_agent.engine.run.comparison import Comparison
+from batch_agent.engine.run.comparison import Comparison, measured_speed
 from batch_agent.engine.run.dryrun import DryRun, marks_for
 from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.run import Run
@@ -93,13 +91,41 @@ def _open(prepared: Prepared, command: Mapping[str, JsonValue]) -> Run[object]:
     return open_fed_run(prepared, command) if is_store_url(spec.run_dir) else Run[object](prepared, command=command)
 
 
+def comparison_of(options: argparse.Namespace, plan: DryRun | PipelinePlan) -> Comparison | None:
+    """Return the comparison that the command line asks for, or None."""
+    if not wants_comparison(options):
+        return None
+    only, price, speed = options.compare_only or "", options.gpu_price, options.gpu_speed
+    if speed is not None and price is None:
+        raise SpecError("--gpu-speed needs --gpu-price, the price of the GPU in dollars per hour")
+    return plan.compare(only=only, gpu_price=price, tokens_per_second=None if speed is None else _speed(speed))
+
+
+def wants_comparison(options: argparse.Namespace) -> bool:
+    """Return whether a comparison is wanted. Raises SpecError without --dry-run."""
+    given = [name for name in ("compare", "compare_only", "gpu_price", "gpu_speed") if getattr(options, name)]
+    if given and not options.dry_run:
+        raise SpecError(f"--{given[0].replace('_', '-')} is for --dry-run, which sends nothing")
+    return bool(given)
+
+
+def _speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        return measured_speed(Path(text))
+    if not 0 < speed < float("inf"):
+        raise SpecError("--gpu-speed must be a number of tokens per second above 0")
+    return speed
+
+
 def show_plan(
     plan: DryRun | PipelinePlan, comparison: Comparison | None, options: argparse.Namespace, stdout: TextIO
 ) -> None:
     """Print a plan and its cost at other providers."""
     if options.json:
         record = plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()})
-        put(to_json(record).decode(), stdout)
+        put_json(record, stdout)
         return
     put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
 

@@ -9,10 +9,9 @@ from datetime import datetime
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, dollars, harmless, terminal_width
 from batch_agent.store.recorded import RunPlace, look, place_of
@@ -39,9 +38,9 @@ def runs_command(options: argparse.Namespace) -> int:
         raise SpecError(f"there is no directory {place}: runs of the command line are recorded in ./{RUNS}")
     views, unreadable = _views(place)
     if options.json:
-        put(to_json([_json(view) for view in views]).decode(), sys.stdout)
+        put_json([_json(view) for view in views])
     elif views:
-        put(_table([HEADINGS, *map(_cells, views)], terminal_width(sys.stdout)), sys.stdout)
+        put(_table([HEADINGS, *map(_cells, views)], terminal_width(sys.stdout)))
     else:
         say(f"there are no runs in {place}")
     for words in unreadable:

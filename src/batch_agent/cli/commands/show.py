@@ -13,14 +13,14 @@ import heapq
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.row_text import Page, row_text
+from batch_agent.cli.output.row_text import Page, ShownRow, row_text
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import open_journal, prepared_again, prompts_changed
@@ -36,7 +36,6 @@ from batch_agent.store.mirror import UNFINISHED
 from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import JOURNAL, RunView
 from batch_agent.store.sqlite import SqliteJournal
-from batch_agent.store.steps import Past
 
 NO_KEY = b""  # rows are found by their content, not by their prompt
 FIRST = 1  # rows that are shown by default
@@ -52,17 +51,6 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--unfinished", action="store_true", help="rows that have started and are not done")
     which.add_argument("--slow", type=int, metavar="N", help="the N rows that took longest")
     parser.add_argument("--full", action="store_true", help="do not cut long texts")
-
-
-@dataclass(frozen=True, slots=True)
-class ShownRow:
-    """A row to show. ``record`` is its result line; a running row has none. ``stage`` is "" in a plain run."""
-
-    stage: str
-    record: Record | None
-    past: Past | None
-    prompts: tuple[str, str] | None = None  # system and user
-    value: object = field(default=None)
 
 
 class ShownPart:
@@ -126,10 +114,7 @@ def _show(options: argparse.Namespace, view: RunView) -> int:
     with ExitStack() as journals:
         parts = [_opened(name, part, prepared.get(name), journals) for name, part in view.parts.items()]
         for row in _chosen(parts, options):
-            put(
-                ("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, page, row.stage),
-                sys.stdout,
-            )
+            put(("\n" if shown else "") + row_text(row, page))
             shown += 1
     if not shown and options.row is not None:
         raise SpecError(f"there is no row {options.row!r} in {view.name}, or it has not started")

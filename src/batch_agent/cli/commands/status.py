@@ -37,7 +37,7 @@ def status_command(options: argparse.Namespace) -> int:
         if not options.json:
             text = wrapped(text, terminal_width(sys.stdout))
         if text != shown:
-            put(_over(shown) + text if not options.json else text, sys.stdout)
+            put(_over(shown) + text if not options.json else text)
             shown = text
         if not options.watch or view.state != "running":
             return ALL_OK

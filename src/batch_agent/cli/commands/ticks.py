@@ -102,7 +102,9 @@ def _agent(file: SpecFile, given: dict[str, Any]) -> Agent:
     if isinstance(goals := given.get("goals"), str):
         given["goals"] = [goals]
     if "tools" in given:
-        given["tools"] = [_referred(file, tool) for tool in _list_of(given, "tools")]
+        if not isinstance(tools := given["tools"], list):
+            raise SpecError("tools: must be a list")
+        given["tools"] = [file.imported(tool) if isinstance(tool, str) and ":" in tool else tool for tool in tools]
     for name in ("fallback", "priority"):
         if isinstance(given.get(name), str) and ":" in given[name]:
             given[name] = file.imported(given[name])
@@ -110,16 +112,6 @@ def _agent(file: SpecFile, given: dict[str, Any]) -> Agent:
     return Agent(
         **file.follow({key: value for key, value in given.items() if key != "tools"}), tools=given.get("tools")
     )
-
-
-def _list_of(given: Mapping[str, Any], name: str) -> list[Any]:
-    if not isinstance(given[name], list):
-        raise SpecError(f"{name}: must be a list")
-    return list(given[name])
-
-
-def _referred(file: SpecFile, tool: object) -> object:
-    return file.imported(tool) if isinstance(tool, str) and ":" in tool else tool
 
 
 def _fallback(value: object) -> Any:

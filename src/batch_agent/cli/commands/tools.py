@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import add_mcp_argument
 from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.specfile import STAGES, SpecFile, read_specfile
@@ -37,9 +37,9 @@ def tools_command(options: argparse.Namespace) -> int:
             load_env_file(Path(options.env_file))
         tools = list(_tools(options))
     if options.json:
-        put(to_json([_json(tool) for tool in tools]).decode(), sys.stdout)
+        put_json([_json(tool) for tool in tools])
     elif tools:
-        put(wrapped("\n\n".join(map(_text, tools)), terminal_width(sys.stdout)), sys.stdout)
+        put(wrapped("\n\n".join(map(_text, tools)), terminal_width(sys.stdout)))
     else:
         say("there are no tools")
     return ALL_OK

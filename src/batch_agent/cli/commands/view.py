@@ -56,7 +56,7 @@ def view_command(options: argparse.Namespace) -> int:
         )
 
     async def ready(address: str) -> None:
-        put(address, sys.stdout)
+        put(address)
         sys.stdout.flush()
         if options.beside:
             await in_thread(sys.stdin.read)

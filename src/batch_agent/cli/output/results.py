@@ -13,8 +13,8 @@ import os
 import stat
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Self
 
@@ -23,7 +23,7 @@ from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.files.compression import Codec
 from batch_agent.files.order import InputOrder
 from batch_agent.files.results import result_line, unwritten
-from batch_agent.files.tables import InOrderOfInput, check_table, is_table, write_table
+from batch_agent.files.tables import InOrderOfInput, check_table, complete_file, is_table, write_table
 from batch_agent.job import AgentResult
 
 STDOUT_DESCRIPTOR = 1
@@ -142,8 +142,7 @@ class TableWriter(LineWriter):
 
 
 class StdoutWriter(LineWriter):
-    """Results on standard output. A slow reader delays results but not running agents. A closed pipe raises
-    BrokenPipeError."""
+    """Results on standard output. A slow reader does not delay agents. A closed pipe raises BrokenPipeError."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -170,8 +169,7 @@ class StdoutWriter(LineWriter):
 
 
 class OrderedWriter(ResultWriter):
-    """Results in the order of their rows. Results that arrive too early wait in a file beside the output, or in a
-    temporary file for standard output."""
+    """Results in the order of their rows. Early ones wait in a file beside the output, or in a temporary file."""
 
     def __init__(self, writer: LineWriter, path: Path | None) -> None:
         self._writer, self.destination = writer, writer.destination
@@ -208,9 +206,9 @@ class OrderedWriter(ResultWriter):
 
     def _start(self) -> InputOrder:
         if self._order is None:
-            waiting = self._files.enter_context(_open_temporary(self._waiting_path))
-            places = self._files.enter_context(_open_temporary(None))
-            self._order = InputOrder(waiting, places)
+            path = self._waiting_path
+            waiting = tempfile.TemporaryFile() if path is None else path.open("w+b")  # noqa: SIM115
+            self._order = InputOrder(self._files.enter_context(waiting))
         return self._order
 
 
@@ -232,11 +230,39 @@ def _check_place(path: Path) -> None:
         raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
 
 
-def _open_temporary(path: Path | None) -> IO[bytes]:
-    return tempfile.TemporaryFile(buffering=0) if path is None else path.open("w+b", buffering=0)
-
-
 def _write_all(stream: IO[bytes], data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[stream.write(rest) :]
+
+
+@contextmanager
+def written_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that replaces the old one when it is complete. Raises BatchAgentError if it cannot be written."""
+    try:
+        with complete_file(path) as stream:
+            yield stream
+    except OSError as error:
+        raise BatchAgentError(f"cannot write {path}: {error.strerror}") from None
+
+
+def refuse_overwriting(output: Path, other: Path, what: str) -> None:
+    """Raise SpecError if the output is the other file, or is in the other directory."""
+    if other.is_dir():
+        if output.resolve().is_relative_to(other.resolve()):
+            raise SpecError(f"--output {output} is in the directory of the {what}, and would be read as one of them")
+        return
+    try:
+        same = output.samefile(other)
+    except OSError:  # one of them does not exist yet
+        return
+    if same:
+        raise SpecError(f"--output {output} is the file of the {what}; give another file")
+
+
+def refuse_in_run_directory(output: Path, directory: Path) -> None:
+    """Raise SpecError if the output is in the run directory: the run writes and reads the files there."""
+    if output.resolve().is_relative_to(directory.resolve()):
+        raise SpecError(
+            f"--output {output} is in the run directory {directory}, whose files belong to the run; give another path"
+        )

@@ -38,20 +38,23 @@ class Page:
         return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
 
 
-def row_text(
-    record: Record | None,
-    past: Past | None,
-    prompts: tuple[str, str] | None,
-    value: object,
-    page: Page,
-    stage: str = "",
-) -> str:
-    """Return the row as text. ``prompts`` are the system and user prompts, if known. ``value`` is the input of a row
-    without a result. ``stage`` is its stage in a pipeline."""
-    parts = [_heading(record, past, stage)]
-    value = record.get("input") if record and "input" in record else value
-    if prompts is not None:
-        system, user = prompts
+@dataclass(frozen=True, slots=True)
+class ShownRow:
+    """A row to show. ``record`` is its result line; a running row has none. ``stage`` is "" in a plain run."""
+
+    stage: str
+    record: Record | None
+    past: Past | None
+    prompts: tuple[str, str] | None = None  # system and user, if known
+    value: object = None  # the input of a row without a result
+
+
+def row_text(row: ShownRow, page: Page) -> str:
+    record, past = row.record, row.past
+    parts = [_heading(record, past, row.stage)]
+    value = record.get("input") if record and "input" in record else row.value
+    if row.prompts is not None:
+        system, user = row.prompts
         parts += [page.said("system", system)] if system else []
         parts += [page.said("user", user)] if user else []
     elif value is not None:
@@ -93,8 +96,7 @@ def _heading(record: Record | None, past: Past | None, stage: str) -> str:
 
 
 def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
-    """Return the tokens of prompts and of answers: from the result, which includes failed attempts, else the sum of
-    the turns."""
+    """Return the tokens of prompts and of answers: of the result, with failed attempts, else the sum of the turns."""
     usage = (record or {}).get("usage")
     if isinstance(usage, dict):
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")

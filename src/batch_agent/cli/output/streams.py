@@ -46,10 +46,18 @@ def flush_words() -> None:
         discard(sys.stderr)
 
 
-def put(text: str, stream: TextIO) -> None:
-    """Print the requested output on standard output."""
+def put(text: str, stream: TextIO | None = None) -> None:
+    """Print the requested output on standard output, or on the stream that was standard output."""
+    stream = stream or sys.stdout
     with writing(stream):
         print(text, file=stream)
+
+
+def put_json(value: object, stream: TextIO | None = None) -> None:
+    """Print one line of JSON like ``put``."""
+    from batch_agent.files.results import to_json  # imported here, so that help texts appear quickly
+
+    put(to_json(value).decode(), stream)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from batch_agent.cli.output.overwrite import refuse_overwriting
-from batch_agent.cli.spec.arguments import FLAGS, json_or_text
-from batch_agent.cli.spec.cluster import cluster_of
+from batch_agent.cli.output.results import refuse_overwriting
+from batch_agent.cli.spec.arguments import CLUSTER, FLAGS, json_or_text
 from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.recorded import recording_of
 from batch_agent.cli.spec.rows import STDIN, read_rows
@@ -26,10 +25,8 @@ from batch_agent.spec import OLD_NAMES, BatchSpec
 
 
 def take_settings(options: argparse.Namespace) -> None:
-    """Move each ``--set`` of an option that has a flag to that flag, so that each value is in one place.
-
-    None stays in ``--set``: no flag can express it.
-    """
+    """Move each ``--set`` of an option that has a flag to that flag, so that each value is in one place. None stays in
+    ``--set``: no flag can express it."""
     left = []
     for item in options.set or ():
         name, value = _setting(item)
@@ -77,7 +74,20 @@ def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
 
 def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
     """Return the options that the command line overrides, except the rows."""
-    return given_options(options) | recording_of(options, file) | cluster_of(options)
+    return given_options(options) | recording_of(options, file) | _cluster_of(options)
+
+
+def _cluster_of(options: argparse.Namespace) -> dict[str, object]:
+    """Return the option ``cluster``, or no option without ``--ray``."""
+    given = {name: value for name in CLUSTER if (value := getattr(options, name)) is not None}
+    address = given.pop("ray", None)
+    if address is None:
+        for name in given:
+            raise SpecError(f"--{name.replace('_', '-')} is for a Ray cluster: also give --ray")
+        return {}
+    from batch_agent.ray.workers import Ray
+
+    return {"cluster": Ray(str(address), **given)}
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
@@ -106,8 +116,7 @@ def rows_of(file: SpecFile, named: object, options: argparse.Namespace) -> objec
 
 
 def spec_file(options: argparse.Namespace) -> SpecFile:
-    """Return the given spec file, after loading ``--env-file``. Without one, an empty spec whose path resolves
-    references."""
+    """Return the given spec file, or an empty one whose path resolves references. Loads ``--env-file`` before."""
     if options.env_file is not None:
         load_env_file(Path(options.env_file))
     if options.spec is not None:

@@ -27,8 +27,7 @@ CHUNK_BYTES = 64 * 2**10
 def read_rows(
     source: str, limit: int | None = None, kind: str | None = None
 ) -> list[Row] | LazyRows | AsyncIterator[Row]:
-    """Return the first ``limit`` rows of a path, or of standard input for ``-``. ``kind`` is the format; by default a
-    file's extension decides."""
+    """Return the first ``limit`` rows of a path or, for ``-``, of standard input. ``kind`` overrides the extension."""
     suffix = None if kind is None else f".{kind}"
     if source == STDIN:
         return read_pipe(STDIN_DESCRIPTOR, "standard input", limit, suffix)

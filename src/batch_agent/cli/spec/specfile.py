@@ -8,7 +8,9 @@ directory of the spec file. BatchSpec checks the values; this module adds the fi
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import os
 import re
 import sys
 import tomllib
@@ -20,16 +22,18 @@ from typing import Any
 
 import yaml
 
-from batch_agent.cli.spec.mcp_entry import mcp_entry
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, kinds, notes
 from batch_agent.spec import MCP, BatchSpec
+from batch_agent.tools.base import Tool, tools_at
+from batch_agent.tools.mcp.address import expanded
 
 STAGES = "stages"  # key of a pipeline's stages
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+EXPANDED = ("headers", "env")  # of an MCP server: often secrets, so ${NAME} is replaced from the environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +125,11 @@ class SpecFile:
 
     def _tool(self, item: object) -> object:
         if isinstance(item, dict) and "mcp" in item:
-            return mcp_entry(item, self.path.parent)
+            return _mcp_entry(item, self.path.parent)
         if not isinstance(item, str):
             raise SpecError(f"{item!r} is not the name of a tool")
         if item.startswith(MCP):
-            return mcp_entry({"mcp": item.removeprefix(MCP)}, self.path.parent)
+            return _mcp_entry({"mcp": item.removeprefix(MCP)}, self.path.parent)
         return self.imported(item) if ":" in item else item
 
     def _schema(self, value: object) -> object:
@@ -154,6 +158,29 @@ class SpecFile:
         return value
 
 
+def _mcp_entry(entry: Mapping[str, object], beside: Path) -> list[Tool]:
+    """Return the tools of an entry. Files and server commands are resolved in the directory ``beside``."""
+    server = entry["mcp"]
+    options = {name: value for name, value in entry.items() if name != "mcp"}
+    in_file = isinstance(server, str) and server.endswith(".json")
+    known = inspect.signature(Tool.mcp_file if in_file else Tool.mcp).parameters
+    for name in options:
+        if name not in list(known)[1:]:
+            raise SpecError(f"there is no option {name!r} of an MCP server; there are {', '.join(list(known)[1:])}")
+    if in_file:
+        return tools_at(str(beside / str(server)), **options)
+    if not isinstance(server, str | list):
+        raise SpecError(f"{server!r} is not an MCP server")
+    for name in EXPANDED:
+        values = options.get(name)
+        if isinstance(values, Mapping):
+            options[name] = {key: expanded(value, os.environ) for key, value in values.items()}
+    is_url = isinstance(server, str) and not server.startswith("stdio:")
+    if not is_url:
+        options["cwd"] = beside / str(options.get("cwd", ""))
+    return tools_at(server, **options) if isinstance(server, str) else Tool.mcp(server, **options)  # type: ignore[arg-type]
+
+
 def read_specfile(path: Path) -> SpecFile:
     parsers: dict[str, Callable[[str], object]] = {
         ".yaml": _parse_yaml,
@@ -174,7 +201,8 @@ def read_specfile(path: Path) -> SpecFile:
     if options is None:
         raise SpecError(f"{path} is empty; it needs at least a task")
     if not isinstance(options, dict):
-        raise SpecError(f"{path} must be a mapping of options, such as task: …, not {_kind(options)}")
+        kind = {list: "a list", str: "text", bool: "true or false"}.get(type(options), "a number")
+        raise SpecError(f"{path} must be a mapping of options, such as task: …, not {kind}")
     wrong = next((key for key in options if not isinstance(key, str)), None)
     if wrong is not None:
         raise SpecError(f"{path}: {wrong!r} is not the name of an option")
@@ -204,8 +232,7 @@ def _parse_yaml(text: str) -> object:
 
 
 def _refuse_twice(root: yaml.Node) -> None:
-    """Raise an error for duplicate keys: YAML forbids them, but the parser uses the last one. A key may override one
-    that ``<<`` merges."""
+    """Raise an error for duplicate keys, of which the parser would use the last. A key may override a merged one."""
     waiting, seen = [root], {id(root)}
     while waiting:
         node = waiting.pop()
@@ -252,10 +279,6 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise SpecError(f"has {name!r} twice")
         value[name] = item
     return value
-
-
-def _kind(value: object) -> str:
-    return {list: "a list", str: "text", bool: "true or false"}.get(type(value), "a number")
 
 
 def _import_module(name: str, beside: Path) -> object:

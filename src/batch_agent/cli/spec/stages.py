@@ -12,7 +12,7 @@ Functions are given as ``module:name``. ``join`` takes its own ``stages`` and ``
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from batch_agent.cli.spec.load import inputs_of, overrides_of, rows_of, spec_file
@@ -85,14 +85,10 @@ def _with(
         other = _extended(file, Pipeline(read_rows(content.get("inputs"))), content.get(STAGES), read_rows)
         return pipeline.join(other, key=keys["key"], other_key=keys["other_key"])
     options = file.follow(content)
-    if "worker" not in options:
-        _need(options, "task" if kind == "map" else "prompt")
+    needed = "task" if kind == "map" else "prompt"
+    if "worker" not in options and not isinstance(options.get(needed), str):
+        raise SpecError(f"{needed} is missing, or is not text")
     return pipeline.map(**options) if kind == "map" else pipeline.reduce(**options)
-
-
-def _need(options: Mapping[str, object], name: str) -> None:
-    if not isinstance(options.get(name), str):
-        raise SpecError(f"{name} is missing, or is not text")
 
 
 def _function(file: SpecFile, reference: object) -> Callable[[Any], Any]:

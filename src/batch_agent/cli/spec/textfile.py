@@ -8,8 +8,7 @@ from batch_agent.errors import SpecError
 
 
 def read_text(path: Path, what: str = "") -> str:
-    """Return the text of a file, without a byte order mark. Raises SpecError if it cannot be read; the message calls
-    the file ``what``."""
+    """Return the text of a file, without a byte order mark. Raises a SpecError that calls the file ``what``."""
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:

@@ -17,7 +17,7 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import is_pipeline, load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.cli.spec.stages import load_flow
-from batch_agent.cluster.worker import prepare_worker
+from batch_agent.cluster.worker_run import prepare_worker
 from batch_agent.engine.agent.transcript import conversations, transcript
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import rows_under
@@ -28,19 +28,22 @@ from batch_agent.files.results import to_json
 from batch_agent.job import Job
 from batch_agent.messages import JsonObject
 from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import JOURNAL, RUN, read_run
+from batch_agent.store.rundir import JOURNAL, RUN, read_run, stage_names
 from batch_agent.store.sqlite import SqliteJournal, connect_to_read, glance
 
 AT_ONCE = 256  # rows looked up in the journal together
 
 
-def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]:
+def prepared_again(directory: Path, facts: JsonObject, import_from: Path | None = None) -> Mapping[str, Prepared]:
     """Return the parts of a run, prepared as when it was recorded: the stages of a pipeline by name; a plain run as "".
 
     A part whose task, model, schema or tools changed is omitted. Raises SpecError if the spec cannot be read.
+    ``import_from`` is the directory of the user's modules, if the run was in Redis.
     """
     if "spec" in facts:  # the run was in Redis
-        return {"": prepare_worker(facts, None)}
+        stages = {name: directory / name for name in stage_names(facts) if (directory / name / RUN).exists()}
+        recorded = {name: read_run(path) for name, path in stages.items()} if stage_names(facts) else {"": facts}
+        return {name: prepare_worker(each, import_from) for name, each in recorded.items()}
     options = command_again(
         recorded_command(
             facts,
@@ -58,8 +61,7 @@ def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]
     for name, (path, prepared) in parts.items():
         if isinstance(prepared.spec.inputs, LazyRows):
             prepared.spec.inputs.close()  # only rows in a list affect the shared prompt
-        recorded = read_run(path) if (path / RUN).exists() else {}
-        prepared, unchanged = matched(prepared, recorded)
+        prepared, unchanged = matched(prepared, read_run(path) if (path / RUN).exists() else {})
         if unchanged:
             same[name] = prepared
     return same

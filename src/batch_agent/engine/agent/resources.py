@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend
@@ -63,5 +64,5 @@ class Resources:
     def start_tool(self, call: ToolCall, job: Job, turn: int) -> PendingCall:
         if self.traces is None:
             return self.tools.start(call, job, turn)
-        with self.traces.calling(self.run, job.index, turn, call.id):
-            return self.tools.start(call, job, turn)
+        # Most calls need no trace context, because their result is cached or shared.
+        return self.tools.start(call, job, turn, partial(self.traces.of_call, self.run, job.index, turn, call.id))

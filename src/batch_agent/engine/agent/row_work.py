@@ -224,7 +224,7 @@ class RowWork(WorkState):
         place, self._calls = self._calls, self._calls + 1
         began = self._loop.time()
         r.emit(ToolStarted(r.clock(), r.run, index, turn, place, call.id, call.name))
-        pending = r.tools.start(call, self.job, turn)
+        pending = r.start_tool(call, self.job, turn)
         try:
             ended = pending.ended()
             # The outcome of a write must be known, so it is waited for even after the run's time limit.

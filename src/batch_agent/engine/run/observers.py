@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
 from batch_agent.blocking import in_thread
+from batch_agent.engine.run.sinks import Held
 from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
 from batch_agent.observe.telemetry_wanted import is_wanted
@@ -45,13 +46,19 @@ class Observers:
             lines = EventLines(spec.events)
             self._extent.push_async_callback(_in_thread, lines.close)
             add(lines)
+        held = Held()
         if spec.metrics_port is not None:
             from batch_agent.observe.metrics_server import serve_metrics
 
             numbers = RunNumbers(live, whole)
-            served = serve_metrics(spec.metrics_port, numbers.page)
+
+            def page() -> str:
+                held.flush()
+                return numbers.page()
+
+            served = serve_metrics(spec.metrics_port, page)
             self.metrics_url = await self._extent.enter_async_context(served)
-            add(numbers)
+            held.add(numbers)
             with suppress(OSError, ValueError):  # standard error may be closed
                 sys.stderr.write(f"metrics: {self.metrics_url}\n")
         if is_wanted(spec.telemetry, os.environ):
@@ -60,7 +67,11 @@ class Observers:
             telemetry = Telemetry(os.environ, whole)
             self._extent.push_async_callback(_in_thread, telemetry.close)
             self.traces = telemetry.traces
-            add(telemetry)
+            for sink in telemetry.sinks:
+                held.add(sink)
+        if held.handlers:
+            self._extent.callback(held.flush)
+            add(held)
 
     async def close(self) -> None:
         """Close all observers. Takes a few seconds at most, even if one does not respond."""

@@ -51,6 +51,13 @@ class Rows:
         self.seen = self.seen or bool(values)
         return values
 
+    async def read_ready(self, count: int) -> list[object]:
+        """Return what ``read`` returns, and of another run's results also those that are there already."""
+        values = await self.read(count)
+        while values and len(values) < count and self.channel is not None and self.channel.waiting:
+            values += await self.read(1)
+        return values
+
     def close(self) -> None:
         """Close an input file. The user closes a generator of their own."""
         if self._file is not None:

@@ -50,7 +50,8 @@ from batch_agent.engine.run.recording import (
     rows_under,
 )
 from batch_agent.engine.run.rows import Rows
-from batch_agent.engine.run.shared import Shared, Sinks
+from batch_agent.engine.run.shared import Shared
+from batch_agent.engine.run.sinks import Sinks
 from batch_agent.engine.run.steering import Controls, Steered
 from batch_agent.engine.run.watch import Watch
 from batch_agent.errors import RunRejected, RunUnreachable

@@ -7,7 +7,6 @@ limits. An inner run may have its own directory, for its journal and its results
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,31 +16,13 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.observers import Observers
-from batch_agent.events import Event, Sink
+from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.spec import BatchSpec
 from batch_agent.store.session import RunSession
 from batch_agent.tools.pool import ToolPool
 
 logger = logging.getLogger("batch_agent")
-
-
-class Sinks:
-    """A sink that passes events to all others. A sink that raises gets no more events, and does not affect the run."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-
-    def add(self, sink: Sink) -> None:
-        self._sinks = [*self._sinks, sink]
-
-    def __call__(self, event: Event) -> None:
-        for sink in self._sinks:
-            try:
-                sink(event)
-            except Exception:
-                logger.exception("a sink of events raised an exception and gets no more events")
-                self._sinks = [other for other in self._sinks if other is not sink]
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,8 @@ from batch_agent.dispatch.feed import Feed
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.shared import Shared, Sinks
+from batch_agent.engine.run.shared import Shared
+from batch_agent.engine.run.sinks import Sinks
 from batch_agent.errors import SpecError
 from batch_agent.events import DrainStarted
 from batch_agent.messages import JsonObject

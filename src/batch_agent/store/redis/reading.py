@@ -18,9 +18,9 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A recorded row. ``row`` is its key, ``place`` its id in the stream of results or in the queue. ``result`` is its
-    result as JSON; None if it has none, or an earlier one that a retry replaced. A row without a result has its input
-    as JSON in ``value``."""
+    """A recorded row. ``row`` is its key, ``index`` its latest index, ``place`` its id in the stream of results or in
+    the queue. ``result`` is its result as JSON; None if it has none, or one that is no longer valid. A row without a
+    result has its input as JSON in ``value``."""
 
     row: str
     place: str
@@ -39,20 +39,19 @@ class RedisReader:
         return int(self._command("HGET", self.store.key("run"), "sitting") or 0)
 
     def results(self, after: str, count: int) -> list[ReadRow]:
-        """Return the next rows that ended after a place in the stream of results; "" is its beginning."""
+        """Return the next rows that ended after a place in the stream of results; "" is its beginning. Once all inputs
+        are fed, rows that are no longer among them have no result."""
         found = self._page("results", after, count)
         if not found:
             return []
         known = self._command("HMGET", self.store.key("rows"), *(fields[b"row"] for _, fields in found))
-        return [
-            ReadRow(
-                fields[b"row"].decode(),
-                place,
-                int(fields[b"index"]),
-                fields[b"result"] if _place(now) == place else None,  # else the row was retried
-            )
-            for (place, fields), now in zip(found, known, strict=True)
-        ]
+        fed, latest = self._command("HMGET", self.store.key("run"), "fed", "sitting")
+        rows = []
+        for (place, fields), now in zip(found, known, strict=True):
+            sitting, index, _, at, *_ = (now or b"0 0 f 0").split(b" ")
+            is_valid = at.decode() == place and (fed != b"1" or sitting == latest)  # else it was retried, or left out
+            rows.append(ReadRow(fields[b"row"].decode(), place, int(index), fields[b"result"] if is_valid else None))
+        return rows
 
     def unfinished(self) -> Iterator[ReadRow]:
         """Yield the rows in the queue: those that a worker holds or held, then those that have not started."""
@@ -98,13 +97,6 @@ class RedisReader:
 
 def _queued(place: str, fields: dict[bytes, bytes], *, started: bool) -> ReadRow:
     return ReadRow(fields[b"row"].decode(), place, int(fields[b"index"]), None, fields[b"value"], started=started)
-
-
-def _place(known: bytes | None) -> str:
-    """Return the position of a row's result, from its entry in the hash of rows."""
-    fields = b"" if known is None else known
-    parts = fields.decode().split(" ")
-    return parts[3] if len(parts) > 3 else ""
 
 
 def run_names(address: StoreAddress) -> list[str]:

@@ -73,6 +73,11 @@ class RedisRunStore:
     def lent(self) -> RedisLent:
         return RedisLent(self.address, self.connection)
 
+    def stage(self, name: str) -> RedisRunStore:
+        store = RedisRunStore(RedisConnection(self.address.at(self.address.name, name)))
+        store.polite = self.polite
+        return store
+
     def close(self) -> None:
         self.connection.close()
 

@@ -7,18 +7,14 @@ duration.
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
 from aiohttp import web
-
-from batch_agent.errors import SpecError
 
 MAX_BODY_BYTES = 512 * 1024 * 1024
 MOST_ID_CHARACTERS = 64
@@ -77,18 +73,11 @@ class JobServer:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", self._port).start()
-        except OSError as error:
-            await runner.cleanup()
-            taken = "is taken" if error.errno == errno.EADDRINUSE else "cannot be had"
-            raise SpecError(f"127.0.0.1:{self._port} {taken}: {error.strerror}") from None
+        await web.TCPSite(runner, "127.0.0.1", self._port).start()
         self._runner, self._port = runner, runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
 
