@@ -45,8 +45,8 @@ class Terms:
 
 
 class Server:
-    """``weight``: its share; ``models``: those it serves (None: unknown), ``stated`` by the user or listed by the server,
-    which may serve others too; ``context``: in tokens."""
+    """``weight``: its share; ``models``: those it serves (None: unknown), ``stated`` by the user or listed by the
+    server, which may serve others too; ``context``: in tokens."""
 
     def __init__(
         self,
