@@ -6,21 +6,21 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, Kill, Stall
+from tests.simulation.faults import Fault, Kill
 from tests.simulation.play import play, play_against
 from tests.simulation.process import Process
 from tests.simulation.shrink import shrink
 from tests.simulation.workload import Edition, Workload
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(9))
 def test_nothing_is_lost_and_nothing_is_done_twice(seed: int) -> None:
     workload, faults, played = play(seed)
     assert not played.problems, f"make soak SEED={seed}\n{workload}\n{faults}\n" + "\n".join(played.problems)
 
 
 def test_a_seed_plays_the_same_each_time() -> None:
-    first, second = (play(45) for _ in range(2))
+    first, second = (play(2) for _ in range(2))
     assert first == second
 
 
@@ -35,7 +35,7 @@ def test_what_must_not_happen_is_found_and_made_smaller() -> None:
     usual = Workload.of(0, ["tool loop"])
     options = {field.name: getattr(usual, field.name) for field in fields(usual)}
     workload = Forgetful(**options | {"first": Edition(0, ("k0", "k1", "k2", "k3")), "budget": None})
-    faults: list[Fault] = [Stall(1.0, 0.1), Kill(0, "result", 1), Kill(1, "request", 3)]
+    faults: list[Fault] = [Kill(0, "result", 1), Kill(1, "request", 3)]
     smaller, left, played = shrink(workload, faults, play_against(workload, faults))
     assert "is not on disk" in played.problems[0]
     assert len(left) <= 1 and len(smaller.first.rows) < 4

@@ -97,11 +97,11 @@ async def test_a_cancelled_call_is_cancelled_at_the_server_and_its_siblings_go_o
 async def test_a_hanging_call_times_out_alone_and_progress_keeps_a_call_alive(
     tools: list[Tool], open_pool: OpenPool
 ) -> None:
-    async with open_pool(tools, timeout=4.0) as pool:
+    async with open_pool(tools, timeout=2.0) as pool:
         assert (await pool.start(call("add_line", text="x")).wait()).ok  # the server is up
         hanging = pool.start(call("sleep_long", label="a"))
-        busy = pool.start(call("with_progress", steps=6, seconds=1.0))  # longer than the timeout in all
-        assert "ran longer than 4 s" in (await hanging.wait()).text
+        busy = pool.start(call("with_progress", steps=6, seconds=0.5))  # longer than the timeout in all
+        assert "ran longer than 2 s" in (await hanging.wait()).text
         assert (await busy.wait()).text == "done"
 
 
