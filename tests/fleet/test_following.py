@@ -51,49 +51,39 @@ async def test_a_line_that_no_longer_has_the_selected_tag_leaves(tmp_path: Path)
         assert list(fleet.servers) == ["vllm://a:8000"]
 
 
-@virtual_clock
-async def test_a_run_under_way_follows_weights_and_loses_nothing(tmp_path: Path) -> None:
+async def servers_of_rows(hosts: Path, rows: int, options: str) -> list[str]:
+    """The servers a and b that answered the rows, in order. After 100 rows the line of b gets the options."""
     async with AsyncExitStack() as stack:
-        places = [
+        a, b = [
             await stack.enter_async_context(ScriptedServer(lambda request, name=name: Say(name, latency=0.5)))
             for name in "ab"
         ]
-        hosts = tmp_path / "hosts.txt"
-        hosts.write_text("".join(f"{server.address}\n" for server in places))
+        hosts.write_text(f"{a.address}\n{b.address}\n")
         outputs = list[str]()
         async with BatchAgent.open(
-            task="{input}", inputs=[str(n) for n in range(600)], backend=f"fleet://{hosts}", model="m", max_inflight=16
+            task="{input}", inputs=map(str, range(rows)), backend=f"fleet://{hosts}", model="m", max_inflight=16
         ) as run:
             async for result in run.results():
                 outputs.append(str(result.output))
                 if len(outputs) == 100:
-                    hosts.write_text(f"{places[0].address}\n{places[1].address} weight=7\n")
+                    hosts.write_text(f"{a.address}\n{b.address} {options}\n")
+    assert len(outputs) == rows
+    return outputs
+
+
+@virtual_clock
+async def test_a_run_under_way_follows_weights_and_loses_nothing(tmp_path: Path) -> None:
+    outputs = await servers_of_rows(tmp_path / "hosts.txt", 600, "weight=7")
     before, after = Counter(outputs[:100]), Counter(outputs[-200:])
-    assert len(outputs) == 600
     assert before["a"] > 40
     assert after["b"] > 2 * after["a"] > 0
 
 
 @virtual_clock
 async def test_a_server_that_gets_another_model_gets_no_more_requests_for_this_one(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        places = [
-            await stack.enter_async_context(ScriptedServer(lambda request, name=name: Say(name, latency=0.5)))
-            for name in "ab"
-        ]
-        hosts = tmp_path / "hosts.txt"
-        hosts.write_text("".join(f"{server.address}\n" for server in places))
-        outputs = list[str]()
-        async with BatchAgent.open(
-            task="{input}", inputs=[str(n) for n in range(300)], backend=f"fleet://{hosts}", model="m", max_inflight=16
-        ) as run:
-            async for result in run.results():
-                outputs.append(str(result.output))
-                if len(outputs) == 100:
-                    hosts.write_text(f"{places[0].address}\n{places[1].address} model=other\n")
-        assert len(outputs) == 300
-        assert Counter(outputs[:100])["b"] > 20
-        assert set(outputs[-50:]) == {"a"}
+    outputs = await servers_of_rows(tmp_path / "hosts.txt", 300, "model=other")
+    assert Counter(outputs[:100])["b"] > 20
+    assert set(outputs[-50:]) == {"a"}
 
 
 @virtual_clock
