@@ -207,8 +207,8 @@ def scale() -> dict[str, float]:
 
 
 def keys() -> float:
-    names = [f"vllm://gpu-{number}:8000" for number in range(100)]
-    before, after = Router(map(Endpoint, names)), Router(map(Endpoint, names[:40] + names[41:]))
+    endpoints = [Endpoint(name=f"vllm://gpu-{number}:8000") for number in range(100)]
+    before, after = Router(endpoints), Router(endpoints[:40] + endpoints[41:])
     homes = [(before.home(key), after.home(key)) for key in map(str, range(20_000))]
     return sum(a.name != b.name for a, b in homes if a is not None and b is not None) / len(homes)
 

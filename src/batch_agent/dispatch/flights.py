@@ -18,6 +18,7 @@ from batch_agent.scheduler.routing import Router
 
 # A request moves to an idle endpoint if its remaining time is more than this many times what that endpoint takes.
 COMPUTED, QUEUED = 1.5, 0.6
+CONTEXT = 3.0  # times these, if the other endpoint has to compute the context of the agent again
 SLOWER = 1.25  # times what others take: then answers wait in a queue, or the endpoint is slower than the others
 SHORTEST_TAIL = 0.05  # seconds between two checks at the end of a batch
 STREAM_SILENCE = 3.0  # seconds without a byte after which an answer that has begun is recalled
@@ -161,7 +162,8 @@ class Flights:
             for endpoint in self._at
             if endpoint is not best and not (endpoint.health.is_down or endpoint.health.patient)
             for place, ticket in enumerate(self.at(endpoint), start=1)
-            if (left := self._seconds_left(endpoint, ticket, place, fast, now)) > fast + SHORTEST_GAIN
+            if (left := self._seconds_left(endpoint, ticket, place, fast, now) / _cost_of_moving(ticket))
+            > fast + SHORTEST_GAIN
             and _may_move(ticket)
         ]
         slow.sort(key=lambda item: -item[0])
@@ -195,6 +197,11 @@ class Flights:
         # The wait doubles with each move: of two endpoints that never answered, one may be slow and the other dead.
         patience = min(UNKNOWN_FACTOR * self._router.usual, SLOWER * self._router.slowest)
         return inf if waited > max(UNKNOWN_SECONDS, patience) * 2.0 ** min(ticket.moves, 30) else 0.0
+
+
+def _cost_of_moving(ticket: Ticket) -> float:
+    """Return a factor: the context of an agent that has taken turns is computed again at another endpoint."""
+    return CONTEXT if ticket.progress.turns else 1.0
 
 
 def _may_move(ticket: Ticket) -> bool:
