@@ -1,7 +1,26 @@
-"""Settings of Hypothesis for all tests. No test asserts a time, so a busy machine must not fail one. Tests that need
-more examples than these set their own number."""
+"""Settings of Hypothesis, and a Redis, for all tests. No test asserts a time, so a busy machine must not fail one.
+Tests that need more examples than these set their own number."""
 
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
 from hypothesis import HealthCheck, settings
+from tests.store.redis_servers import RedisServer, redis_server
 
 settings.register_profile("any machine", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+NAMES = (f"run-{number}" for number in count())
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(redis: RedisServer) -> str:
+    """The URL of a run that does not exist yet."""
+    return f"{redis.url}/{next(NAMES)}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from itertools import count
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-from redis_servers import RedisServer, needs_redis, redis_server
+from redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, SpecError, Tool
 from batch_agent.cluster.worker import NoRunCame, Worker, WorkReport
@@ -24,7 +23,6 @@ from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.store import RedisRunStore
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
-NAMES = (f"run-{number}" for number in count())
 HERE = Path(__file__).parent
 pytestmark = needs_redis
 written: list[str] = []
@@ -43,16 +41,10 @@ def note(what: str) -> str:
     return "written"
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-def url(redis: RedisServer) -> str:
+def url(url: str) -> str:
     written.clear()
-    return f"{redis.url}/{next(NAMES)}"
+    return url
 
 
 @pytest.fixture

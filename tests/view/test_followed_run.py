@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-from redis_servers import RedisServer, needs_redis, redis_server
+from redis_servers import needs_redis
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
@@ -23,18 +22,6 @@ from batch_agent.view.followed import follow
 from batch_agent.view.runs import ShownRun
 
 pytestmark = needs_redis
-NAMES = (f"run-{number}" for number in count())
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def url(redis: RedisServer) -> str:
-    return f"{redis.url}/{next(NAMES)}"
 
 
 class Held:
