@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from batch_agent import BatchAgent, BatchSpec, Tool
+from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import ModelRequest
 from batch_agent.backends.simulated.backend import SimulatedBackend
 from batch_agent.backends.simulated.model import EngineModel
-from batch_agent.engine.agent.loop_context import LoopContext
-from batch_agent.engine.run.prepare import prepare
-from batch_agent.engine.run.run import Run
 from batch_agent.events import ContextCompacted, Event
 from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Usage
+from batch_agent.run.run import Run
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report
 

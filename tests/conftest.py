@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.store.redis_servers import RedisServer, redis_server
+from tests.record.redis_servers import RedisServer, redis_server
 
 settings.register_profile("any machine", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

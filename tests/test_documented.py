@@ -12,9 +12,9 @@ from pydantic import JsonValue
 from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
 from batch_agent.backends.base import Backend
 from batch_agent.documented import plain
-from batch_agent.engine.run.lender import Cluster
 from batch_agent.events import Sink
 from batch_agent.options import Options
+from batch_agent.run.lender import Cluster
 from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.spec import OLD_NAMES
 from batch_agent.tools.base import Tool

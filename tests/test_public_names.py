@@ -198,8 +198,8 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
         "from batch_agent import BatchSpec, Tool",
         "BatchAgent.plan(task='x', inputs=[], backend='simulated://')",
     )
-    assert agent.isdisjoint(["pydantic", "batch_agent.engine", *SLOW, *OURS])
-    assert names.isdisjoint(["batch_agent.engine", *SLOW, *OURS])
+    assert agent.isdisjoint(["pydantic", "batch_agent.run", *SLOW, *OURS])
+    assert names.isdisjoint(["batch_agent.run", *SLOW, *OURS])
     assert plan.isdisjoint(["aiohttp", "rich", "yaml", "batch_agent.backends.local"])
 
 

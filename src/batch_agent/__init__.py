@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
+    from batch_agent.agent.context import AgentContext, AgentReply, BlockingContext
     from batch_agent.api import BatchAgent
     from batch_agent.backends.local.keeper import release_models
-    from batch_agent.engine.agent.context import AgentContext, AgentReply, BlockingContext
     from batch_agent.errors import (
         BatchAgentError,
         JobError,
@@ -65,9 +65,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "agent.context": ("AgentContext", "AgentReply", "BlockingContext"),
     "api": ("BatchAgent",),
     "backends.local.keeper": ("release_models",),
-    "engine.agent.context": ("AgentContext", "AgentReply", "BlockingContext"),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "fleet.backend": ("Fleet",),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),

@@ -25,14 +25,14 @@ from batch_agent.topology.methods import MapReduce
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batch_agent.agent.prepare import Prepared
     from batch_agent.cluster.worker import WorkReport
-    from batch_agent.engine.run.interruption import Interruption
-    from batch_agent.engine.run.prepare import Prepared
-    from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
     from batch_agent.observe.metrics import Statistics
     from batch_agent.options import Worker
     from batch_agent.results import Results
+    from batch_agent.run.interruption import Interruption
+    from batch_agent.run.run import Run
     from batch_agent.spec import BatchSpec
 
 T = TypeVar("T")
@@ -155,15 +155,15 @@ class BatchAgent(MapReduce):
         Print it to see the number of rows, the text that all rows share, the first message in full, and the expected
         tokens and cost. An iterator is not read.
         """
-        from batch_agent.engine.run.prepare import prepare
+        from batch_agent.agent.prepare import prepare
 
         return prepare(_spec(spec, options), sends=False)
 
     @staticmethod
     def _open(spec: BatchSpec) -> Run[Any]:
-        from batch_agent.engine.run.prepare import prepare
-        from batch_agent.engine.run.run import Run
-        from batch_agent.store.address import is_store_url
+        from batch_agent.agent.prepare import prepare
+        from batch_agent.record.address import is_store_url
+        from batch_agent.run.run import Run
 
         if spec.cluster is not None:
             opened: Run[Any] = spec.cluster.open_run(prepare(spec))
@@ -211,7 +211,7 @@ def _with_rows(spec: BatchSpec) -> BatchSpec:
 
 
 def _interruption() -> Interruption:
-    from batch_agent.engine.run.interruption import Interruption
+    from batch_agent.run.interruption import Interruption
 
     return Interruption()
 
@@ -219,11 +219,11 @@ def _interruption() -> Interruption:
 async def _collect(
     run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool, interruption: Interruption
 ) -> Results[R]:
-    from batch_agent.engine.run.interruption import interrupted_words
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.display import with_expected
     from batch_agent.observe.progress import Progress, show_address
     from batch_agent.results import Results, Summary, with_unfinished
+    from batch_agent.run.interruption import interrupted_words
     from batch_agent.view.beside import PageBeside
 
     page = PageBeside(spec.run_dir) if wants_page else None
@@ -282,7 +282,7 @@ class ResultStream(AsyncGenerator[AgentResult[R], None]):
 
 
 async def _results(run: Run[R], spec: BatchSpec) -> AsyncGenerator[AgentResult[R], None]:
-    from batch_agent.engine.run.interruption import interrupted_words
+    from batch_agent.run.interruption import interrupted_words
 
     interruption = _interruption()
     async with run, aclosing(run.results()) as results:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from pydantic import JsonValue
 
+    from batch_agent.agent.context import AgentContext, BlockingContext
     from batch_agent.backends.base import Backend
-    from batch_agent.engine.agent.context import AgentContext, BlockingContext
-    from batch_agent.engine.run.lender import Cluster
     from batch_agent.events import Sink
     from batch_agent.messages import Message
+    from batch_agent.run.lender import Cluster
     from batch_agent.runtimes.base import CommandLineRuntime
     from batch_agent.tools.base import Tool
 

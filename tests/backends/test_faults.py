@@ -6,7 +6,9 @@ import ssl
 
 import pytest
 
-from batch_agent.backends.http.failures import (
+from batch_agent.backends.http.faults import Faults, ServerError, Wording, retry_after
+from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Timeout, Unavailable
+from batch_agent.http.failures import (
     BadAddress,
     BrokenOff,
     ClosedEarly,
@@ -18,8 +20,6 @@ from batch_agent.backends.http.failures import (
     TooLarge,
     TransportError,
 )
-from batch_agent.backends.http.faults import Faults, ServerError, Wording, retry_after
-from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Timeout, Unavailable
 
 FAULTS = Faults("POST http://host/v1", ["sk-secret-value", "sk-secret", "abc"])
 

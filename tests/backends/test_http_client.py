@@ -8,10 +8,10 @@ import pytest
 from yarl import URL
 
 from backends.wire import Exchange, WireServer, answer, hang, raw
-from batch_agent.backends.http.beat import FEW_STREAMS
 from batch_agent.backends.http.client import HttpClient
-from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
+from batch_agent.http.beat import FEW_STREAMS
+from batch_agent.http.transport import Transport
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 

@@ -8,7 +8,7 @@ import pytest
 from batch_agent.cli.main import main
 from batch_agent.files.results import result_line
 from batch_agent.job import AgentError, AgentResult, Timings
-from batch_agent.store.rundir import failure_line
+from batch_agent.record.rundir import failure_line
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from commandline import batch_agent, started
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
-from batch_agent.store.rundir import RunView
+from batch_agent.record.rundir import RunView
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.testing.script import Script
 

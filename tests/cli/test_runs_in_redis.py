@@ -15,7 +15,7 @@ from batch_agent import BatchAgent
 from batch_agent.cli.main import main
 from batch_agent.testing import Fail, Say, ScriptedServer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import RedisServer, needs_redis, redis_server
 
 pytestmark = [needs_redis]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from batch_agent import BatchAgent, Tool
+from batch_agent.agent.prepare import prepare
 from batch_agent.cli.main import main
 from batch_agent.cli.spec.resume_forecast import differences
-from batch_agent.engine.run.prepare import prepare
-from batch_agent.engine.run.run import Run
 from batch_agent.messages import Usage
+from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
 

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from batch_agent.agent.prepare import prepare
 from batch_agent.cluster.lending import Lending
-from batch_agent.engine.run.prepare import prepare
-from batch_agent.engine.run.run import Run
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.connection import RedisConnection
+from batch_agent.record.redis.lent import RedisLent
+from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.redis.connection import RedisConnection
-from batch_agent.store.redis.lent import RedisLent
 from batch_agent.tools import Tool
 
 

@@ -14,7 +14,7 @@ from threading import Timer
 
 import pytest
 from tests.cluster.harness import Account, Driver, RayNodes, model_server, prepare, ray_nodes, wait_for_notes
-from tests.store.redis_servers import redis_server
+from tests.record.redis_servers import redis_server
 
 WANTED = "BATCH_AGENT_TEST_CLUSTER"
 pytestmark = [

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from batch_agent.messages import Usage
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.connection import RedisConnection
+from batch_agent.record.redis.lent import RedisLent
 from batch_agent.scheduler.lending import BUDGET
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.redis.connection import RedisConnection
-from batch_agent.store.redis.lent import RedisLent
 from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
 from batch_agent.testing.metrics import VllmMetrics
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import RedisServer, needs_redis, redis_server
 
 in_suite = pytest.mark.skipif("BATCH_AGENT_TEST_CLUSTER" not in os.environ, reason="part of make test-cluster")

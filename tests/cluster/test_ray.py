@@ -12,17 +12,17 @@ import ray
 import ray.data
 from tests.cluster.harness import Account, Driver, RayNodes, model_server, prepare, ray_nodes, wait_for_notes
 from tests.cluster.modules.cluster_notes import write_note
-from tests.store.redis_servers import needs_redis, redis_server
-from tests.store.run_store_contract import Expire, OpenedRun, RunStoreContract
+from tests.record.redis_servers import needs_redis, redis_server
+from tests.record.run_store_contract import Expire, OpenedRun, RunStoreContract
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError
 from batch_agent.ray import Ray, map_dataset
 from batch_agent.ray.relay import Relay, RelayServer, relayed
 from batch_agent.ray.run import RELAY
-from batch_agent.store.rundir import RunView
-from batch_agent.store.shared import RowLease, RunStore
-from batch_agent.store.shared_sqlite import SHARED, SqliteRunStore
+from batch_agent.record.rundir import RunView
+from batch_agent.record.shared import RowLease, RunStore
+from batch_agent.record.shared_sqlite import SHARED, SqliteRunStore
 
 WANTED = "BATCH_AGENT_TEST_CLUSTER"
 pytestmark = [

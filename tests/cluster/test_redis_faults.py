@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import RedisServer, needs_redis, redis_server
 
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse

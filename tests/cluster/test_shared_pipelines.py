@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import needs_redis
 
 from batch_agent import AgentContext, Pipeline, SpecError
@@ -20,8 +20,8 @@ from batch_agent.cluster.worker import WorkReport
 from batch_agent.cluster.worker import work as join
 from batch_agent.files.results import to_json
 from batch_agent.ray import Ray
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.redis.store import RedisRunStore
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.testing import Request, Say, ScriptedServer
 
 HERE = Path(__file__).parent

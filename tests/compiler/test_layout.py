@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batch_agent import BatchAgent
+from batch_agent.agent.dryrun import DryRun
 from batch_agent.compiler.layout import Layout, layout_of
-from batch_agent.engine.run.dryrun import DryRun
 
 WORDS = "eight ch" * 10  # 80 characters, 20 tokens
 

@@ -25,9 +25,9 @@ from batch_agent.backends.base import ModelRequest, OnToolCall, Probe
 from batch_agent.errors import StoreError, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
-from batch_agent.store.base import Entry, Progress, Store
-from batch_agent.store.codec import decode
-from batch_agent.store.sqlite import SqliteJournal
+from batch_agent.record.base import Entry, Progress, Store
+from batch_agent.record.codec import decode
+from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply
 

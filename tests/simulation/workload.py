@@ -23,9 +23,9 @@ from tests.simulation.world import Row
 
 from batch_agent import BatchAgent, Fleet, Pipeline
 from batch_agent.backends.base import Backend
-from batch_agent.engine.run.run import Run
 from batch_agent.errors import ToolError
 from batch_agent.job import AgentResult
+from batch_agent.run.run import Run
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import outcome_of
 

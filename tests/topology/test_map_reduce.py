@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import BatchAgent, SpecError, Tool
-from batch_agent.store.rundir import RunView
+from batch_agent.record.rundir import RunView
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, SpecError
 from batch_agent.messages import Usage
-from batch_agent.store.rundir import RunView
+from batch_agent.record.rundir import RunView
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 

@@ -14,9 +14,9 @@ import pytest
 from tests.cli.commandline import batch_agent
 
 from batch_agent import BatchAgent, Pipeline, SpecError
-from batch_agent.engine.run.run import Run
 from batch_agent.job import AgentResult
-from batch_agent.store.control import NotAlive, Refused, ask, socket_of, stream
+from batch_agent.record.control import NotAlive, Refused, ask, socket_of, stream
+from batch_agent.run.run import Run
 from batch_agent.testing import Request, Say, ScriptedServer
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import needs_redis
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
-from batch_agent.store.address import StoreAddress
+from batch_agent.record.address import StoreAddress
 from batch_agent.testing import Say, ScriptedServer
 from batch_agent.view.followed import follow
 from batch_agent.view.runs import ShownRun

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from batch_agent import Tool
-from batch_agent.engine.run.prepare import prepare
-from batch_agent.engine.run.run import Run
+from batch_agent.agent.prepare import prepare
+from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 

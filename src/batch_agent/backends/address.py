@@ -16,7 +16,7 @@ from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES, Scheme
 from batch_agent.errors import SpecError
 
 if TYPE_CHECKING:
-    from batch_agent.backends.http.transport import Transport
+    from batch_agent.http.transport import Transport
 
 
 @dataclass(frozen=True, slots=True, repr=False)

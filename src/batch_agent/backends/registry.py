@@ -20,7 +20,7 @@ from batch_agent.errors import SpecError
 from batch_agent.scheduler.server import KnownServers
 
 if TYPE_CHECKING:
-    from batch_agent.backends.http.transport import Transport
+    from batch_agent.http.transport import Transport
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 

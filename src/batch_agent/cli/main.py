@@ -18,7 +18,7 @@ from batch_agent.cli.exit_status import RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.output.streams import discard, ensure_streams, flush_words, say
 from batch_agent.errors import BatchAgentError, InternalError, RunUnreachable
 from batch_agent.observe.text import harmless
-from batch_agent.store.address import masked
+from batch_agent.record.address import masked
 from batch_agent.version import __version__
 
 

@@ -8,19 +8,19 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
+from batch_agent.agent.fingerprint import rows_under
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cluster.row_json import encode_row
 from batch_agent.cluster.spec_json import pieces, spec_json
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import StoreError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Progress
+from batch_agent.record.keys import Keys
+from batch_agent.record.rundir import JOURNAL, RunView
+from batch_agent.record.shared import KeptStep, NewRow, RowChange, RunStore
+from batch_agent.record.sqlite import SqliteJournal, open_to_read
 from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
-from batch_agent.store.base import Identity, Progress
-from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import JOURNAL, RunView
-from batch_agent.store.shared import KeptStep, NewRow, RowChange, RunStore
-from batch_agent.store.sqlite import SqliteJournal, open_to_read
 
 ROWS_AT_ONCE = 100
 ResultRecord = Mapping[str, object]

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cluster.feeder import Feeder
 from batch_agent.cluster.feeder_session import FeederSession
 from batch_agent.cluster.lending import Lending
@@ -23,12 +24,6 @@ from batch_agent.cluster.spec_json import pieces, schema_json, spec_json
 from batch_agent.cluster.worker_run import ROWS, WorkerRun, open_worker_session
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.engine.run.batch import Batch
-from batch_agent.engine.run.delivery import Delivery
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import asked_json
-from batch_agent.engine.run.run import Run
-from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import InputError, SpecError
 from batch_agent.events import (
     DrainStarted,
@@ -44,8 +39,13 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentResult, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.record.shared import RunStore
+from batch_agent.run.batch import Batch
+from batch_agent.run.delivery import Delivery
+from batch_agent.run.recording import asked_json
+from batch_agent.run.run import Run
+from batch_agent.run.shared import Shared
 from batch_agent.spec import BatchSpec
-from batch_agent.store.shared import RunStore
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")

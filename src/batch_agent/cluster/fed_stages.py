@@ -15,18 +15,18 @@ from functools import partial
 
 from pydantic import JsonValue
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.backends.base import Backend
 from batch_agent.cluster.fed_run import FedRun, facts_for_workers, refuse_force
 from batch_agent.cluster.feeder_session import FeederSession
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.spec_json import spec_json
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import begin_session
-from batch_agent.engine.run.run import Run
-from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import Interrupted
 from batch_agent.events import Sink
-from batch_agent.store.shared import RunStore
+from batch_agent.record.shared import RunStore
+from batch_agent.run.recording import begin_session
+from batch_agent.run.run import Run
+from batch_agent.run.steering import Controls
 
 
 class FedStages(Run[object]):

@@ -15,10 +15,10 @@ from batch_agent.cluster.feeder_session import FeederSession
 from batch_agent.cluster.row_json import decode_result, decode_row, encode_row
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.engine.run.rows import Rows
 from batch_agent.errors import JobError
 from batch_agent.job import AgentError, AgentResult, Failure, Placed, UnreadableRow
-from batch_agent.store.shared import NewRow, RunStanding
+from batch_agent.record.shared import NewRow, RunStanding
+from batch_agent.run.rows import Rows
 
 WINDOW = 4096  # most unstarted rows in the queue
 AT_ONCE = 256  # rows fed, or results read, per call

@@ -11,13 +11,13 @@ from typing import NoReturn, TypeVar
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
+from batch_agent.record.base import Account, Identity
+from batch_agent.record.keys import Keys
+from batch_agent.record.rundir import State, stage_names
+from batch_agent.record.session import now_text, to_its_end, versions
+from batch_agent.record.shared import FeederSitting, RunStore
+from batch_agent.record.trail import Trail
 from batch_agent.spec import BatchSpec
-from batch_agent.store.base import Account, Identity
-from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import State, stage_names
-from batch_agent.store.session import now_text, to_its_end, versions
-from batch_agent.store.shared import FeederSitting, RunStore
-from batch_agent.store.trail import Trail
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")

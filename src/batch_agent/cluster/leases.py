@@ -21,9 +21,9 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import StoreError
 from batch_agent.job import Placed
-from batch_agent.store.journal import OVERDUE
-from batch_agent.store.session import to_its_end
-from batch_agent.store.shared import LeasedRow, RowLease, RunStanding, RunStore
+from batch_agent.record.journal import OVERDUE
+from batch_agent.record.session import to_its_end
+from batch_agent.record.shared import LeasedRow, RowLease, RunStanding, RunStore
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")

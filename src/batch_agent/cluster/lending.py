@@ -27,12 +27,14 @@ from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.cluster.once import SharedOnce
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
-from batch_agent.engine.run.shared import Shared
-from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.fleet.following import Hostfile
 from batch_agent.messages import JsonObject
+from batch_agent.record.lent import LentStore
+from batch_agent.record.shared import LEASE
+from batch_agent.run.shared import Shared
+from batch_agent.run.steering import Controls
 from batch_agent.scheduler.budget import NOTHING, Amount
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.lending import (
@@ -49,8 +51,6 @@ from batch_agent.scheduler.lending import (
     Steering,
     of_stage,
 )
-from batch_agent.store.lent import LentStore
-from batch_agent.store.shared import LEASE
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")

@@ -12,7 +12,7 @@ from itertools import count
 
 from batch_agent.backends.once import Found
 from batch_agent.errors import StoreError
-from batch_agent.store.lent import LentStore, SharedCall
+from batch_agent.record.lent import LentStore, SharedCall
 
 LOOK_AGAIN = 1.0  # seconds
 MOST_KEPT = 24 * 3600.0  # seconds

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cluster.fed_run import FedRun
 from batch_agent.cluster.fed_stages import FedStages
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.steering import Controls
 from batch_agent.events import Sink
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.redis.store import RedisRunStore
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.run.steering import Controls
 
 logger = logging.getLogger("batch_agent")
 

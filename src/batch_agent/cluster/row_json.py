@@ -13,7 +13,7 @@ from batch_agent.files.results import from_json, plainly, result_record, to_json
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
 from batch_agent.messages import Image, Usage
-from batch_agent.store.codec import from_message, to_message
+from batch_agent.record.codec import from_message, to_message
 
 PLAIN = (str, int, float, bool, type(None))
 

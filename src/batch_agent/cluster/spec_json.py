@@ -17,15 +17,15 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from batch_agent.engine.run.prepare import Prepared
+from batch_agent.agent.prepare import Prepared
 from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.foreign import describe, name_of
 from batch_agent.messages import JsonObject
+from batch_agent.record.keys import shape_fields
 from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.runtimes.named import RUNTIMES
 from batch_agent.spec import BatchSpec
-from batch_agent.store.keys import shape_fields
 from batch_agent.tools.base import BUILTIN_NAMES, Tool
 
 # Options that only the feeder uses: inputs, record, observers, API key.

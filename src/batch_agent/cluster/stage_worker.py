@@ -14,15 +14,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cluster.leases import Over
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.worker_run import WorkerRun, in_thread, open_worker_session, prepare_worker
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.run import Run
-from batch_agent.engine.run.shared_backends import SharedBackends
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.store.shared import RunStore
+from batch_agent.record.shared import RunStore
+from batch_agent.run.run import Run
+from batch_agent.run.shared_backends import SharedBackends
 
 LOOK = 0.5  # seconds between two looks at the pipeline, and at a stage without rows
 

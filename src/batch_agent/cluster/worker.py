@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.cluster.leases import Over
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.spec_json import read_spec
 from batch_agent.cluster.stage_worker import StagesRun
 from batch_agent.cluster.worker_run import WorkerRun, in_thread, open_worker_session, prepare_worker
-from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.redis.store import RedisRunStore
-from batch_agent.store.rundir import stage_names
-from batch_agent.store.shared import LEASE, RunStore
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.rundir import stage_names
+from batch_agent.record.shared import LEASE, RunStore
 
 WAIT = 60.0  # seconds to wait for a run, or for a new feeder
 LOOK = 0.25  # seconds between two checks for a run

@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.cluster.leases import WorkerLeases
 from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.row_json import decode_row
 from batch_agent.cluster.spec_json import imported, pieces, read_spec
 from batch_agent.cluster.worker_session import WorkerSession
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.engine.run.prepare import Prepared, prepare
-from batch_agent.engine.run.recording import fingerprint_of
-from batch_agent.engine.run.run import Run
-from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.store.session import versions
-from batch_agent.store.shared import LEASE, RunStore
+from batch_agent.record.session import versions
+from batch_agent.record.shared import LEASE, RunStore
+from batch_agent.run.run import Run
+from batch_agent.run.shared import Shared
 
 T = TypeVar("T")
 

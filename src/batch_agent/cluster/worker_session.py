@@ -19,15 +19,15 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.store.base import Account, Entry, Identity, Progress, Store
-from batch_agent.store.codec import DONE, ENDED, FAILED, WRITES, decode, encode
-from batch_agent.store.journal import Journal, Log
-from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import State
-from batch_agent.store.session import to_its_end
-from batch_agent.store.shared import KeptStep, RowChange, RowLease
-from batch_agent.store.steps import Past, read_past
-from batch_agent.store.trail import Trail
+from batch_agent.record.base import Account, Entry, Identity, Progress, Store
+from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode, encode
+from batch_agent.record.journal import Journal, Log
+from batch_agent.record.keys import Keys
+from batch_agent.record.rundir import State
+from batch_agent.record.session import to_its_end
+from batch_agent.record.shared import KeptStep, RowChange, RowLease
+from batch_agent.record.steps import Past, read_past
+from batch_agent.record.trail import Trail
 from batch_agent.value_type import value_type
 
 logger = logging.getLogger("batch_agent")

@@ -11,8 +11,8 @@ import os
 import time
 from pathlib import Path
 
+from batch_agent.record.private import private
 from batch_agent.scheduler.rates import MINUTE, SLACK
-from batch_agent.store.private import private
 
 FILE = "rates.time"
 AHEAD = 1.0  # seconds of future requests that one update covers

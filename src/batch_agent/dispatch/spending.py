@@ -24,6 +24,7 @@ from batch_agent.compiler.prices import Prices
 from batch_agent.dispatch.prompt_sizes import PromptSizes
 from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
+from batch_agent.record.base import Account
 from batch_agent.scheduler.budget import (
     LEASED_TEMPLATE_TOKENS,
     NOTHING,
@@ -34,7 +35,6 @@ from batch_agent.scheduler.budget import (
     TimeShare,
 )
 from batch_agent.spec import BatchSpec
-from batch_agent.store.base import Account
 
 
 @dataclass(slots=True, eq=False)

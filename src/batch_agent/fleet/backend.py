@@ -31,13 +31,13 @@ from batch_agent.backends.base import (
     RequestShape,
     total_inflight,
 )
-from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.following import Hostfile, Select, changes, free_name
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.fleet.server import FleetServer
+from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
 from batch_agent.scheduler.server import Server
 

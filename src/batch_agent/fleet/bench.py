@@ -16,11 +16,11 @@ from random import Random
 from statistics import median
 
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
-from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.probe import without_address
+from batch_agent.http.transport import Transport
 from batch_agent.messages import Conversation, Message, Usage
 
 STEPS = (16, 32, 64, 128, 256)

@@ -12,14 +12,14 @@ from aiohttp import web
 from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
-from batch_agent.backends.http.failures import TransportError
 from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.opened import OpenResponse
-from batch_agent.backends.http.transport import Transport
 from batch_agent.dispatch.policy import Question
 from batch_agent.errors import Unavailable
 from batch_agent.fleet.affinity import Homes
 from batch_agent.fleet.upstreams import Upstream, Upstreams
+from batch_agent.http.failures import TransportError
+from batch_agent.http.opened import OpenResponse
+from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
 

@@ -13,11 +13,11 @@ from typing import Self
 from batch_agent.backends.base import Probe
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.probe import PROBE_SECONDS, Entries, probe_models
-from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.schemes import KEY_VARIABLE
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.told import Told, read_told, tokens_per_second
+from batch_agent.http.transport import Transport
 
 MOST_SOCKETS = 1024
 OTHER_FILES = 100  # open files of this process reserved for other uses

@@ -16,7 +16,6 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from batch_agent.backends.http.transport import Transport
 from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.errors import BackendError, SpecError
@@ -35,6 +34,7 @@ from batch_agent.gateway.http_server import (
     json_response,
     read_body,
 )
+from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, page
 from batch_agent.observe.metrics_server import metrics_response

@@ -25,7 +25,7 @@ from batch_agent.events import (
     TurnStarted,
 )
 from batch_agent.messages import JsonObject
-from batch_agent.store.timeline import Line, Span
+from batch_agent.record.timeline import Line, Span
 
 WAITING = 20_000  # spans that may wait
 MESSAGE_CHARACTERS = 300

@@ -15,8 +15,8 @@ from threading import Thread
 from typing import Any, Literal, cast
 
 from batch_agent.errors import BatchAgentError, StoreError
-from batch_agent.store.lent import LentStore
-from batch_agent.store.shared import RunStore
+from batch_agent.record.lent import LentStore
+from batch_agent.record.shared import RunStore
 
 THREADS = 512  # most waiting calls: each worker has one that waits for rows
 POLL_SECONDS = 5.0  # then the answer is empty, so that no call waits for a dead driver

@@ -22,26 +22,26 @@ from typing import Any, TypeVar, cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cluster.fed_run import FedRun
 from batch_agent.cluster.fed_stages import FedStages
 from batch_agent.cluster.feeder_session import FeederSession
 from batch_agent.cluster.open import store_opener
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.ray.relay import Relay, RelayServer
 from batch_agent.ray.workers import Ray, RayWorkers, ray_package
+from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.base import Store
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.rundir import RunDir, State
+from batch_agent.record.shared import RunStore
+from batch_agent.record.shared_sqlite import SHARED, SqliteRunStore
+from batch_agent.run.steering import Controls
 from batch_agent.spec import BatchSpec
-from batch_agent.store.address import StoreAddress, is_store_url
-from batch_agent.store.base import Store
-from batch_agent.store.redis.store import RedisRunStore
-from batch_agent.store.rundir import RunDir, State
-from batch_agent.store.shared import RunStore
-from batch_agent.store.shared_sqlite import SHARED, SqliteRunStore
 
 T = TypeVar("T")
 

@@ -24,11 +24,11 @@ from batch_agent.ray.relay import relayed
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from batch_agent.agent.prepare import Prepared
     from batch_agent.cluster.fed_stages import FedStages
-    from batch_agent.engine.run.prepare import Prepared
-    from batch_agent.engine.run.run import Run
-    from batch_agent.engine.run.steering import Controls
     from batch_agent.events import Sink
+    from batch_agent.run.run import Run
+    from batch_agent.run.steering import Controls
 
 logger = logging.getLogger("batch_agent")
 

@@ -15,7 +15,6 @@ from batch_agent.backends.base import Probe
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.probe import probe_server
-from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.http.wire import written
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.flights import Flights
@@ -24,6 +23,7 @@ from batch_agent.dispatch.slots import Slots
 from batch_agent.errors import BackendError, Interrupted, Timeout, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.one_loop import OneLoop
+from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint

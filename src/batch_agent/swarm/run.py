@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import orjson
 
+from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe
-from batch_agent.engine.agent.loop_context import LoopContext
-from batch_agent.engine.run.prepare import prepare
-from batch_agent.engine.run.run import Run
 from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
 from batch_agent.fleet.backend import Fleet
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.swarm.asking import Asking
 from batch_agent.swarm.response import Response

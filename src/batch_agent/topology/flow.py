@@ -15,26 +15,26 @@ from typing import Any, Self, cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.cluster.open import open_fed_stages
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.engine.agent.loop_context import LoopContext
-from batch_agent.engine.run.prepare import Prepared, prepare
-from batch_agent.engine.run.run import Run
-from batch_agent.engine.run.shared_backends import SharedBackends, Wrap
-from batch_agent.engine.run.together import run_together
 from batch_agent.errors import Interrupted, SpecError
 from batch_agent.events import Event, JobFinished, JobStarted, Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.stage_counts import StageCount
+from batch_agent.record.address import is_store_url
+from batch_agent.record.base import OpenStore
+from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.timeline import Line
+from batch_agent.run.run import Run
+from batch_agent.run.shared_backends import SharedBackends, Wrap
+from batch_agent.run.together import run_together
 from batch_agent.spec import BatchSpec
-from batch_agent.store.address import is_store_url
-from batch_agent.store.base import OpenStore
-from batch_agent.store.sqlite import SqliteJournal
-from batch_agent.store.timeline import Line
 from batch_agent.tools.latency import ToolStatistics
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, KeyNode, Source
 from batch_agent.topology.graph import graph_of

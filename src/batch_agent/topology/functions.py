@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from batch_agent.blocking import in_thread
 from batch_agent.dispatch.row_channel import FULL, RowChannel
-from batch_agent.engine.run.rows import Rows
-from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, UnreadableRow
+from batch_agent.run.rows import Rows
+from batch_agent.run.shared import Shared
 from batch_agent.topology.items import InOrder, Item, Receiver
 
 BREATHER = 128  # inputs read before the event loop may run other tasks

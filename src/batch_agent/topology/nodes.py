@@ -1,6 +1,6 @@
 """What stages do with rows: each receives the finished rows of the previous stage, and passes on its own.
 
-A stage of agents is a run that takes its rows from a channel; ``engine.run.together`` returns its results. Sources and
+A stage of agents is a run that takes its rows from a channel; ``run.together`` returns its results. Sources and
 functions are in ``functions``.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, cast
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.run import Run
 from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError
 from batch_agent.job import AgentError, AgentResult, Failure, Placed
 from batch_agent.observe.metrics import Statistics
+from batch_agent.run.run import Run
 from batch_agent.topology.items import Item, Receiver
 
 

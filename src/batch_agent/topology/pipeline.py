@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, overload
 
-from batch_agent.engine.run.interruption import Interruption, interrupted_words
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.progress import Progress
 from batch_agent.results import Results, Summary, with_unfinished
+from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.nodes import AgentNode
 from batch_agent.topology.plan import PipelinePlan, plan_stages

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.run import Run
 from batch_agent.errors import (
     BatchAgentError,
     ContextOverflow,
@@ -29,6 +28,7 @@ from batch_agent.errors import (
 from batch_agent.files.results import to_json
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Placed
+from batch_agent.run.run import Run
 from batch_agent.topology.items import Item, Receiver
 from batch_agent.topology.nodes import error_of, undone
 from batch_agent.topology.tree import KINDS, Part, Row, Shape, Tree

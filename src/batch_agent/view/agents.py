@@ -11,11 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 from batch_agent.files.columns import Record
-from batch_agent.store.codec import DONE, ENDED, FAILED, decode
-from batch_agent.store.keys import row_of
-from batch_agent.store.rundir import JOURNAL
-from batch_agent.store.sqlite import open_to_read
-from batch_agent.store.steps import Past, read_past
+from batch_agent.record.codec import DONE, ENDED, FAILED, decode
+from batch_agent.record.keys import row_of
+from batch_agent.record.rundir import JOURNAL
+from batch_agent.record.sqlite import open_to_read
+from batch_agent.record.steps import Past, read_past
 
 AT_ONCE = 20_000  # records read in one transaction
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
-from batch_agent.store.address import PASSWORD_VARIABLE, StoreAddress, is_store_url
+from batch_agent.record.address import PASSWORD_VARIABLE, StoreAddress, is_store_url
 
 logger = logging.getLogger("batch_agent")
 

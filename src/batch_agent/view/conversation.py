@@ -16,8 +16,8 @@ from batch_agent.compiler.template import Template
 from batch_agent.errors import BatchAgentError
 from batch_agent.files.columns import Record
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.store.steps import Past, PastTurn, Spent
-from batch_agent.store.timeline import Line
+from batch_agent.record.steps import Past, PastTurn, Spent
+from batch_agent.record.timeline import Line
 
 
 def prompts(asked: JsonObject, value: object) -> tuple[str, str | None]:

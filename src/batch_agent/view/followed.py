@@ -15,13 +15,13 @@ from pydantic import JsonValue
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import from_json
 from batch_agent.messages import JsonObject
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.codec import decode
-from batch_agent.store.control import NotAlive
-from batch_agent.store.mirror import RunMirror, reader_of, shared_view, workers_of
-from batch_agent.store.recorded import shared_status, steer_shared
-from batch_agent.store.redis.reading import ReadRow, RedisReader
-from batch_agent.store.steps import Past, read_past
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.codec import decode
+from batch_agent.record.control import NotAlive
+from batch_agent.record.mirror import RunMirror, reader_of, shared_view, workers_of
+from batch_agent.record.recorded import shared_status, steer_shared
+from batch_agent.record.redis.reading import ReadRow, RedisReader
+from batch_agent.record.steps import Past, read_past
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from pydantic import JsonValue
 from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import from_json
 from batch_agent.messages import JsonObject
-from batch_agent.store.control import CONTROL
-from batch_agent.store.rundir import RUN, SUMMARY, RunView
-from batch_agent.store.timeline import Line, read_status, read_timeline
+from batch_agent.record.control import CONTROL
+from batch_agent.record.rundir import RUN, SUMMARY, RunView
+from batch_agent.record.timeline import Line, read_status, read_timeline
 from batch_agent.view.agents import RecordedAgents
 from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.view.index import RowIndex

@@ -12,7 +12,7 @@ import orjson
 
 from batch_agent.files.columns import Record
 from batch_agent.files.tables import record_of
-from batch_agent.store.rundir import FAILURES, RESULTS
+from batch_agent.record.rundir import FAILURES, RESULTS
 
 BLOCK = 1 << 18  # bytes read at once, so that a request of the page waits at most for one block
 # A later file overrides an earlier one: drafts belong to a running session.

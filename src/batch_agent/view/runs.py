@@ -11,8 +11,8 @@ from typing import TypeVar, cast
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.messages import JsonObject
-from batch_agent.store.control import NotAlive, Refused, ask, stream
-from batch_agent.store.rundir import RUN, RunView
+from batch_agent.record.control import NotAlive, Refused, ask, stream
+from batch_agent.record.rundir import RUN, RunView
 from batch_agent.view.conversation import conversation, live_conversation
 from batch_agent.view.followed import FollowedRun
 from batch_agent.view.record import RunRecord

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
-from batch_agent.store.control import NotAlive
+from batch_agent.record.control import NotAlive
 from batch_agent.view.bundle import STATIC, bundle
 from batch_agent.view.compare import compare, differing_rows
 from batch_agent.view.download import write_flat, write_rows

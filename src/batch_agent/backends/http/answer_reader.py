@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.http.sse import Event, EventTooLarge, SSEParser
 from batch_agent.backends.http.wire import Naming, json_of, object_of
 from batch_agent.errors import BadResponse
+from batch_agent.http.sse import Event, EventTooLarge, SSEParser
 from batch_agent.messages import JsonObject, Reply
 
 

@@ -24,12 +24,12 @@ from batch_agent.backends.base import (
 )
 from batch_agent.backends.http.answer_reader import AnswerReader
 from batch_agent.backends.http.client import HttpClient, Route
-from batch_agent.backends.http.connection import Receive
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.probe import probe_server
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import Naming, json_of, report_calls, written
 from batch_agent.errors import Rejected, Truncated
+from batch_agent.http.connection import Receive
 from batch_agent.messages import JsonObject, Quota, Reply, Sealed, Usage
 
 Head = TypeVar("Head")

@@ -14,14 +14,14 @@ from typing import Self
 from multidict import CIMultiDict
 from yarl import URL
 
-from batch_agent.backends.http.connection import OnHead, Receive
-from batch_agent.backends.http.failures import TransportError
 from batch_agent.backends.http.faults import CHAT, Faults, Wording
-from batch_agent.backends.http.origin import Origin, basic_authorization
-from batch_agent.backends.http.parser import ResponseParser
-from batch_agent.backends.http.request import with_length, write_head, write_lines
-from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import SpecError
+from batch_agent.http.connection import OnHead, Receive
+from batch_agent.http.failures import TransportError
+from batch_agent.http.origin import Origin, basic_authorization
+from batch_agent.http.parser import ResponseParser
+from batch_agent.http.request import with_length, write_head, write_lines
+from batch_agent.http.transport import Transport
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory

@@ -17,18 +17,6 @@ from email.utils import parsedate_to_datetime
 
 import orjson
 
-from batch_agent.backends.http.failures import (
-    BadAddress,
-    BrokenOff,
-    ClosedEarly,
-    ConnectFailed,
-    ConnectTimedOut,
-    NotHttp,
-    ProxyRefused,
-    ProxyUnreachable,
-    TooLarge,
-    TransportError,
-)
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import json_of
 from batch_agent.errors import (
@@ -39,6 +27,18 @@ from batch_agent.errors import (
     Rejected,
     Timeout,
     Unavailable,
+)
+from batch_agent.http.failures import (
+    BadAddress,
+    BrokenOff,
+    ClosedEarly,
+    ConnectFailed,
+    ConnectTimedOut,
+    NotHttp,
+    ProxyRefused,
+    ProxyUnreachable,
+    TooLarge,
+    TransportError,
 )
 
 SHOWN_CHARS = 500

@@ -20,13 +20,13 @@ import orjson
 from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient
-from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
 from batch_agent.backends.openai.models import check_options
 from batch_agent.backends.openai.providers import STANDARD, Dialect
 from batch_agent.backends.openai.schema import unwrapped
 from batch_agent.backends.schema.support import blamed, is_kept
 from batch_agent.errors import BackendError, Rejected, SpecError
+from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
 LISTING_SECONDS = 5.0  # to list the models for an error message

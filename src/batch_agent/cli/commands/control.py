@@ -14,9 +14,9 @@ from batch_agent.cli.spec.numbers import positive
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import dollars, duration, harmless, rate
-from batch_agent.store.control import NotAlive, Refused, ask
-from batch_agent.store.recorded import place_of, steer_shared
-from batch_agent.store.rundir import RUN
+from batch_agent.record.control import NotAlive, Refused, ask
+from batch_agent.record.recorded import place_of, steer_shared
+from batch_agent.record.rundir import RUN
 
 SAID = {
     "pause": "paused: requests in flight finish, no other request is sent until resume",

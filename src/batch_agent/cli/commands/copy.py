@@ -14,10 +14,10 @@ from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.cluster.copy_in import copy_in, copy_stages_in, directory_is_new
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.recorded import RunPlace, copy_out, look, place_of
-from batch_agent.store.redis.store import RedisRunStore
-from batch_agent.store.rundir import RunView
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.recorded import RunPlace, copy_out, look, place_of
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.rundir import RunView
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:

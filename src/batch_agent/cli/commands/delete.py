@@ -7,9 +7,9 @@ import argparse
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.errors import SpecError
-from batch_agent.store.address import StoreAddress, is_store_url
-from batch_agent.store.recorded import look, members_of
-from batch_agent.store.redis.reading import delete_run
+from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.recorded import look, members_of
+from batch_agent.record.redis.reading import delete_run
 
 
 def add_delete_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,8 @@ from batch_agent.files.tables import (
 )
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
-from batch_agent.store.recorded import brought, place_of
-from batch_agent.store.rundir import FAILURES, RESULTS, RUN, read_run, stage_names
+from batch_agent.record.recorded import brought, place_of
+from batch_agent.record.rundir import FAILURES, RESULTS, RUN, read_run, stage_names
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
 JSONL, MESSAGES = "jsonl", "messages"

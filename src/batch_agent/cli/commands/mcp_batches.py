@@ -26,10 +26,10 @@ from batch_agent.cli.commands.status import status_json
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
-from batch_agent.store.control import ask
-from batch_agent.store.lock import is_locked
-from batch_agent.store.private import DIRECTORY
-from batch_agent.store.rundir import LOCK, RUN, RunView
+from batch_agent.record.control import ask
+from batch_agent.record.lock import is_locked
+from batch_agent.record.private import DIRECTORY
+from batch_agent.record.rundir import LOCK, RUN, RunView
 
 SPEC, ROWS, LOG = "spec.json", "rows.jsonl", "log.txt"
 LOG_CHARACTERS = 2000  # shown from the end of a process's log

@@ -10,8 +10,8 @@ from batch_agent.cli.output.results import refuse_in_run_directory, written_file
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.observe.text import counted
-from batch_agent.store.recorded import brought, place_of
-from batch_agent.store.rundir import read_run
+from batch_agent.record.recorded import brought, place_of
+from batch_agent.record.rundir import read_run
 from batch_agent.view.report import Which, report_html
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from batch_agent.agent.fingerprint import rows_under
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
@@ -20,13 +21,12 @@ from batch_agent.cli.output.streams import put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, settings_beside, take_settings
 from batch_agent.cli.spec.recorded import KEPT, command_again, matched, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
 from batch_agent.observe.text import rows
-from batch_agent.store.keys import Keys
-from batch_agent.store.recorded import RunPlace, failures, look, place_of
-from batch_agent.store.rundir import RESULTS, RunView
+from batch_agent.record.keys import Keys
+from batch_agent.record.recorded import RunPlace, failures, look, place_of
+from batch_agent.record.rundir import RESULTS, RunView
 
 
 def resume_command(options: argparse.Namespace) -> int:

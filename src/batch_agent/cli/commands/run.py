@@ -15,6 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from batch_agent.agent.comparison import Comparison, measured_speed
+from batch_agent.agent.dryrun import DryRun, marks_for
+from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
@@ -27,10 +30,6 @@ from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, tak
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
 from batch_agent.cluster.open import open_fed_run
-from batch_agent.engine.run.comparison import Comparison, measured_speed
-from batch_agent.engine.run.dryrun import DryRun, marks_for
-from batch_agent.engine.run.prepare import Prepared, prepare
-from batch_agent.engine.run.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
@@ -39,8 +38,9 @@ from batch_agent.job import AgentResult
 from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
+from batch_agent.record.address import is_store_url
+from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
-from batch_agent.store.address import is_store_url
 from batch_agent.topology.plan import PipelinePlan
 
 if TYPE_CHECKING:

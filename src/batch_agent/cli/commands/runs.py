@@ -14,8 +14,8 @@ from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, dollars, harmless, terminal_width
-from batch_agent.store.recorded import RunPlace, look, place_of
-from batch_agent.store.rundir import RUN, RunView
+from batch_agent.record.recorded import RunPlace, look, place_of
+from batch_agent.record.rundir import RUN, RunView
 
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
 NEEDED = 3  # columns that are always shown
@@ -51,7 +51,7 @@ def runs_command(options: argparse.Namespace) -> int:
 def _places(place: RunPlace) -> Iterable[RunPlace]:
     if isinstance(place, Path):
         return sorted({path.parent for path in (*place.glob(f"*/{RUN}"), *place.glob(RUN))})
-    from batch_agent.store.redis.reading import run_names
+    from batch_agent.record.redis.reading import run_names
 
     return [place] if place.name else [place.at(name) for name in run_names(place)]
 

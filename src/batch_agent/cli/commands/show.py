@@ -18,24 +18,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.row_text import Page, ShownRow, row_text
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import open_journal, prepared_again, prompts_changed
-from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import from_json
 from batch_agent.observe.text import rows, terminal_width
-from batch_agent.store.base import Identity
-from batch_agent.store.keys import row_of
-from batch_agent.store.mirror import UNFINISHED
-from batch_agent.store.recorded import brought, place_of
-from batch_agent.store.rundir import JOURNAL, RunView
-from batch_agent.store.sqlite import SqliteJournal
+from batch_agent.record.base import Identity
+from batch_agent.record.keys import row_of
+from batch_agent.record.mirror import UNFINISHED
+from batch_agent.record.recorded import brought, place_of
+from batch_agent.record.rundir import JOURNAL, RunView
+from batch_agent.record.sqlite import SqliteJournal
 
 NO_KEY = b""  # rows are found by their content, not by their prompt
 FIRST = 1  # rows that are shown by default

@@ -15,8 +15,8 @@ from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
-from batch_agent.store.recorded import look, place_of
-from batch_agent.store.rundir import RunView, stage_names
+from batch_agent.record.recorded import look, place_of
+from batch_agent.record.rundir import RunView, stage_names
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
 NOT_BEGUN = "not begun"

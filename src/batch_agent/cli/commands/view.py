@@ -14,9 +14,9 @@ from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.cli.spec.numbers import add_address
 from batch_agent.errors import SpecError
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.recorded import RunPlace, place_of
-from batch_agent.store.rundir import RUN
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.recorded import RunPlace, place_of
+from batch_agent.record.rundir import RUN
 from batch_agent.view.followed import FollowedRun, follow
 from batch_agent.view.runs import ShownRuns
 from batch_agent.view.server import ViewServer
@@ -69,7 +69,7 @@ def view_command(options: argparse.Namespace) -> int:
 
 def _runs_at(server: StoreAddress) -> list[RunPlace]:
     """Return the runs of a Redis database. Raises SpecError if there are none."""
-    from batch_agent.store.redis.reading import run_names
+    from batch_agent.record.redis.reading import run_names
 
     names = run_names(server)
     if not names:

@@ -17,10 +17,10 @@ from batch_agent.files.results import to_json
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import counted, harmless
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.recorded import look, place_of
+from batch_agent.record.rundir import RUN
 from batch_agent.spec import BatchSpec
-from batch_agent.store.address import StoreAddress
-from batch_agent.store.recorded import look, place_of
-from batch_agent.store.rundir import RUN
 from batch_agent.tools.latency import ToolStatistics
 
 

@@ -24,7 +24,7 @@ from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject, Message, Reply
 from batch_agent.observe.text import duration, harmless
-from batch_agent.store.private import private
+from batch_agent.record.private import private
 
 SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE)
 SHORTEST_SECRET = 8

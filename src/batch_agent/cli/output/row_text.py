@@ -11,7 +11,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
 from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines
-from batch_agent.store.steps import Asked, CallEnded, Past, PastTurn, Spent
+from batch_agent.record.steps import Asked, CallEnded, Past, PastTurn, Spent
 
 CUT_CHARACTERS = 2000  # shown of a text without --full
 INDENT = "    "

@@ -11,17 +11,17 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import Prepared, with_model
 from batch_agent.cli.spec.arguments import CLUSTER, FLAGS, RUNS
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
-from batch_agent.engine.run.prepare import Prepared, with_model
-from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
+from batch_agent.record.address import is_store_url
+from batch_agent.record.recorded import place_of
 from batch_agent.spec import MCP, BatchSpec
-from batch_agent.store.address import is_store_url
-from batch_agent.store.recorded import place_of
 
 # Arguments that are stored. A command line cannot contain a key, and no other secret may be stored.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)

@@ -13,22 +13,22 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from batch_agent.agent.dryrun import DryRun
+from batch_agent.agent.fingerprint import fingerprint_of, rows_under
+from batch_agent.agent.prepare import Prepared
 from batch_agent.cli.spec.recorded import matched
 from batch_agent.cli.spec.transcripts import open_journal
-from batch_agent.engine.run.dryrun import DryRun
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import fingerprint_of, rows_under
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
+from batch_agent.record.base import Identity
+from batch_agent.record.keys import Keys
+from batch_agent.record.rundir import JOURNAL, RunView
+from batch_agent.record.steps import Past
 from batch_agent.spec import BatchSpec
-from batch_agent.store.base import Identity
-from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import JOURNAL, RunView
-from batch_agent.store.steps import Past
 
 ASKED = "asked"  # key in the recorded command
 MOST_WORDS = 4000  # longest text that is compared word by word

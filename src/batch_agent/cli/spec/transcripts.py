@@ -13,23 +13,23 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
+from batch_agent.agent.fingerprint import rows_under
+from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.transcript import conversations, transcript
 from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import is_pipeline, load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.cli.spec.stages import load_flow
 from batch_agent.cluster.worker_run import prepare_worker
-from batch_agent.engine.agent.transcript import conversations, transcript
-from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
 from batch_agent.job import Job
 from batch_agent.messages import JsonObject
-from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import JOURNAL, RUN, read_run, stage_names
-from batch_agent.store.sqlite import SqliteJournal, connect_to_read, glance
+from batch_agent.record.keys import Keys
+from batch_agent.record.rundir import JOURNAL, RUN, read_run, stage_names
+from batch_agent.record.sqlite import SqliteJournal, connect_to_read, glance
 
 AT_ONCE = 256  # rows looked up in the journal together
 

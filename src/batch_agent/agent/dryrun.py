@@ -1,0 +1,273 @@
+"""Shows what a run would do and send, before anything is sent: ``--dry-run``, and a printed plan."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TextIO, cast
+
+from batch_agent.agent.prepare import Prepared
+from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.compiler.plan import Description
+from batch_agent.compiler.prices import Prices
+from batch_agent.compiler.template import Piece
+from batch_agent.files.read import LazyRows
+from batch_agent.foreign import name_of
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
+from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
+
+if TYPE_CHECKING:
+    from batch_agent.agent.comparison import Comparison
+
+HEADLINE = "Plan. Nothing was sent; token counts are estimates."
+SAMPLE_ROWS = 100  # enough for a mean, few enough to be quick
+READ_DOCUMENTS = 5  # of a sample: reading one takes at least a tenth of a second
+SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
+MANY_TOKENS = 128_000  # in a message; most models do not accept more
+STYLED = ("\x1b[1;36m", "\x1b[0m")  # around filled-in values, on a terminal
+MARKED = ("«", "»")  # the same elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    prepared: Prepared
+    description: Description
+    sampled: int
+    rows: int | None
+    rows_exact: bool
+    rows_note: str = ""  # replaces the usual text about the number of rows
+    own_note: str = ""  # replaces the usual text about the tokens of a row
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> DryRun:
+        """Return the dry run of a batch that will not be run: the first rows are read from the inputs."""
+        return cls._of(prepared, sample_of(prepared.spec.inputs))
+
+    @classmethod
+    def untouched(cls, prepared: Prepared) -> DryRun:
+        """Return the dry run of a batch that may still be run: inputs that can be read only once are not read."""
+        return cls._of(prepared, _at_hand(prepared.spec.inputs))
+
+    @classmethod
+    def _of(cls, prepared: Prepared, sample: Sequence[object]) -> DryRun:
+        inputs = prepared.spec.inputs
+        if sample and prepared.plan.reads(sample[0]):
+            sample = sample[:READ_DOCUMENTS]
+        rows, exact = prepared.plan.total, True
+        if isinstance(inputs, LazyRows):
+            rows, exact = inputs.expected_rows(), False
+        return cls(prepared, prepared.plan.describe(sample), len(sample), rows, exact)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of all first requests together, with nothing cached."""
+        each = self.description.prefix_tokens + self.description.own_tokens
+        return self.rows * each if self.rows is not None and self.sampled else None
+
+    @property
+    def uncached_tokens(self) -> int | None:
+        """The same if the shared prefix is computed once."""
+        if self.rows is None or not self.sampled:
+            return None
+        return self.description.prefix_tokens + self.rows * self.description.own_tokens
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
+        return None if self.prepared.prices is None else self.cost_at(self.prepared.prices)
+
+    def cost_at(self, prices: Prices) -> tuple[float, float] | None:
+        """Return the same at other prices; None for prices per hour, or if the number of rows is unknown."""
+        rows = self.rows
+        if not prices.tiers or rows is None or not self.sampled:
+            return None
+        prefix, own = self.description.prefix_tokens, self.description.own_tokens
+        cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self.answer_tokens)
+        return rows * prices.cost(cached), rows * prices.cost(replace(cached, cached_tokens=0))
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.prepared.spec.max_tokens or FIRST_ANSWER_TOKENS
+
+    def _cost_basis(self) -> str:
+        prices, spec = self.prepared.prices, self.prepared.spec
+        if prices is None:
+            return "no price is known; give prices, or install genai-prices for public providers"
+        if not prices.tiers:
+            return f"by the clock: {prices.source}"
+        answers = "max_tokens" if spec.max_tokens else "a guess: max_tokens would bound it"
+        turns = "" if spec.turn_limit == 1 else "; further turns come on top"
+        return (
+            f"first requests by estimated tokens, from prefix cached to nothing cached, "
+            f"answers of {self.answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
+        )
+
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """Return the estimated cost at each provider and model with a known price."""
+        from batch_agent.agent.comparison import Comparison
+
+        return Comparison.of([self], only=only, gpu_price=gpu_price, gpu_speed=tokens_per_second)
+
+    def to_json(self) -> JsonObject:
+        prepared, description = self.prepared, self.description
+        return {
+            "rows": self.rows,
+            "rows_exact": self.rows_exact,
+            "model": prepared.model,
+            "backend": prepared.backend.name,
+            "max_inflight": None if prepared.sought else prepared.max_inflight,
+            "max_turns": prepared.spec.turn_limit,
+            "worker": None if prepared.spec.worker is None else name_of(prepared.spec.worker),
+            "tools": [tool.spec.name for tool in prepared.tools],
+            "output_schema": prepared.schema.name if prepared.schema else None,
+            "hoisted": list(description.hoisted),
+            "estimated_tokens": {
+                "shared_prefix": description.prefix_tokens,
+                "own_per_row": description.own_tokens,
+                "first_requests": self.prompt_tokens,
+                "first_requests_prefix_cached": self.uncached_tokens,
+                "shared_with_nearest_sibling": description.prefix_tokens + description.layout.sibling_tokens,
+                "same_behind_a_field": description.layout.late_tokens,
+            },
+            "estimated_cost": {
+                "prefix_cached": self.cost[0] if self.cost else None,
+                "nothing_cached": self.cost[1] if self.cost else None,
+                "how": self._cost_basis(),
+            },
+            "system": description.system,
+            "first_prompt": description.first_prompt,
+            "first_prompt_pieces": [{"text": text, "filled": filled} for text, filled in description.first_pieces],
+            "warning": description.warning,
+            "sampled": self.sampled,
+            "unusable": list(description.unusable),
+        }
+
+    def to_text(self, marks: tuple[str, str] = MARKED) -> str:
+        """Return the plan as text. ``marks`` go around the values filled into the first message."""
+        return f"{HEADLINE}\n\n{self.body(marks)}"
+
+    def body(self, marks: tuple[str, str] = MARKED) -> str:
+        """Return the same without the headline."""
+        parts = ["\n".join(f"  {label:<15} {harmless(text)}" for label, text in self._facts())]
+        if self.description.system:
+            system = harmless_lines(_shortened(self.description.system))
+            parts.append(_headed("System prompt, the same for every row", system))
+        if self.description.first_prompt:
+            how = "in colour" if marks == STYLED else f"between {marks[0]} and {marks[1]}"
+            title = f"First message; the values of its row are {how}"
+            parts.append(_headed(title, _marked(self.description.first_pieces, marks)))
+        if self.description.unusable:
+            title = f"Among the first {self.sampled:,} rows, these fail before any request"
+            parts.append(_headed(title, "\n".join(map(harmless, self.description.unusable))))
+        return "\n\n".join(parts)
+
+    def _facts(self) -> Iterable[tuple[str, str]]:
+        prepared, description = self.prepared, self.description
+        yield "rows", self._rows_text()
+        yield "model", prepared.model or "the one the server has"
+        yield "backend", prepared.backend.name
+        yield "in flight", _in_flight(prepared)
+        worker = prepared.spec.worker
+        if worker is not None:
+            yield "worker", f"{name_of(worker)}: its requests are not known before the run"
+        turns = prepared.spec.turn_limit if worker is None else prepared.spec.max_turns
+        yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
+        if prepared.tools:
+            yield "tools", ", ".join(tool.spec.name for tool in prepared.tools)
+        if prepared.schema is not None:
+            how = "described in the system prompt" if prepared.shapes.schema_in_prompt else "enforced by the server"
+            yield "output schema", f"{prepared.schema.name}, {how}"
+        if description.hoisted:
+            yield "hoisted", f"{', '.join(description.hoisted)}: the same in every row, moved to the system prompt"
+        yield "shared prefix", f"{description.prefix_tokens:,} tokens"
+        if self.sampled:
+            how = self.own_note or f"the mean of {rows(self.sampled)}"
+            yield "own per row", f"{description.own_tokens:,} tokens, {how}"
+        if self.prompt_tokens is not None and self.uncached_tokens is not None:
+            cached = f"{amount(self.uncached_tokens)} with the prefix cached"
+            yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
+        if self.sampled > 1:
+            yield from description.layout.facts(self.rows)
+        span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
+        yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
+        if limits := self._limits():
+            yield "ends at", limits
+        if description.warning:
+            yield "warning", description.warning
+        tokens, context = estimate_tokens(description.first_prompt), prepared.spec.model_max_context
+        if tokens > MANY_TOKENS and context is None:
+            size = f"{len(description.first_prompt):,} characters, about {tokens:,} tokens"
+            advice = "give model_max_context, and oversized='chunk' for rows that do not fit"
+            yield "warning", f"the first message has {size}, which is more than most models read: {advice}"
+
+    def _limits(self) -> str:
+        spec = self.prepared.spec
+        limits = [f"${spec.max_cost:g}"] if spec.max_cost is not None else []
+        limits += [f"{spec.max_total_tokens:,} tokens"] if spec.max_total_tokens is not None else []
+        limits += [f"{spec.max_wall_time:g} s"] if spec.max_wall_time is not None else []
+        return ", ".join(limits)
+
+    def _rows_text(self) -> str:
+        if self.rows_note:
+            return self.rows_note
+        if self.rows is None:
+            return "unknown until they are read"
+        return f"{self.rows:,}" if self.rows_exact else f"about {self.rows:,}, by the size of the file"
+
+
+def sample_of(inputs: object) -> list[object]:
+    """Return the first inputs. An iterator is consumed."""
+    if isinstance(inputs, AsyncIterable):
+        return asyncio.run(_first_of(inputs))
+    sample = list(itertools.islice(cast("Iterable[object]", inputs), SAMPLE_ROWS))
+    if isinstance(inputs, LazyRows):
+        inputs.close()
+    return sample
+
+
+def _at_hand(inputs: object) -> Sequence[object]:
+    if isinstance(inputs, LazyRows):
+        return inputs.first
+    return () if isinstance(inputs, AsyncIterable | Iterator) else sample_of(inputs)
+
+
+async def _first_of(inputs: AsyncIterable[object]) -> list[object]:
+    sample: list[object] = []
+    async for value in inputs:
+        sample.append(value)
+        if len(sample) == SAMPLE_ROWS:
+            break
+    return sample
+
+
+def marks_for(stream: TextIO) -> tuple[str, str]:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    return STYLED if stream.isatty() and not plain else MARKED
+
+
+def _marked(pieces: Iterable[Piece], marks: tuple[str, str]) -> str:
+    shown = ((harmless_lines(_shortened(text)), filled) for text, filled in pieces)
+    return "".join(text.join(marks) if filled else text for text, filled in shown)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    head, tail = text[: SHOWN_CHARACTERS * 3 // 4], text[-SHOWN_CHARACTERS // 4 :]
+    return f"{head} [… {len(text) - len(head) - len(tail):,} characters more …] {tail}"
+
+
+def _headed(title: str, text: str) -> str:
+    return f"{title}\n{'-' * len(title)}\n{text}"
+
+
+def _in_flight(prepared: Prepared) -> str:
+    if prepared.sought:
+        return "the number of model calls is found during the run"
+    return "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"

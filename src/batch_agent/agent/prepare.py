@@ -1,0 +1,303 @@
+"""Turns a spec into everything that a run needs, without sending anything. A dry run shows the result."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import random
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batch_agent.agent.shapes import Shapes, build_shapes
+from batch_agent.backends.base import Backend
+from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.documents import Read
+from batch_agent.compiler.pictures import Look
+from batch_agent.compiler.plan import Plan, compile_plan
+from batch_agent.compiler.prices import FORMS as PRICE_FORMS
+from batch_agent.compiler.prices import Prices, find_prices
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.endpoints import NEVER_REACHED
+from batch_agent.documents.content import read_document
+from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.files.pictures import read_image
+from batch_agent.foreign import is_async
+from batch_agent.messages import Image
+from batch_agent.observe.text import rows
+from batch_agent.record.address import is_store_url
+from batch_agent.record.rundir import read_run
+from batch_agent.runtimes.named import runtime_of
+from batch_agent.scheduler.limit_search import FLEET_START, START
+from batch_agent.scheduler.retry import retry_delay
+from batch_agent.scheduler.server import Terms
+from batch_agent.spec import BatchSpec
+from batch_agent.tools.base import Tool, resolve_tools
+from batch_agent.tools.threads import THREADS
+
+if TYPE_CHECKING:
+    from batch_agent.agent.comparison import Comparison
+
+PROBE = 5.0  # seconds for an optional request about what a server serves
+PAUSE = 2.0  # longest pause between two requests for the model's name
+AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # live agents, if the user sets no number
+SOUGHT = 256  # slots to assume for that while their number is unknown
+SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
+OTHER_FILES = 128  # files that a process may have open besides its connections
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prepared:
+    """A run that has not begun. It prints what would be sent."""
+
+    spec: BatchSpec
+    backend: Backend
+    model: str | None  # None: the backend is asked when the run starts
+    tools: tuple[Tool, ...]
+    schema: OutputSchema[object] | None
+    shapes: Shapes
+    plan: Plan
+    max_inflight: int | None
+    sought: bool  # max_inflight was not given: the right number is searched, up to this one
+    max_agents: int | None
+    prices: Prices | None  # None: the price of a token is unknown
+    summaries: tuple[Backend, str | None] | None = None  # backend and model that write summaries, if a model does
+    context: int | None = None  # the model's context in tokens, from the user or the server
+
+    @property
+    def terms(self) -> Terms:
+        """What is known about each server before the first request."""
+        spec, one = self.spec, len(self.backend.servers) == 1
+        start = (START if one else FLEET_START) if self.sought else None
+        return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=spec.given("max_inflight"))
+
+    @property
+    def turn_limit_seconds(self) -> float | None:
+        """Time limit of a turn. If answers take hours, only a limit that the user set."""
+        spec, patient = self.spec, self.backend.capabilities.patient
+        return None if patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
+
+    def __str__(self) -> str:
+        from batch_agent.agent.dryrun import DryRun
+
+        return DryRun.untouched(self).to_text()
+
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """Return the estimated cost of this batch at each provider and model with a known price; print it. ``only``
+        keeps those whose name contains it. ``gpu_price`` is $ per hour of a GPU that computes ``tokens_per_second``."""
+        from batch_agent.agent.dryrun import DryRun
+
+        plan = DryRun.untouched(self)
+        return plan.compare(only=only, gpu_price=gpu_price, tokens_per_second=tokens_per_second)
+
+    def __repr__(self) -> str:
+        total = "rows" if self.plan.total is None else rows(self.plan.total)
+        model = self.model or "its model"
+        return f"<Prepared: {total} for {model} at {self.backend.name}; print it for what would be sent>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
+    """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key."""
+    # A worker does not see all rows, so it cannot know what they share.
+    if is_store_url(spec.run_dir) or spec.cluster is not None:
+        spec = spec.model_copy(update={"no_hoist": True})
+    elif alone := next(filter(spec.given, SHARED), None):
+        raise SpecError(f"{alone} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME")
+    runtime = runtime_of(spec.runtime)
+    where = spec.runtime if spec.backend is None else spec.backend
+    if runtime is not None:
+        if sends:
+            runtime.check()
+        where = runtime.backend if spec.backend is None else spec.backend
+        spec = spec.model_copy(update={"worker": runtime, "runtime": None})
+    backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
+    tools = resolve_tools(spec.tools)
+    if not isinstance(spec.predictive_prewarm, bool):
+        read_run(Path(spec.predictive_prewarm))  # raises SpecError if there is no run
+    specs = tuple(tool.spec for tool in tools)
+    schema = OutputSchema.of(spec.output_schema)
+    if not backend.capabilities.reports_context:
+        _check_context(spec, spec.model_max_context)
+    asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
+    shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
+    for shape in {shapes.first, shapes.later, shapes.repair}:
+        backend.check(shape)
+    look = _look(spec, backend)
+    plan = compile_plan(
+        spec,
+        schema=asked_for,
+        inject_schema=shapes.schema_in_prompt,
+        tools=specs,
+        look=look,
+        read=_reader(spec, backend, look),
+    )
+    inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
+    sought = inflight is None and not spec.given("max_inflight")
+    if sought:
+        inflight = most_connections()
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
+    if spec.worker is not None and not is_async(spec.worker) and not spec.given("max_agents"):
+        agents = THREADS  # each has one thread
+    if runtime is not None and not spec.given("max_agents"):
+        agents = runtime.most_at_once()
+    prices = find_prices(spec.prices, model=model, backend=backend.name)
+    if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
+        prices = prices.times(backend.capabilities.price)
+    _check_budget(spec, prices, model, backend.name)
+    answering = _cached(spec, backend)
+    summaries = _summaries(spec, answering, sends=sends)
+    known = spec.model_max_context
+    return Prepared(
+        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known
+    )
+
+
+def _look(spec: BatchSpec, backend: Backend) -> Look:
+    """Return the function that prepares images for sending. It raises for a backend without image input."""
+    blind = f"{backend.name} cannot be shown images"
+    if backend.capabilities.images:
+        return partial(read_image, root=None if spec.image_root is None else Path(spec.image_root))
+    if spec.images:
+        raise SpecError(f"images: {blind}")
+
+    def look(image: Image) -> Image:
+        raise InputError(blind)
+
+    return look
+
+
+def _reader(spec: BatchSpec, backend: Backend, look: Look) -> Read:
+    """Return the function that reads documents. Raises SpecError for a form that the backend does not accept."""
+    how, able = spec.documents, backend.capabilities
+    if how == "images" and not able.images:
+        raise SpecError(f'documents="images": {backend.name} cannot be shown images; use documents="text"')
+    if how == "native" and not able.documents:
+        other = 'documents="text", or "images" if its model sees pictures' if able.images else 'documents="text"'
+        raise SpecError(f'documents="native": {backend.name} does not take files; use {other}')
+    if how != "text" and spec.oversized != "fail":
+        raise SpecError(f'oversized={spec.oversized!r} cuts text: it needs documents="text", not {how!r}')
+    root = None if spec.image_root is None else Path(spec.image_root)
+    return partial(read_document, how=how, root=root, native=able.documents, picture=look)
+
+
+def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
+    if spec.compaction_backend is not None:
+        return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
+    return None if spec.compaction_model is None else (backend, spec.compaction_model)
+
+
+def most_connections() -> int | None:
+    """Return how many connections this process may have open, with room for files; None if unlimited or unknown."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if allowed == resource.RLIM_INFINITY else max(allowed - OTHER_FILES, allowed // 2)
+
+
+def _enough_agents(max_inflight: int | None) -> int | None:
+    """Return the number of agents that keeps the slots busy while many wait for slow tools."""
+    return None if max_inflight is None else max(MIN_AGENTS, AGENTS_PER_SLOT * max_inflight)
+
+
+def _cached(spec: BatchSpec, backend: Backend) -> Backend:
+    if spec.cache is False:
+        return backend
+    from batch_agent.backends.cache import CachingBackend, repeatable
+    from batch_agent.backends.cache_store import ResponseStore, cache_file
+
+    if not repeatable(spec.temperature, spec.seed):
+        raise SpecError("cache: only repeatable answers are cached; set temperature=0 or a seed")
+    return CachingBackend(backend, ResponseStore(cache_file(spec.cache)))
+
+
+def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, backend: str) -> None:
+    if spec.max_cost is not None and prices is None:
+        what = f"{model} at {backend}" if model else f"the model at {backend}"
+        raise SpecError(
+            f"max_cost: no price of {what} is known; give prices={PRICE_FORMS}"
+            " (public providers' prices come with the package genai-prices)"
+        )
+
+
+async def choose_model(prepared: Prepared) -> Prepared:
+    """Return the run with the backend's only model, if the user named none. Locates it in a fleet."""
+    if prepared.model is not None:
+        await prepared.backend.locate(prepared.model)
+        return prepared
+    return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
+
+
+async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
+    """Return the only model that the backend serves. Raises SpecError, which names ``option``, if there are several."""
+    try:
+        names = await _ask_for_models(backend, spec)
+    except BackendError as error:
+        if error.retryable:
+            raise RunUnreachable(f"the server never answered: {error}") from None
+        raise RunRejected(f"no model is named, and {backend.name} did not list its models: {error}") from None
+    if len(names) != 1:
+        raise SpecError(f"{option}: {backend.name} serves {', '.join(names) or 'none'}; name one with {option}=")
+    return names[0]
+
+
+def with_model(prepared: Prepared, name: str) -> Prepared:
+    shapes = prepared.shapes
+    named = {shape: replace(shape, model=name) for shape in (shapes.first, shapes.later, shapes.repair)}
+    return replace(
+        prepared,
+        model=name,
+        shapes=replace(shapes, first=named[shapes.first], later=named[shapes.later], repair=named[shapes.repair]),
+    )
+
+
+async def learn_context(prepared: Prepared) -> Prepared:
+    """Return the run with the context length that an entered backend reports, if the user gave none. The server still
+    decides whether a row fits, because it counts tokens exactly. Only a row that is to be cut uses the length."""
+    spec, backend, context = prepared.spec, prepared.backend, prepared.context
+    if backend.capabilities.reports_context:
+        with suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(PROBE):
+                facts = await backend.facts(prepared.model or "")
+                context = context if spec.given("model_max_context") else facts.context
+    if context == prepared.context or context is None or context <= spec.min_response_tokens:
+        _check_context(spec, prepared.context)
+        return prepared
+    if spec.oversized != "fail":
+        prepared.plan.fit(context)
+    return replace(prepared, context=context)
+
+
+def _check_context(spec: BatchSpec, context: int | None) -> None:
+    if spec.oversized != "fail" and context is None:
+        raise SpecError(f"oversized={spec.oversized!r} needs model_max_context: what fits is unknown without it")
+
+
+async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
+    """Return the names of the models. A server that is just starting is asked again for a while."""
+    failures = 0
+    began = asyncio.get_running_loop().time()
+    patience = NEVER_REACHED if spec.max_outage is None else min(NEVER_REACHED, spec.max_outage)
+    while True:
+        limit = asyncio.timeout(spec.timeout_per_turn)
+        try:
+            async with limit:
+                return await backend.models()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            error: BackendError = Timeout(f"no answer in timeout_per_turn, {spec.timeout_per_turn:g} s")
+        except BackendError as failure:
+            error = failure
+        failures += 1
+        if not error.retryable or asyncio.get_running_loop().time() - began >= patience:
+            raise error
+        await asyncio.sleep(min(PAUSE, retry_delay(failures, error.retry_after, random.random())))

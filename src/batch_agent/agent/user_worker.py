@@ -1,0 +1,224 @@
+"""A user's worker: a function of a row and a context, and the state that all rows of a run share for it.
+
+It is foreign code. Any exception from it fails only its row. A coroutine that ignores its cancellation, or a function
+that does not return from its thread, is abandoned after a while and cannot keep the run from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from batch_agent.agent.context import AgentContext, AskOptions, BlockingContext
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.gateway_row import ClientShapes
+from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.row_work import RowWork
+from batch_agent.agent.shapes import Shapes, build_shapes
+from batch_agent.agent.worker_output import read_output, write_output
+from batch_agent.agent.workplace import Workplaces
+from batch_agent.backends.base import RequestShape
+from batch_agent.blocking import in_thread
+from batch_agent.compiler.prices import Prices, find_prices
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import worker_boundary
+from batch_agent.dispatch.spending import Spending
+from batch_agent.errors import InputError, SpecError, WorkerFailed
+from batch_agent.foreign import is_async
+from batch_agent.spec import BatchSpec
+from batch_agent.tools.base import Tool
+
+if TYPE_CHECKING:
+    from batch_agent.gateway.gateway import Gateway
+
+C = TypeVar("C")
+logger = logging.getLogger("batch_agent")
+Returned: TypeAlias = tuple[object, BaseException | None]  # its return value, or its exception
+ENDING_SECONDS = 5.0  # time for a cancelled worker to end
+STUCK = 256  # abandoned functions that still run in their threads; above that, no more are started
+SHAPES = 256  # number of kinds of request that are cached
+
+
+@dataclass(frozen=True, slots=True)
+class AskShapes:
+    """How to send a request: its kinds, and the schema of the answer."""
+
+    shapes: Shapes
+    schema: OutputSchema[object] | None
+    given: object  # the schema as the user gave it; holding it here keeps its id unique
+
+
+class UserWorker:
+    """``places`` are the directories of its rows; ``gateway`` serves the programs that they start."""
+
+    def __init__(
+        self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
+    ) -> None:
+        self.gateway = gateway
+        self.client_shapes = ClientShapes(self._admit_shape)
+        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
+        self.fingerprint = fingerprint_of(prepared).hex()
+        self._function = function
+        self._prepared = prepared
+        self._spending = spending
+        self._tools = {tool.name: tool for tool in prepared.tools}
+        self._shapes: dict[object, AskShapes] = {}
+        self._stuck = 0
+
+    # Its row
+
+    async def run(self, work: RowWork) -> object:
+        """Return the worker's output for a row. Raises JobError."""
+        return await bounded(self._run)(work.job.input, work)
+
+    async def _run(self, row: object, work: RowWork) -> object:
+        """Run the worker in a task. A task that ignores its cancellation is abandoned."""
+        run = self._run_here if is_async(self._function) else self._run_in_thread
+        task = asyncio.get_running_loop().create_task(run(row, work))
+        try:
+            await work.wait_for(task)
+        except BaseException:
+            task.cancel()
+            await work.close()  # else it would wait for its requests
+            _, stuck = await asyncio.wait([task], timeout=ENDING_SECONDS)
+            if stuck:
+                logger.warning("the worker of row %d does not stop when it is cancelled", work.job.index)
+                asyncio._unregister_task(task)  # else asyncio.run would wait for it forever
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # reported above
+            raise
+        returned, error = task.result()
+        if error is not None:
+            raise error
+        return returned
+
+    async def _run_here(self, row: object, work: RowWork) -> Returned:
+        """Return the worker's result or exception. A SystemExit must not escape from a task."""
+        try:
+            return await self._function(row, AgentContext(work)), None
+        except BaseException as error:
+            return None, error
+
+    async def _run_in_thread(self, row: object, work: RowWork) -> Returned:
+        if self._stuck >= STUCK:
+            return None, WorkerFailed(f"not started: {self._stuck} abandoned workers are still running")
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        given_up = False
+
+        def ended() -> None:
+            self._stuck -= given_up
+
+        def call() -> Returned:
+            try:
+                return context.run(self._function, row, BlockingContext(work, loop)), None
+            except BaseException as error:
+                return None, error
+            finally:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(ended)
+
+        try:
+            returned, error = await in_thread(call)
+        except asyncio.CancelledError:
+            given_up, self._stuck = True, self._stuck + 1
+            raise
+        if inspect.iscoroutine(returned):
+            returned.close()
+            error = WorkerFailed("the worker returned a coroutine: make it an async def")
+        return returned, error
+
+    def written(self, returned: object) -> tuple[str, object, bool]:
+        """Return the output as JSON, the output, and whether its JSON was repaired."""
+        return write_output(returned, self._prepared.schema)
+
+    def read(self, output: str) -> object:
+        return read_output(output, self._prepared.schema)
+
+    # Its requests
+
+    @property
+    def model(self) -> str:
+        return self._prepared.model or ""
+
+    @property
+    def max_retries(self) -> int:
+        return self._prepared.spec.max_retries
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    def asking(self, tools: Sequence[object], output_schema: object, options: AskOptions) -> AskShapes:
+        """Return the kinds of request for these options; the defaults are those of the run. Equal options return the
+        same object, because backends cache what they derive from a shape."""
+        names = tuple(map(self._tool_name, tools))
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        key = (names, id(output_schema), json.dumps(given, sort_keys=True, default=str))
+        known = self._shapes.get(key)
+        if known is None:
+            if len(self._shapes) >= SHAPES:
+                self._shapes.clear()
+            known = self._shapes[key] = self._new_shapes(names, output_schema, given)
+        return known
+
+    def _new_shapes(self, names: Sequence[str], output_schema: object, given: Mapping[str, Any]) -> AskShapes:
+        prepared, backend = self._prepared, self._prepared.backend
+        model = str(given.get("model") or prepared.model or "")
+        extra = {**prepared.spec.extra_body, **given.get("extra_body", {})}
+        for name in given.keys() - AskOptions.__annotations__.keys():
+            raise SpecError(f"ask has no option {name!r}; it has {', '.join(AskOptions.__annotations__)}")
+        changed = {"tool_choice": None, **given, "extra_body": extra}
+        BatchSpec(task="-", inputs=(), **changed)  # raises SpecError for an invalid value
+        schema = OutputSchema.of(output_schema)
+        specs = tuple(self._tools[name].spec for name in names)
+        shapes = build_shapes(prepared.spec.model_copy(update=changed), model, specs, schema, backend.capabilities)
+        every = {shapes.first, shapes.later, shapes.repair}
+        for shape in every:
+            backend.check(shape)
+        if self._spending is not None:
+            self._spending.set_prices(every, self._prices(model))
+        return AskShapes(shapes, schema, output_schema)
+
+    def _admit_shape(self, shape: RequestShape) -> None:
+        """Set the prices of a client's shape. The backend checks it when it is sent."""
+        if self._spending is not None:
+            self._spending.set_prices((shape,), self._prices(shape.model))
+
+    def _prices(self, model: str) -> Prices | None:
+        prepared = self._prepared
+        if model == prepared.model or prepared.spec.prices is not None:
+            return prepared.prices
+        prices = find_prices(None, model=model, backend=prepared.backend.name)
+        if prices is None and prepared.spec.max_cost is not None:
+            raise SpecError(f"max_cost: no price of {model} at {prepared.backend.name} is known; give prices")
+        return None if prices is None else prices.times(prepared.backend.capabilities.price)
+
+    def _tool_name(self, tool: object) -> str:
+        if isinstance(tool, str):
+            found = self._tools.get(tool)
+        elif isinstance(tool, Tool):
+            found = self._tools.get(tool.name)
+        else:
+            found = next((known for known in self._tools.values() if known.function is tool), None)
+        if found is None or (isinstance(tool, Tool) and found is not tool):
+            name = tool if isinstance(tool, str) else getattr(tool, "name", getattr(tool, "__name__", repr(tool)))
+            there = ", ".join(self._tools) or "none"
+            raise InputError(f"{name} is not a tool of this run: give it in tools= of the run. Its tools are: {there}")
+        return found.name
+
+
+def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[object, C], Awaitable[object]]:
+    """Return the worker with its exceptions converted, so that any of them fails only its row."""
+
+    async def work(row: object, context: C) -> object:
+        with worker_boundary("the worker failed:"):
+            return await worker(row, context)
+
+    return work

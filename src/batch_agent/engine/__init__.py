@@ -1,1 +1,0 @@
-"""The only package that starts tasks: it drives jobs through inference, tools, validation and delivery."""

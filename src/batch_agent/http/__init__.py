@@ -1,0 +1,1 @@
+"""An HTTP/1.1 client on asyncio.Protocol. It knows no model and no provider."""

@@ -1,0 +1,131 @@
+"""Connections kept open between requests, and the limit of their number."""
+
+from __future__ import annotations
+
+import asyncio
+
+from batch_agent.http.beat import Beat
+from batch_agent.http.connection import Connection
+from batch_agent.http.connector import Connector
+from batch_agent.http.failures import ClosedEarly
+from batch_agent.http.origin import Origin
+
+# Below the five seconds after which common servers (uvicorn) close an idle connection: a request sent while the server
+# closes it would be lost.
+KEEPALIVE_SECONDS = 4.0
+
+
+class Pool:
+    """The connections of one event loop. ``limit`` is the maximum open at once; 0: no limit."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, limit: int, keepalive_seconds: float = KEEPALIVE_SECONDS
+    ) -> None:
+        self._loop, self._limit, self._keepalive = loop, limit, keepalive_seconds
+        self.beat = Beat(loop)
+        self._connector = Connector(loop)
+        self._slots = asyncio.Semaphore(limit) if limit else None  # one per connection in use
+        self._open: set[Connection] = set()
+        self._opening = 0
+        self._idle: dict[Origin, list[Connection]] = {}  # the most recently used at the end
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._emptied = asyncio.Event()
+
+    def take(self, origin: Origin) -> Connection | None:
+        """Return an idle connection, if there is one and no request waits before this one."""
+        return self._take(origin) if self._slots is None else None
+
+    async def connect(self, origin: Origin, limit_seconds: float, *, fresh: bool) -> Connection:
+        """Return a new connection. Under a limit, wait for room; an idle one will do unless it must be ``fresh``."""
+        if self._slots is None:
+            return await self._connect(origin, limit_seconds)
+        await self._slots.acquire()
+        try:
+            return (None if fresh else self._take(origin)) or await self._connect(origin, limit_seconds)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def idle(self, connection: Connection) -> None:
+        connection.idle_since = self._loop.time()
+        self._idle.setdefault(connection.origin, []).append(connection)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(self._keepalive, self._close_old)
+        if self._slots is not None:
+            self._slots.release()
+
+    def lost(self, connection: Connection) -> None:
+        if connection not in self._open:
+            return
+        self._open.discard(connection)
+        if connection.idle_since is None:
+            if self._slots is not None:
+                self._slots.release()
+        elif connection in (idle := self._idle.get(connection.origin, [])):
+            idle.remove(connection)
+        if not self._open:
+            self._emptied.set()
+
+    async def close(self) -> None:
+        """Close all connections, also those in use, and wait until their sockets are closed."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        if self._open:
+            self._emptied.clear()
+            for connection in self._open:
+                connection.close()
+            await self._emptied.wait()
+
+    def _take(self, origin: Origin) -> Connection | None:
+        idle, now = self._idle.get(origin), self._loop.time()
+        while idle:
+            connection = idle.pop()
+            if now - _idle_since(connection) < self._keepalive and not connection.transport.is_closing():
+                connection.idle_since, connection.reused_at = None, now
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, origin: Origin, limit_seconds: float) -> Connection:
+        connection = Connection(origin, self, self._loop)
+        self._opening += 1
+        try:
+            if self._limit and len(self._open) + self._opening > self._limit:
+                self._close_oldest()
+                await asyncio.sleep(0)  # its socket is closed in the next iteration of the loop
+            await self._connector.connect(origin, connection, limit_seconds)
+        finally:
+            self._opening -= 1
+        if self._closed:
+            connection.close()
+            raise ClosedEarly("the backend was closed while connecting")
+        if connection.transport.is_closing():
+            raise ClosedEarly  # closed as soon as it was accepted
+        self._open.add(connection)
+        return connection
+
+    def _close_oldest(self) -> None:
+        idle = [connections[0] for connections in self._idle.values() if connections]
+        if idle:
+            oldest = min(idle, key=_idle_since)
+            self._idle[oldest.origin].remove(oldest)
+            oldest.close()
+
+    def _close_old(self) -> None:
+        self._sweep = None
+        now = self._loop.time()
+        for origin, idle in [*self._idle.items()]:
+            # The same comparison as the timer's, to the last bit.
+            while idle and _idle_since(idle[0]) + self._keepalive <= now:
+                idle.pop(0).close()
+            if not idle:
+                del self._idle[origin]
+        if self._idle:
+            oldest = min(_idle_since(idle[0]) for idle in self._idle.values())
+            self._sweep = self._loop.call_at(oldest + self._keepalive, self._close_old)
+
+
+def _idle_since(connection: Connection) -> float:
+    return connection.idle_since or 0.0

@@ -1,0 +1,205 @@
+"""Encodes steps as bytes: ``decode(*encode(step)) == step``. Only this module knows the journal's format.
+
+A step is a kind, which the database can select by, and a JSON array. A new field is added at the end of an array with a
+default for arrays without it, or as a new kind. Both need a new ``FORMAT``: a version that does not know it then leaves
+the journal unchanged. Fields are never removed or moved, so every version reads all earlier formats.
+
+    format 2    kind 6: an agent ended without a last answer
+    format 3    kind 7: a conversation was compacted
+    format 4    the lease of a session; kinds 8 to 10: requests and calls of a user's worker; its output in kind 6; the
+                digest of the request in kinds 1 and 4
+"""
+
+from __future__ import annotations
+
+import json
+from types import UnionType
+from typing import Any, get_args
+
+import orjson
+
+from batch_agent.compiler.compaction import Cut
+from batch_agent.job import AgentError
+from batch_agent.messages import Message, Reply, Role, Sealed, ToolCall, Usage, content_shown
+from batch_agent.record.steps import (
+    Asked,
+    Begun,
+    CallBegun,
+    CallEnded,
+    Compacted,
+    Done,
+    Ended,
+    Failed,
+    Outcome,
+    Spent,
+    Step,
+    Turn,
+)
+
+FORMAT = 4
+OLDEST = 1  # the oldest format that is still read
+SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
+TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
+ASKED, CALL_BEGUN, CALL_ENDED = 8, 9, 10
+WRITES = (BEGUN, CALL_BEGUN)  # an unreadable record with one of these must not count as missing
+
+# Types of the values in each array, in order.
+Form = tuple[type | UnionType, ...]
+NUMBER = int | float
+REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None)
+CALL: Form = (str, str, str)
+USAGE: Form = (int, int, int, int, int)
+SEALED: Form = (str, object)
+SPENT: Form = (int, int, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER | None)
+ERROR: Form = (str, str, str, bool)
+MESSAGE: Form = (str, str, list, str, str, str)
+ROLES = get_args(Role)
+
+
+def encode(step: Step) -> tuple[int, bytes]:
+    match step:
+        case Done(reply, spent, asked):
+            return DONE, _dump([_from_reply(reply), _from_spent(spent), asked])
+        case Turn(reply, spent, asked):
+            return TURN, _dump([_from_reply(reply), _from_spent(spent), asked])
+        case Outcome(call, text):
+            return OUTCOME, _dump([call, text])
+        case Begun(calls):
+            return BEGUN, _dump(calls)
+        case Failed(error, text, spent):
+            fields = (error.stage, error.type, error.message, error.retryable)
+            return FAILED, _dump([fields, text, _from_spent(spent)])
+        case Ended(spent, output, fingerprint):
+            return ENDED, _dump([_from_spent(spent), output, fingerprint])
+        case Compacted(cut, usage):
+            return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage)])
+        case Asked(digest, nth, reply, spent, after, said):
+            messages = [from_message(message) for message in said]
+            return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
+        case CallBegun(digest, nth, name, arguments):
+            return CALL_BEGUN, _dump([digest, nth, name, arguments])
+        case CallEnded(digest, nth, name, arguments, ok, text):
+            return CALL_ENDED, _dump([digest, nth, name, arguments, ok, text])
+
+
+def decode(kind: int, body: bytes) -> Step:
+    """Return the step of a record. Raises ValueError for bytes that ``encode`` never writes."""
+    record = _load(body)
+    if kind in (TURN, DONE):
+        reply, spent, *asked = _read(record, (list, list, str), least=2)
+        return (Turn if kind == TURN else Done)(_to_reply(reply), _to_spent(spent), *asked)
+    if kind == OUTCOME:
+        return Outcome(*_read(record, (int, str)))
+    if kind == BEGUN:
+        return Begun(tuple(_read(record, (int,) * len(record) if isinstance(record, list) else ())))
+    if kind == FAILED:
+        error, text, spent = _read(record, (list, str, list))
+        return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
+    if kind == ENDED:
+        spent, *later = _read(record, (list, str | None, str), least=1)
+        return Ended(_to_spent(spent), *later)
+    if kind == COMPACTED:
+        kept_from, note, reduced, usage = _read(record, (int, str, list, list))
+        texts = dict(_read(pair, (int, str)) for pair in reduced)
+        return Compacted(Cut(kept_from, note, texts), _to_usage(usage))
+    if kind == ASKED:
+        digest, nth, reply, spent, after, said = _read(record, (str, int, list, list, int, list))
+        return Asked(digest, nth, _to_reply(reply), _to_spent(spent), after, tuple(map(to_message, said)))
+    if kind == CALL_BEGUN:
+        return CallBegun(*_read(record, (str, int, str, str)))
+    if kind == CALL_ENDED:
+        return CallEnded(*_read(record, (str, int, str, str, bool, str)))
+    raise ValueError(f"a record of kind {kind} was written by a newer version of this package, or is damaged")
+
+
+def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
+    """Return the values of the array after checking their types. ``least`` is how many values the first format had, if
+    later formats have more."""
+    if not isinstance(array, list) or not (len(form) if least is None else least) <= len(array) <= len(form):
+        raise ValueError(f"a record has an unexpected form: {str(array)[:100]}")
+    for value, kind in zip(array, form, strict=False):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+            raise ValueError(f"a record has {str(value)[:100]} where another type is expected")
+    return array
+
+
+def _from_reply(reply: Reply) -> list[object]:
+    return [
+        reply.text,
+        [(call.id, call.name, call.arguments) for call in reply.tool_calls],
+        _from_usage(reply.usage),
+        reply.reasoning,
+        reply.first_token,
+        reply.finish_reason,
+        None if reply.saved is None else _from_usage(reply.saved),
+        None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value),
+    ]
+
+
+def _to_reply(array: object) -> Reply:
+    # Later fields are at the end of the array and may be missing: early formats have no ``sealed``, and no
+    # ``cache_write_tokens`` in a Usage.
+    text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
+    sealed = later[0] if later else None
+    return Reply(
+        text,
+        tuple(ToolCall(*_read(call, CALL)) for call in calls),
+        _to_usage(usage),
+        reasoning,
+        first_token,
+        finish_reason,
+        None if saved is None else _to_usage(saved),
+        None if sealed is None else Sealed(*_read(sealed, SEALED)),
+    )
+
+
+def from_message(message: Message) -> tuple[object, ...]:
+    """Return the message as JSON values. Images become their placeholders; data that only one provider's wire can read
+    is omitted."""
+    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    shown = content_shown(message.content)
+    return message.role, shown, calls, message.tool_call_id, message.reasoning, message.tool_name
+
+
+def to_message(array: object) -> Message:
+    role, content, calls, call_id, reasoning, name = _read(array, MESSAGE)
+    if role not in ROLES:
+        raise ValueError(f"a record has {role[:100]!r} where a role is expected")
+    return Message(role, content, tuple(ToolCall(*_read(call, CALL)) for call in calls), call_id, reasoning, name)
+
+
+def _from_usage(usage: Usage) -> tuple[int, ...]:
+    return (
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        usage.reasoning_tokens,
+        usage.cache_write_tokens,
+    )
+
+
+def _to_usage(array: object) -> Usage:
+    return Usage(*_read(array, USAGE, least=4))
+
+
+def _from_spent(spent: Spent) -> tuple[object, ...]:
+    return spent.sent, spent.retries, spent.queued, spent.inference, spent.tool_wait, spent.total, spent.cost
+
+
+def _to_spent(array: object) -> Spent:
+    return Spent(*_read(array, SPENT))
+
+
+def _dump(value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        # orjson cannot write a lone surrogate or an integer beyond 64 bits; a model or a server can.
+        return SLOWLY + json.dumps(value).encode("ascii")
+
+
+def _load(body: object) -> object:
+    if not isinstance(body, bytes):
+        raise ValueError(f"a record is {type(body).__name__} where bytes are expected")
+    value: object = json.loads(body) if body.startswith(SLOWLY) else orjson.loads(body)
+    return value

@@ -1,0 +1,92 @@
+"""Hashes that identify a question.
+
+The fingerprint covers everything that the answers of all rows depend on. A row's key adds its identity and its rendered
+prompt. Neither depends on the server's address, the concurrency, the number of retries or the limit of turns: these do
+not change which question an answer belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+from batch_agent.backends.base import RequestShape
+from batch_agent.files.results import from_json, to_json
+from batch_agent.job import Job
+from batch_agent.record.base import Identity
+
+SCHEME = 1  # version of the keys below; with another version old answers are not found, but never mixed up
+KEY_BYTES = 16
+FIRST_FIELDS = {
+    *("model", "max_tokens", "temperature", "top_p", "seed", "stop"),
+    *("tools", "tool_choice", "schema", "schema_name", "extra_body"),
+}
+
+
+def fingerprint(
+    *,
+    task: str,
+    system: str,
+    shapes: Sequence[RequestShape],
+    tool_versions: Mapping[str, str | None],
+    worker: str | None = None,
+    template: str = "braces",
+) -> bytes:
+    """Return the digest of what all rows have in common. ``system`` is the system prompt before hoisting: moving a
+    shared value forward does not change the question. ``template`` is the template language of the task."""
+    asked = [SCHEME, task, system, [shape_fields(shape) for shape in shapes], dict(tool_versions)]
+    if worker is not None:
+        asked.append(worker)
+    if template != "braces":
+        asked.append({"template": template})
+    text = json.dumps(from_json(to_json(asked)), sort_keys=True)
+    return blake2b(text.encode("ascii"), digest_size=KEY_BYTES).digest()
+
+
+def shape_fields(shape: RequestShape) -> dict[str, object]:
+    """Return the fields of a shape that are part of the question. A field that was added after scheme 1 counts only if
+    it differs from its default. So answers recorded before the field existed stay valid."""
+    fields = RequestShape.__dataclass_fields__
+    values = {name: getattr(shape, name) for name in fields}
+    return {name: value for name, value in values.items() if name in FIRST_FIELDS or value != fields[name].default}
+
+
+class Keys:
+    """Computes the identities of rows under one fingerprint, and a digest over all of them in order."""
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._start = blake2b(fingerprint, digest_size=KEY_BYTES)
+        self._digest = blake2b(digest_size=KEY_BYTES)
+        self.count = 0
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def key(self, own_id: str | None, question: str) -> bytes:
+        state = self._start.copy()
+        if own_id is None:
+            state.update(b"-" + question.encode())
+        else:
+            own = own_id.encode("utf-8", "surrogatepass")
+            state.update(b"%d:%b%b" % (len(own), own, question.encode()))
+        return state.digest()
+
+    def identity(self, job: Job, question: str) -> Identity:
+        return self.identify(job.input, job.job_id if job.identified else None, question)
+
+    def identify(self, value: object, own_id: str | None, question: str) -> Identity:
+        identity = Identity(self.key(own_id, question), row_of(value, question))
+        self._digest.update(identity.key + identity.row)
+        self.count += 1
+        return identity
+
+
+def row_of(value: object, question: str) -> bytes:
+    """Return the digest of the whole input, with ``id`` and unused columns: an edited input is another row."""
+    try:
+        content = b"=" + to_json(value)
+    except Exception:  # a user's class may raise anything; that must not stop a run
+        content = b"?" + question.encode()
+    return blake2b(content, digest_size=KEY_BYTES).digest()

@@ -1,0 +1,119 @@
+"""Lets only one process work on a run directory. The operating system holds the lock, so it ends with the process.
+
+A forked child shares its parent's lock, and would keep it after the parent's death. So the child closes the descriptor
+at once, and the parent unlocks before it closes its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import time
+from pathlib import Path
+from weakref import WeakSet
+
+from batch_agent.errors import StoreError
+from batch_agent.record.private import private
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _take(descriptor: int) -> None:
+        # Locks a byte behind the text: other processes read the text to report the holder.
+        os.lseek(descriptor, 1 << 20, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+
+    _look = _take
+
+    def _free(descriptor: int) -> None:
+        os.lseek(descriptor, 1 << 20, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+else:
+    import fcntl
+
+    def _take(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _look(descriptor: int) -> None:
+        """Take a shared lock for a moment. Many processes may do so at once, but not while a process holds the lock."""
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _free(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+LOOKS = 50  # number of attempts while other processes only look, some milliseconds each
+
+
+class Lock:
+    def __init__(self, path: Path) -> None:
+        """Take the lock. Raises StoreError if another process, or another run of this process, holds it."""
+        self._descriptor = private(path, os.O_RDWR | os.O_CREAT)
+        try:
+            _take_patiently(self._descriptor)
+        except OSError:
+            holder = os.read(self._descriptor, 200).decode(errors="replace").strip()
+            os.close(self._descriptor)
+            raise StoreError(
+                f"{path.parent} is in use by {holder or 'another process'}; wait for it, stop it, or use another "
+                "run directory"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        _held.add(self)
+
+    def release(self) -> None:
+        if self in _held:  # else this is a forked child, which has closed it
+            _held.discard(self)
+            _free(self._descriptor)
+            os.close(self._descriptor)
+
+    def leave(self) -> None:
+        """Close the descriptor in a forked child. Unlocking it would unlock the parent's lock."""
+        _held.discard(self)
+        os.close(self._descriptor)
+
+
+_held: WeakSet[Lock] = WeakSet()  # locks of this process
+
+
+def _leave_all() -> None:
+    for lock in tuple(_held):
+        lock.leave()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_leave_all)
+
+
+def _take_patiently(descriptor: int) -> None:
+    """Take the lock; wait while other processes only look at it. Raises OSError if it is held."""
+    for _ in range(LOOKS):
+        try:
+            return _take(descriptor)
+        except OSError:
+            _look(descriptor)  # raises OSError if a process holds the lock
+        time.sleep(random.uniform(0.001, 0.01))
+    _take(descriptor)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process works in this run directory; None if that is unknown."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        _look(descriptor)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return True if sys.platform == "win32" else None
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,317 @@
+"""A run in Redis: ``RunStore`` with streams, a consumer group and one script per operation (design/cluster.md)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, cast
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.results import from_json, to_json
+from batch_agent.messages import JsonObject
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis import scripts
+from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
+from batch_agent.record.redis.lent import RedisLent
+from batch_agent.record.shared import (
+    LEASE,
+    Counts,
+    FeederReplaced,
+    FeederSitting,
+    KeptStep,
+    LeasedRow,
+    NewRow,
+    Phase,
+    RowChange,
+    RowLease,
+    RunStanding,
+    SharedResult,
+)
+
+logger = logging.getLogger("batch_agent")
+
+RUNS = "batch-agent:runs"  # set of the names of the runs in a database
+KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
+BLOCKED = 1.0  # seconds that a command may wait in Redis
+
+
+class RedisRunStore:
+    """One run. It is thread-safe."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self.connection = connection
+        self.address = connection.address
+        self._keys = [self.key(name) for name in scripts.KEYS]
+        self._steps = self.key("steps:")
+        self._scripts: dict[str, Script] = {}
+        self._nonce = secrets.token_hex(8)  # distinguishes this feeder from others
+        self._calls = count(1)
+        self._looked = 0.0  # when expired leases were last looked for
+        self._lease = LEASE
+        self.polite = True  # give other workers time to renew after an outage; look for expired leases rarely
+
+    @classmethod
+    def open(cls, address: StoreAddress, *, on_away: Callable[[bool], None] = lambda _: None) -> RedisRunStore:
+        """Open the run at that address, which need not exist yet. Raises SpecError if the server refuses, StoreError if
+        it is unreachable."""
+        connection = RedisConnection(address, on_away=on_away)
+        try:
+            connection.open()
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def key(self, name: str) -> str:
+        """Return the name of a key of this run."""
+        return self.address.prefix + name
+
+    def lent(self) -> RedisLent:
+        return RedisLent(self.address, self.connection)
+
+    def stage(self, name: str) -> RedisRunStore:
+        store = RedisRunStore(RedisConnection(self.address.at(self.address.name, name)))
+        store.polite = self.polite
+        return store
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def facts(self) -> JsonObject | None:
+        found = self._command("HGET", self.key("run"), "facts")
+        return None if found is None else cast(JsonObject, from_json(found))
+
+    # The feeder
+
+    def open_feed(self, facts: JsonObject, *, resume: bool, keep_results_only: bool) -> FeederSitting:
+        lease = float(cast(float, facts.get("lease", LEASE)))
+        arguments = (
+            to_json(facts),
+            str(facts.get("fingerprint", "")),
+            int(resume),
+            max(1, int(lease * 1000)),
+            "results" if keep_results_only else "all",
+            self._nonce,
+        )
+        waits = 2  # the lease of a dead feeder ends meanwhile; a live feeder renews its lease
+        while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
+            if not waits:
+                raise StoreError(f"{self.address} is fed by another process; wait for it, or stop it")
+            waits -= 1
+            time.sleep(max(0, answer[1]) / 1000 + 0.05)
+        if answer == scripts.TAKEN:
+            raise SpecError(
+                f"{self.address} holds a run already: resume it (resume=True, or batch-agent resume URL), or use "
+                "another name"
+            )
+        if not self.address.stage:
+            self._command("SADD", RUNS, self.address.name)
+        sitting, previous, position = answer
+        return FeederSitting(
+            int(sitting), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
+        )
+
+    def keep_feed(self, sitting: int) -> RunStanding:
+        return _standing(self._fenced(scripts.KEEP_FEED, sitting, self._nonce))
+
+    def write_facts(self, sitting: int, facts: JsonObject) -> None:
+        self._fenced(scripts.WRITE, sitting, "facts", to_json(facts))
+
+    def feed(self, sitting: int, rows: Sequence[NewRow], retry: bool | Collection[str]) -> list[bytes | None]:
+        again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
+        arguments: list[object] = [sitting, next(self._calls), again, self._steps]
+        for row in rows:
+            arguments += (row.index, row.key.hex(), row.value)
+        return cast("list[bytes | None]", self._fenced(scripts.FEED, *arguments))
+
+    def end_inputs(self, sitting: int) -> None:
+        self._fenced(scripts.END_INPUTS, sitting)
+
+    def results(self, sitting: int, after: str, count: int, wait: float) -> list[SharedResult]:
+        blocked = ("BLOCK", max(1, int(min(wait, BLOCKED) * 1000))) if wait > 0 else ()
+        read = self._command("XREAD", "COUNT", count, *blocked, "STREAMS", self.key("results"), after)
+        found = []
+        for place, fields in entries(read):
+            own = int(fields[b"sitting"]) == sitting
+            found.append(SharedResult(place, fields[b"row"].decode(), int(fields[b"index"]), fields[b"result"], own))
+        return found
+
+    def set_phase(self, sitting: int, phase: Phase) -> None:
+        self._fenced(scripts.WRITE, sitting, "phase", phase)
+
+    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+        self._fenced(scripts.CLOSE_FEED, sitting, to_json(facts), phase)
+
+    # Workers
+
+    def standing(self) -> RunStanding:
+        with self._present():
+            return _standing(self._script(scripts.STANDING))
+
+    def join(self, description: JsonObject) -> int:
+        worker = int(self._command("HINCRBY", self.key("run"), "workers", 1))
+        lease = self._command("HGET", self.key("run"), "lease")
+        self._lease = int(lease) / 1000 if lease else LEASE
+        key = self.key(f"worker:{worker}")
+        self._command("HSET", key, "description", to_json(description))
+        self._command("EXPIRE", key, KEPT_WORKER)
+        return worker
+
+    def take(self, worker: int, count: int, wait: float) -> list[LeasedRow]:
+        with self._present():
+            found = self._script(scripts.TAKE, worker, count, self._steps, int(self._may_look()), self._age)
+            if found or wait <= 0:
+                return [_leased(*each) for each in found]
+            waits = max(1, int(min(wait, BLOCKED) * 1000))
+            read = self._command(
+                "XREADGROUP", "GROUP", scripts.GROUP, worker, "COUNT", count, "BLOCK", waits, "STREAMS",
+                self.key("queue"), ">",
+            )  # fmt: skip
+        taken = []
+        for place, fields in entries(read):
+            row = fields[b"row"]
+            steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if b"past" in fields else []
+            taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps))
+        return taken
+
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+        with self._present():
+            lost, standing = self._script(scripts.RENEW, worker, *_places(leases))
+            self._command("EXPIRE", self.key(f"worker:{worker}"), KEPT_WORKER)
+            return {place.decode() for place in lost}, _standing(standing)
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange]) -> set[str]:
+        arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
+        for change in changes:
+            lease, steps = change.lease, [_pack(step) for step in change.steps]
+            arguments += (lease.place, lease.token, lease.row, change.result or b"", change.error, len(steps), *steps)
+        with self._present():
+            return {place.decode() for place in self._script(scripts.COMMIT, *arguments)}
+
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        with self._present():
+            self._script(scripts.HAND_BACK, worker, *_places(leases))
+
+    def leave(self, worker: int) -> None:
+        with self._present():
+            self._script(scripts.LEAVE, worker, self.key(f"worker:{worker}"))
+
+    # Redis
+
+    def dangers(self) -> list[str]:
+        """Return the settings of this server with which it could lose the run, each with its effect."""
+        return [danger for danger in (self._persistence(), self._eviction()) if danger]
+
+    def _eviction(self) -> str:
+        facts = self.connection.call(lambda client: self._info(client, "memory"))
+        policy = str(facts.get("maxmemory_policy", "noeviction"))
+        if policy == "noeviction" or not int(cast(int, facts.get("maxmemory", 0))):
+            return ""
+        return f"maxmemory-policy is {policy}: when its memory is full, it deletes rows. Set it to noeviction"
+
+    def _info(self, client: Client, section: str) -> dict[str, object]:
+        target = {"target_nodes": "random"} if self.address.cluster else {}
+        facts = client.execute_command("INFO", section, **target)
+        if isinstance(facts, dict) and len(facts) == 1 and isinstance(next(iter(facts.values())), dict):
+            facts = next(iter(facts.values()))
+        return cast("dict[str, object]", facts)
+
+    def _persistence(self) -> str:
+        """Return the reason why a restart of this server would lose the run, or ""."""
+
+        def ask(client: Client) -> str:
+            if int(cast(int, self._info(client, "persistence").get("aof_enabled", 0))):
+                return ""
+            saves = _configured(client, "save", {"target_nodes": "random"} if self.address.cluster else {})
+            if saves is None or saves:
+                return "only snapshots are written (appendonly is off): a crash loses what came after the latest one"
+            return "nothing is written to disk (appendonly and save are off): a restart loses the run"
+
+        return self.connection.call(ask)
+
+    @property
+    def _age(self) -> int:
+        """Minimum uptime of the server in milliseconds before leases expire: workers could not renew while it was
+        down."""
+        return int(self._lease * 1000) if self.polite else 0
+
+    def _may_look(self) -> bool:
+        """Return whether to look for expired leases. Not just after an outage: other workers could not renew theirs."""
+        now = time.monotonic()
+        if not self.polite:
+            return True
+        if now - self._looked < min(1.0, self._lease / 5) or now - self.connection.since < self._lease / 3:
+            return False
+        self._looked = now
+        return True
+
+    def _command(self, *arguments: object) -> Any:
+        return self.connection.call(lambda client: client.execute_command(*arguments))
+
+    def _script(self, text: str, *arguments: object) -> Any:
+        def call(client: Client) -> Any:
+            script = self._scripts.get(text)
+            if script is None:
+                script = self._scripts[text] = client.register_script(text)
+            return script(keys=self._keys, args=arguments)
+
+        return self.connection.call(call)
+
+    def _fenced(self, text: str, *arguments: object) -> Any:
+        with self._present():
+            answer = self._script(text, *arguments)
+        if answer == scripts.REPLACED:
+            raise FeederReplaced(f"{self.address} is fed by another process now")
+        return answer
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Explain the error of a run that was deleted meanwhile."""
+        try:
+            yield
+        except StoreError as error:
+            if "NOGROUP" in str(error) or "no such key" in str(error):
+                raise StoreError(f"{self.address} holds no run; it may have been deleted") from None
+            raise
+
+
+def _configured(client: Client, name: str, target: dict[str, str]) -> str | None:
+    """Return a setting of the server; None if the server does not allow reading it."""
+    try:
+        found = client.execute_command("CONFIG", "GET", name, **target)
+    except Exception:  # managed servers forbid CONFIG
+        return None
+    while isinstance(found, dict) and found and isinstance(next(iter(found.values())), dict):
+        found = next(iter(found.values()))
+    value = found.get(name, "") if isinstance(found, dict) else ""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _standing(answer: Sequence[Any]) -> RunStanding:
+    phase, generation, feeder, unstarted, leased, ok, failed, fed = answer
+    if phase is None:
+        raise StoreError("there is no run")
+    counts = Counts(int(unstarted), int(leased), int(ok), int(failed), fed == b"1")
+    return RunStanding(cast(Phase, phase.decode()), int(generation), bool(feeder), counts)
+
+
+def _leased(place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes]) -> LeasedRow:
+    lease = RowLease(row.decode(), place.decode(), int(token), int(index))
+    return LeasedRow(lease, value, tuple(map(unpack_step, steps)))
+
+
+def _places(leases: Sequence[RowLease]) -> list[object]:
+    return [part for lease in leases for part in (lease.place, lease.token)]
+
+
+def _pack(step: KeptStep) -> bytes:
+    return b"%d %b %b %d " % (step.agent, step.key.hex().encode(), step.content.hex().encode(), step.kind) + step.body
+
+
+def unpack_step(packed: bytes) -> KeptStep:
+    agent, key, content, kind, body = packed.split(b" ", 4)
+    return KeptStep(int(agent), bytes.fromhex(key.decode()), bytes.fromhex(content.decode()), int(kind), body)

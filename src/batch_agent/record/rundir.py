@@ -1,0 +1,301 @@
+"""A run's directory: its lock, its description, and its results for people and other programs.
+
+    run.json        description and versions of the run; when and why it began and ended
+    journal.db      every answer and tool result, the authoritative record; see ``sqlite``
+    results.jsonl   the successful rows, in the order in which they finish
+    failures.jsonl  the rows that failed
+    summary.json    the totals, written when a session ends
+    timeline.jsonl  and the files named in ``timeline``: the history of the run, for the views
+    control.json    where the control socket is, while a process works here
+    run.lock        held while a process works here
+    NAME/           the same for each stage of a pipeline, which ``run.json`` names
+
+The outermost run owns the lock, the ledger and the jobs at batch APIs (``jobs.jsonl``) of all its stages. The name of a
+stage has no dot, so it is never the name of a file.
+
+A session writes every row that it delivers to the two result files, including rows from the journal. After a complete
+session they hold one line per row; ``resultfiles`` describes an incomplete one. All methods block, and run in the
+journal's thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Invalid, SpecError, StoreError
+from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
+from batch_agent.job import AgentResult, UnreadableRow
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import OpenStore, Progress, Store
+from batch_agent.record.lock import Lock, is_locked
+from batch_agent.record.private import DIRECTORY, private
+from batch_agent.record.resultfiles import ResultFiles
+from batch_agent.record.shared_sqlite import SHARED, shared_progress
+from batch_agent.record.sqlite import Glance, SqliteJournal, glance
+
+State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
+
+RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
+    "run.json",
+    "journal.db",
+    "results.jsonl",
+    "failures.jsonl",
+    "summary.json",
+    "run.lock",
+)
+OLD_LOCK = "lock"  # of earlier versions, which may still run here
+
+
+class RunDir:
+    """A locked run directory."""
+
+    def __init__(self, path: Path, lock: Lock, journal: Store, *, lost_journal: bool = False) -> None:
+        self.path = path
+        self.journal = journal
+        self.schema: OutputSchema[object] | None = None  # schema of the outputs
+        self.lost_journal = lost_journal  # a run began here, but its journal is missing
+        self._lock = lock
+        self._files = ResultFiles(path / RESULTS, path / FAILURES)
+
+    @classmethod
+    def open(cls, path: Path, *, resume: bool, open_store: OpenStore = SqliteJournal.open) -> RunDir:
+        """Open and lock the directory. Raises SpecError if it holds a run and ``resume`` is False, StoreError if it
+        cannot be used."""
+        try:
+            path.mkdir(DIRECTORY, parents=True, exist_ok=True)  # an existing directory keeps its mode
+            lock = Lock(path / LOCK)
+        except OSError as error:
+            raise StoreError(f"the run directory {path} cannot be used: {error.strerror}") from None
+        if (path / OLD_LOCK).is_file() and is_locked(path / OLD_LOCK):
+            lock.release()
+            raise StoreError(f"{path} is in use by an earlier version of this package; wait for it, or stop it")
+        with ExitStack() as undone:
+            undone.callback(lock.release)
+            begun = (path / RUN).exists()
+            if (path / SHARED).exists() and open_store == SqliteJournal.open:
+                raise SpecError(f"{path} holds a run of a cluster: resume it there (cluster=Ray(...), --ray)")
+            if begun and not resume:
+                raise _taken(path)
+            journal = open_store(path / JOURNAL, begun=begun)
+            undone.callback(journal.close)
+            lost = begun and journal.sessions() == 0
+            if not resume and journal.next_agent() > 1:
+                raise _taken(path)
+            undone.pop_all()
+        return cls(path, lock, journal, lost_journal=lost)
+
+    def begin_files(self) -> None:
+        try:
+            self._files.begin()
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def end_files(self, *, every: bool) -> None:
+        """``every``: each row of the run was delivered in this session."""
+        try:
+            self._files.end(every=every)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def write(self, results: Sequence[AgentResult[object]]) -> None:
+        try:
+            self._files.write(*_lines(results, self.schema))
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def write_run(self, facts: JsonObject) -> None:
+        self._replace(RUN, facts)
+
+    def write_summary(self, summary: JsonObject) -> None:
+        self._replace(SUMMARY, summary)
+
+    def close(self) -> None:
+        try:
+            self.journal.close()
+        finally:
+            self._lock.release()
+
+    def _replace(self, name: str, content: JsonObject) -> None:
+        """Replace a file atomically."""
+        path, draft, data = self.path / name, self.path / f"{name}.new", to_json(content) + b"\n"
+        try:
+            with open(draft, "wb", opener=private) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC and _overwrite(path, data):
+                return
+            raise _unwritable(self.path, error) from None
+
+
+def _overwrite(path: Path, data: bytes) -> bool:
+    """Overwrite a file within its allocated blocks, which works on a full disk. Returns False if the blocks are too
+    few."""
+    if sys.platform == "win32":  # it does not report allocated blocks
+        return False
+    try:
+        with path.open("r+b", buffering=0) as file:
+            if len(data) > os.fstat(file.fileno()).st_blocks * 512:
+                return False
+            file.write(data)
+            file.truncate()
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run directory seen from outside, also while a process works on it.
+
+    ``stages`` are the stages of a pipeline that have begun, by name and in order; ``stage_names`` returns all. A
+    pipeline's own ``glance`` has what all stages have spent. Its only row is the pipeline itself.
+    """
+
+    path: Path
+    facts: JsonObject
+    state: State
+    glance: Glance
+    stages: Mapping[str, RunView] = field(default_factory=dict)
+    name: str = ""  # the place as given on a command line, without a password
+    kept_summary: JsonObject | None = None  # summary of a run that is not in a directory
+
+    @classmethod
+    def of(cls, path: Path) -> RunView:
+        facts = read_run(path)
+        state = cast(State, facts.get("state"))
+        if state == "running" and is_locked(path / LOCK) is False:
+            state = "interrupted"  # the process was killed, or the machine went down
+        journal = path / JOURNAL
+        seen = glance(journal) if journal.exists() else Glance(*shared_progress(path / SHARED))
+        stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
+        return cls(path, facts, state, seen, stages, name=str(path))
+
+    @property
+    def parts(self) -> Mapping[str, RunView]:
+        """The runs with the user's rows: the stages of a pipeline, else the run itself under the name ""."""
+        return self.stages if stage_names(self.facts) else {"": self}
+
+    @property
+    def summary(self) -> JsonObject | None:
+        """The totals of the last session, or None if it has not ended."""
+        try:
+            summary = self.kept_summary or from_json((self.path / SUMMARY).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return cast(JsonObject, summary) if isinstance(summary, dict) else None
+
+    @property
+    def progress(self) -> Progress:
+        """Rows of the latest session, summed over the parts; tokens and cost of the whole run."""
+        each = [part.glance.latest for part in self.parts.values()]
+        return replace(
+            self.glance.latest,
+            ok=sum(part.ok for part in each),
+            failed=sum(part.failed for part in each),
+            resumed=sum(part.resumed for part in each),
+        )
+
+    @property
+    def total(self) -> int | None:
+        """Number of rows, summed over the parts. None if the number of a part is unknown, or a part has not begun."""
+        totals = [_total(part) for part in self.parts.values()]
+        known = [total for total in totals if total is not None]
+        return sum(known) if len(known) == max(1, len(stage_names(self.facts))) else None
+
+
+def _total(part: RunView) -> int | None:
+    """Return the number of rows of a run: from its start, or counted if it is complete. None if unknown."""
+    total, rows = part.facts.get("total"), part.facts.get("rows")
+    if total is None and part.state == "complete" and isinstance(rows, dict):
+        total = rows.get("read")
+    return total if isinstance(total, int) else None
+
+
+def stage_names(facts: JsonObject) -> list[str]:
+    """Return the names of a pipeline's stages, in order; empty for a plain run."""
+    named = facts.get("stages")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def read_run(path: Path) -> JsonObject:
+    """Return the content of ``run.json``. Raises SpecError if there is no run."""
+    try:
+        facts = from_json((path / RUN).read_bytes())
+    except FileNotFoundError:
+        go_on = f"; its {JOURNAL} is there: {_go_on_without_it(path)}" if (path / JOURNAL).exists() else ""
+        raise SpecError(f"{path} holds no run: there is no {RUN} in it{go_on}") from None
+    except OSError as error:
+        raise SpecError(f"cannot read {path / RUN}: {error.strerror}") from None
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        raise StoreError(f"{path / RUN} is damaged: {_go_on_without_it(path)}")
+    return cast(JsonObject, facts)
+
+
+def _go_on_without_it(path: Path) -> str:
+    return f"batch-agent run SPEC --run-dir {path} --resume continues from the journal (in Python resume=True)"
+
+
+def _taken(path: Path) -> SpecError:
+    return SpecError(
+        f"{path} holds a run already: resume it (resume=True, or batch-agent resume {path}), or use another run "
+        "directory"
+    )
+
+
+def failure_line(result: AgentResult[object]) -> bytes:
+    """Return the line of a failed row, as a flat object."""
+    error = result.error
+    record: dict[str, object] = {
+        "index": result.index,
+        "job_id": result.job_id,
+        "stage": error and error.stage,
+        "type": error and error.type,
+        "message": error and error.message,
+        "retryable": error and error.retryable,
+        "attempts": result.attempts,
+        "turns": result.turns,
+        "usage": result.usage,
+        "timings": result.timings,
+        "input": None if isinstance(result.input, UnreadableRow) else result.input,
+        "raw_text": result.raw_text,
+    }
+    if result.cost is not None:
+        record["cost"] = result.cost
+    if result.artifacts:
+        record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
+    return record_line(record)
+
+
+def _lines(results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> tuple[bytes, bytes]:
+    """Return the lines for results.jsonl and the lines for failures.jsonl."""
+    good, bad = [], []
+    for result in results:
+        try:
+            if result.ok:
+                good.append(result_line(result, schema))
+            else:
+                bad.append(failure_line(result))
+        except Invalid as error:  # the answer itself is in the journal
+            bad.append(failure_line(unwritten(result, error)))
+    return b"".join(good), b"".join(bad)
+
+
+def _unwritable(path: Path, error: OSError) -> StoreError:
+    if not path.exists():
+        return StoreError(f"the run directory {path} is gone, with everything that was recorded in it")
+    return StoreError(f"cannot write in the run directory {path}: {error.strerror}. Earlier records are kept")

@@ -1,0 +1,87 @@
+"""Observers of a run: its file of events, its Prometheus page, its traces.
+
+The outermost run opens them before anything else and closes them after its last event. A run that uses none of them
+imports none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING
+
+from batch_agent.blocking import in_thread
+from batch_agent.events import Sink
+from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
+from batch_agent.observe.telemetry_wanted import is_wanted
+from batch_agent.run.sinks import Held
+from batch_agent.spec import BatchSpec
+
+if TYPE_CHECKING:
+    from batch_agent.observe.telemetry import Traces
+
+logger = logging.getLogger("batch_agent")
+
+PATIENCE = 5.0  # seconds to wait for a disk or a collector at the end of a run
+
+
+class Observers:
+    def __init__(self) -> None:
+        self.metrics_url: str | None = None  # while the page is served
+        self.traces: Traces | None = None  # if the run is traced
+        self._extent = AsyncExitStack()
+
+    async def open(
+        self, spec: BatchSpec, add: Callable[[Sink], None], live: Callable[[], LiveNumbers], whole: str = ""
+    ) -> None:
+        """Open the observers of the spec. ``add`` registers a sink of the run's events. ``whole`` is the id of a run
+        that only contains stages. Raises SpecError if a file or a port cannot be opened."""
+        if spec.events is not None:
+            from batch_agent.observe.event_lines import EventLines
+
+            lines = EventLines(spec.events)
+            self._extent.push_async_callback(_in_thread, lines.close)
+            add(lines)
+        held = Held()
+        if spec.metrics_port is not None:
+            from batch_agent.observe.metrics_server import serve_metrics
+
+            numbers = RunNumbers(live, whole)
+
+            def page() -> str:
+                held.flush()
+                return numbers.page()
+
+            served = serve_metrics(spec.metrics_port, page)
+            self.metrics_url = await self._extent.enter_async_context(served)
+            held.add(numbers)
+            with suppress(OSError, ValueError):  # standard error may be closed
+                sys.stderr.write(f"metrics: {self.metrics_url}\n")
+        if is_wanted(spec.telemetry, os.environ):
+            from batch_agent.observe.telemetry import Telemetry
+
+            telemetry = Telemetry(os.environ, whole)
+            self._extent.push_async_callback(_in_thread, telemetry.close)
+            self.traces = telemetry.traces
+            for sink in telemetry.sinks:
+                held.add(sink)
+        if held.handlers:
+            self._extent.callback(held.flush)
+            add(held)
+
+    async def close(self) -> None:
+        """Close all observers. Takes a few seconds at most, even if one does not respond."""
+        await self._extent.aclose()
+        self.metrics_url = None
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Call a function that may block in a thread. It is abandoned if it takes too long."""
+    closing = in_thread(function)
+    await asyncio.wait([closing], timeout=PATIENCE)
+    if closing.done() and (error := closing.exception()) is not None:
+        logger.warning("an observer of the run could not be closed: %s", error)

@@ -1,0 +1,255 @@
+"""The journal on the event loop: nothing waits for the disk but whoever must, and a failure reaches everyone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import pytest
+
+from batch_agent.errors import StoreError
+from batch_agent.job import AgentResult
+from batch_agent.messages import Reply, Usage
+from batch_agent.record.base import Account, Entry, Identity, Progress
+from batch_agent.record.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal
+from batch_agent.record.steps import Done, Past, Spent
+from batch_agent.record.trail import Trail
+from batch_agent.testing import virtual_clock
+
+
+class Disk:
+    """A store whose commits finish when they are let, and a log; remembers what came in which order."""
+
+    def __init__(self) -> None:
+        self.commits: list[list[Entry]] = []
+        self.order: list[str] = []
+        self.progress = Progress()
+        self.may_commit = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
+        assert self.may_commit.acquire(timeout=10)
+        if self.error is not None:
+            raise self.error
+        self.commits.append(list(entries))
+        self.order.append("commit")
+        self.progress = progress
+
+    def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
+        return [None for _ in wanted]
+
+    def close(self) -> None: ...
+
+    def write(self, results: Sequence[AgentResult[object]]) -> None:
+        self.order += [f"line {result.index}" for result in results]
+
+
+class Purse(Account):
+    def __init__(self) -> None:
+        self.told: list[StoreError | None] = []
+
+    def so_far(self) -> tuple[int, float | None]:
+        return 45, 0.75
+
+    def lease(self) -> tuple[int, float] | None:
+        return 100, 1.0
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return None
+
+    def leased(self, error: StoreError | None = None) -> None:
+        self.told.append(error)
+
+
+@asynccontextmanager
+async def journal(disk: Disk, **options: object) -> AsyncIterator[Journal]:
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            yield Journal(disk, disk, thread, **options)  # type: ignore[arg-type]
+        finally:
+            disk.may_commit.release(100)
+
+
+def entry(agent: int = 1) -> Entry:
+    return Entry(agent, Identity(b"k", b"r"), Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5)))
+
+
+async def until_committing() -> None:
+    await asyncio.sleep(10 * GATHERING)
+
+
+async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        first = book.add(entry(1))
+        await until_committing()
+        later = [book.add(entry(agent)) for agent in range(2, 10)]
+        assert set(later) == {first + 1}
+        disk.may_commit.release(2)
+        await asyncio.gather(*(book.wait(number) for number in (first, *later)))
+    assert [len(commit) for commit in disk.commits] == [1, 8]
+
+
+async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        waiting = asyncio.ensure_future(book.wait(book.add(entry())))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        disk.may_commit.release()
+        await waiting
+
+
+async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        number = book.add(entry())
+        one, other = (asyncio.ensure_future(book.wait(number)) for _ in range(2))
+        await until_committing()
+        one.cancel()
+        disk.may_commit.release()
+        await other
+        assert (await asyncio.gather(one, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+
+
+async def test_a_line_is_written_after_the_commit_that_made_it_durable() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        book.add(entry())
+        book.publish(AgentResult(4, "4", "x", True, "y"))
+        disk.may_commit.release()
+        await book.flush()
+    assert disk.order == ["commit", "line 4"]
+
+
+async def test_a_failed_commit_reaches_everyone_who_waits_and_everyone_after() -> None:
+    disk = Disk()
+    disk.error = StoreError("the disk is full")
+    async with journal(disk) as book:
+        first = asyncio.ensure_future(book.wait(book.add(entry())))
+        await until_committing()
+        second = asyncio.ensure_future(book.wait(book.add(entry())))
+        disk.may_commit.release()
+        outcomes = await asyncio.gather(first, second, return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["the disk is full"] * 2
+        with pytest.raises(StoreError, match="full"):
+            book.add(entry())
+        with pytest.raises(StoreError, match="full"):
+            await book.flush()
+    assert disk.commits == []
+
+
+async def test_an_unforeseen_error_of_the_store_stops_the_run_as_a_store_error() -> None:
+    disk = Disk()
+    disk.error = ZeroDivisionError("oops")
+    async with journal(disk) as book:
+        disk.may_commit.release()
+        with pytest.raises(StoreError, match="oops"):
+            await book.wait(book.add(entry()))
+
+
+async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caught_up() -> None:
+    disk, told = Disk(), list[bool]()
+    async with journal(disk, on_backlog=told.append) as book:
+        book.add(entry())
+        await until_committing()
+        for _ in range(BACKLOG):
+            book.add(entry())
+        assert told == [True]
+        disk.may_commit.release(2)
+        await book.flush()
+        assert told == [True, False]
+
+
+async def test_many_waiters_go_on_a_few_at_a_time() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        number = book.add(entry())
+        awake = 0
+
+        async def wait() -> None:
+            nonlocal awake
+            await book.wait(number)
+            awake += 1
+
+        waiters = [asyncio.ensure_future(wait()) for _ in range(3 * AT_ONCE)]
+        await until_committing()
+        disk.may_commit.release()
+        most, before = 0, 0
+        while awake < len(waiters):
+            await asyncio.sleep(0)
+            most, before = max(most, awake - before), awake
+        assert most == AT_ONCE
+
+
+async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None:
+    disk = Disk()
+    disk.may_commit.release(10)
+    account = Purse()
+    async with journal(disk, account=account) as book:
+        trail = Trail(book, Identity(b"k", b"r"))
+        trail.add(entry().step)
+        await trail.settle()
+        assert (disk.progress, account.told) == (Progress(tokens=45, cost=0.75, lease=(100, 1.0)), [None])
+        book.touch()
+        await book.flush()
+        assert (disk.commits[1:], account.told) == ([[]], [None, None])
+        assert book.progress == Progress(tokens=45, cost=0.75)  # at its end a session returns its lease
+
+
+async def test_an_account_is_told_that_its_lease_will_never_be_on_disk() -> None:
+    disk, account = Disk(), Purse()
+    disk.error = StoreError("the disk is full")
+    async with journal(disk, account=account) as book:
+        book.touch()
+        disk.may_commit.release()
+        with pytest.raises(StoreError):
+            await book.flush()
+        book.touch()
+        assert account.told == [disk.error]
+
+
+@virtual_clock
+async def test_a_commit_that_takes_long_is_overdue_until_it_is_done() -> None:
+    disk = Disk()
+    told: list[bool] = []
+    async with journal(disk, on_overdue=told.append) as book:
+        number = book.add(entry())
+        await asyncio.sleep(0.9 * OVERDUE)
+        assert told == []
+        await asyncio.sleep(0.2 * OVERDUE)
+        assert told == [True]
+        disk.may_commit.release()
+        await book.wait(number)
+    assert told == [True, False]
+
+
+async def test_rows_that_come_from_the_record_show_in_the_progress() -> None:
+    disk = Disk()
+    disk.may_commit.release(10)
+    async with journal(disk) as book:
+        book.publish(AgentResult(0, "0", "x", True, "y", resumed=True))
+        await book.flush()
+    assert disk.progress == Progress(ok=1, resumed=1)
+
+
+async def test_after_a_failed_commit_nothing_counts_as_durable_any_more() -> None:
+    disk = Disk()
+    disk.error = StoreError("the disk is full")
+    async with journal(disk) as book:
+        number = book.add(entry())
+        book.publish(AgentResult(0, "0", "x", True, "y"))
+        disk.may_commit.release(10)
+        with pytest.raises(StoreError, match="full"):
+            await book.flush()
+        disk.error = None
+        with pytest.raises(StoreError, match="full"):
+            book.publish(AgentResult(1, "1", "x", True, "y"))
+        with pytest.raises(StoreError, match="full"):
+            await book.wait(number)
+        assert book.progress == Progress()
+    assert disk.order == []

@@ -1,0 +1,82 @@
+"""Runs with a budget that are killed with SIGKILL again and again: what the server bills stays within the budget.
+
+The server is in this process and bills every request that reaches it, answered or not. The run is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_agent import BatchAgent, Pipeline
+from batch_agent.messages import Usage
+from batch_agent.record.rundir import RunView
+from batch_agent.testing import Request, Say, ScriptedServer
+
+USAGE = Usage(60, completion_tokens=30)
+EACH = USAGE.prompt_tokens + USAGE.completion_tokens
+OPTIONS: dict[str, Any] = {"model": "m", "max_inflight": 16, "resume": True}
+
+
+async def plain(url: str, directory: Path, limit: int) -> None:
+    inputs = map(str, range(200))
+    await BatchAgent.run(
+        task="{input}",
+        inputs=inputs,
+        backend=url,
+        run_dir=directory,
+        max_total_tokens=limit,
+        max_tokens=40,
+        **OPTIONS,
+    )
+
+
+async def pipeline(url: str, directory: Path, limit: int) -> None:
+    stages = Pipeline(map(str, range(200))).map(name="first", task="one {input}").map(name="lock", task="two {input}")
+    await stages.run(backend=url, run_dir=directory, max_total_tokens=limit, **OPTIONS)
+
+
+SHAPES = {"plain": plain, "pipeline": pipeline}
+
+
+@pytest.mark.parametrize(("shape", "limit", "kills"), [("plain", 2_500, 3), ("pipeline", 3_000, 3)])
+async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_budget(
+    shape: str, limit: int, kills: int, tmp_path: Path
+) -> None:
+    chance = random.Random(kills)
+
+    def script(request: Request) -> Say:
+        return Say(f"answer {request.number}", usage=USAGE, latency=chance.uniform(0.01, 0.05))
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        billed: list[int] = []
+        for session in range(kills + 2):
+            before = server.received
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, __file__, shape, server.backend_url, str(tmp_path / "run"), str(limit)
+            )
+            ending = asyncio.ensure_future(process.wait())
+            if session < kills:
+                moment = asyncio.ensure_future(server.wait_requests(before + chance.randint(1, 4)))
+                await asyncio.wait([moment, ending], return_when=asyncio.FIRST_COMPLETED)
+                moment.cancel()
+                if not ending.done():
+                    await asyncio.sleep(chance.uniform(0, 0.02))
+                    process.kill()
+            await ending
+            billed.append(server.received * EACH)
+            assert billed[-1] <= limit
+    assert billed[2] > billed[0]  # a kill costs a part of the budget, not all of it
+    view = RunView.of(tmp_path / "run")
+    assert view.state == "out of budget"
+    assert billed[-1] <= view.glance.latest.tokens <= limit
+
+
+if __name__ == "__main__":
+    _, shape, url, directory, limit = sys.argv
+    asyncio.run(SHAPES[shape](url, Path(directory), int(limit)))

@@ -1,0 +1,70 @@
+"""Pipelines over a batch API that are killed with SIGKILL while a job is pending: no request is bought twice."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.backends.job_server import JobServer, ServedJob
+
+from batch_agent import Pipeline
+from batch_agent.record.rundir import RunView
+
+ROWS = ["a", "b", "c"]
+
+
+def echo(body: dict[str, Any]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": f"heard {body['messages'][-1]['content']}"}
+    usage = {"prompt_tokens": 10, "completion_tokens": 5}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+
+
+async def work(url: str, directory: Path) -> None:
+    stages = Pipeline(ROWS).map(name="first", task="one {input}").map(name="second", task="two {input}")
+    outcome = await stages.run(backend=url, api_key="k", model="test-model", run_dir=directory, resume=True)
+    assert outcome.outputs == [f"heard two heard one {row}" for row in ROWS]
+
+
+KILLS = 4
+
+
+class HeldServer(JobServer):
+    """Its first ``may_end`` jobs end when they are asked after, the others are pending."""
+
+    may_end = 0
+
+    def _look(self, job: ServedJob, *, ended: str) -> None:
+        if self.jobs.index(job) < self.may_end:
+            super()._look(job, ended=ended)
+        else:
+            job.looked += 1
+
+
+async def test_a_pipeline_that_is_killed_while_a_job_is_pending_buys_nothing_twice(tmp_path: Path) -> None:
+    async with HeldServer(echo) as server:
+        url = f"openai-batch://{server.address}/v1?tls=false&gather=0.05&look=0.01"
+        for kill in range(KILLS):
+            server.may_end = kill * 2 // KILLS  # first the job of the first stage is pending, then that of the second
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tests.run.test_killed_jobs", url, str(tmp_path / "run")
+            )
+            while len(server.jobs) <= server.may_end or not server.jobs[-1].looked:
+                assert process.returncode is None
+                await asyncio.sleep(0.01)
+            server.jobs[-1].looked = 0
+            process.kill()
+            await process.wait()
+        server.may_end = 2
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.run.test_killed_jobs", url, str(tmp_path / "run")
+        )
+        assert await process.wait() == 0
+    assert [len(job.requests) for job in server.jobs] == [3, 3]
+    view = RunView.of(tmp_path / "run")
+    assert {name: stage.state for name, stage in view.stages.items()} == {"first": "complete", "second": "complete"}
+
+
+if __name__ == "__main__":
+    asyncio.run(work(sys.argv[1], Path(sys.argv[2])))
