@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from batch_agent.agent.prepare import Prepared
-    from batch_agent.cluster.worker import WorkReport
     from batch_agent.events import Sink
     from batch_agent.observe.metrics import Statistics
     from batch_agent.options import Worker
     from batch_agent.results import Results
     from batch_agent.run.interruption import Interruption
+    from batch_agent.run.joining import WorkReport
     from batch_agent.run.run import Run
     from batch_agent.spec import BatchSpec
 
@@ -162,27 +162,20 @@ class BatchAgent(MapReduce):
     @staticmethod
     def _open(spec: BatchSpec) -> Run[Any]:
         from batch_agent.agent.prepare import prepare
-        from batch_agent.record.address import is_store_url
         from batch_agent.run.run import Run
 
-        if spec.cluster is not None:
-            opened: Run[Any] = spec.cluster.open_run(prepare(spec))
-            return opened
-        if is_store_url(spec.run_dir):
-            from batch_agent.cluster.open import open_fed_run
-
-            return open_fed_run(prepare(spec))
         return Run(prepare(spec))
 
     @staticmethod
     async def work(url: str, *, import_from: str | Path | None = None, wait: float = 60.0) -> WorkReport:
-        """Join the run at ``url`` (``redis://host:6379/0/NAME``) that another process feeds, and work until it is done.
+        """Join the run at ``url`` that another process feeds, and work until it is done. It is
+        ``redis://host:6379/0/NAME``, or the run directory of a run on this machine.
 
         The user's modules are imported from ``import_from``, or from the working directory. ``wait`` is how many
         seconds to wait for the run to appear, or for a lost feeder to return. Raises SpecError if this process cannot
         work on the run, and StoreError if there is no run.
         """
-        from batch_agent.cluster.worker import work
+        from batch_agent.run.joining import work
 
         return await work(url, import_from=import_from, wait=wait)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batch_agent.backends.base import Backend
     from batch_agent.events import Sink
     from batch_agent.messages import Message
-    from batch_agent.run.lender import Cluster
+    from batch_agent.run.run import Crew
     from batch_agent.runtimes.base import CommandLineRuntime
     from batch_agent.tools.base import Tool
 
@@ -71,7 +71,8 @@ class Options(TypedDict, total=False):
     kvflow: bool | Literal["auto"]
     cache: bool | str | Path
     run_dir: str | Path | None
-    cluster: Cluster | None
+    cluster: Crew | None
+    processes: int | Literal["auto"] | None
     lease: float
     keep: Literal["all", "results"]
     feed_only: bool

@@ -293,6 +293,17 @@ class BatchSpec(BaseModel):
     keep: Annotated[Literal["all", "results"], Allowed("all or results"), Scope.WHOLE, Flag("WHAT")] = Field(
         "all", description="For a run in Redis: keep `all` of a finished row, or only `results`, without its turns."
     )
+    processes: Annotated[
+        int | Literal["auto"] | None,
+        Allowed('a whole number above 0, or "auto" for one per core'),
+        Scope.WHOLE,
+        Flag("N"),
+        Unset("one process"),
+    ] = Field(
+        None,
+        description="Work in this many processes of this machine; the process of the run itself only feeds them. "
+        "Functions and classes of the run must be importable ([cluster.md](cluster.md)).",
+    )
     feed_only: Annotated[
         Switch, Scope.WHOLE, Flag(None, "only feed rows and collect results; other processes do the work", "no_work")
     ] = Field(

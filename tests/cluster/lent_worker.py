@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batch_agent.agent.prepare import prepare
 from batch_agent.cluster.lending import Lending
+
+from batch_agent.agent.prepare import prepare
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import RedisConnection
 from batch_agent.record.redis.lent import RedisLent

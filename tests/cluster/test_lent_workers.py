@@ -18,7 +18,7 @@ from batch_agent.messages import Usage
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import RedisConnection
 from batch_agent.record.redis.lent import RedisLent
-from batch_agent.scheduler.lending import BUDGET
+from batch_agent.share.table import BUDGET
 from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
 from batch_agent.testing.metrics import VllmMetrics
 

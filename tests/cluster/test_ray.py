@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 import ray.data
+from batch_agent.ray.relay import Relay, RelayServer, relayed
+from batch_agent.ray.run import RELAY
+from batch_agent.record.shared import RowLease, RunStore
+from batch_agent.record.shared_sqlite import SHARED, SqliteRunStore
 from tests.cluster.harness import Account, Driver, RayNodes, model_server, prepare, ray_nodes, wait_for_notes
 from tests.cluster.modules.cluster_notes import write_note
 from tests.record.redis_servers import needs_redis, redis_server
@@ -18,11 +22,7 @@ from tests.record.run_store_contract import Expire, OpenedRun, RunStoreContract
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError
 from batch_agent.ray import Ray, map_dataset
-from batch_agent.ray.relay import Relay, RelayServer, relayed
-from batch_agent.ray.run import RELAY
 from batch_agent.record.rundir import RunView
-from batch_agent.record.shared import RowLease, RunStore
-from batch_agent.record.shared_sqlite import SHARED, SqliteRunStore
 
 WANTED = "BATCH_AGENT_TEST_CLUSTER"
 pytestmark = [

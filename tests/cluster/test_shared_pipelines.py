@@ -13,11 +13,11 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
+from batch_agent.cluster.worker import WorkReport
+from batch_agent.cluster.worker import work as join
 from redis_servers import needs_redis
 
 from batch_agent import AgentContext, Pipeline, SpecError
-from batch_agent.cluster.worker import WorkReport
-from batch_agent.cluster.worker import work as join
 from batch_agent.files.results import to_json
 from batch_agent.ray import Ray
 from batch_agent.record.address import StoreAddress

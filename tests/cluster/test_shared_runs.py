@@ -13,11 +13,11 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
+from batch_agent.cluster.worker import NoRunCame, Worker, WorkReport
+from batch_agent.cluster.worker import work as join
 from redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, SpecError, Tool
-from batch_agent.cluster.worker import NoRunCame, Worker, WorkReport
-from batch_agent.cluster.worker import work as join
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore

@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-from batch_agent.backends.base import Backend, Probe
 from batch_agent.cluster.lending import Lending
+from batch_agent.record.lent import LentStore
+from batch_agent.run.steering import Controls
+
+from batch_agent.backends.base import Backend, Probe
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
-from batch_agent.record.lent import LentStore
 from batch_agent.run.shared import Shared
-from batch_agent.run.steering import Controls
-from batch_agent.scheduler.lending import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.scheduler.server import Server, Terms
+from batch_agent.share.table import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import ScriptedBackend
 

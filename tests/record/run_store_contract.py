@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
-from batch_agent.errors import SpecError, StoreError
 from batch_agent.record.shared import (
     Counts,
     FeederReplaced,
@@ -18,6 +16,8 @@ from batch_agent.record.shared import (
     RowLease,
     RunStore,
 )
+
+from batch_agent.errors import SpecError, StoreError
 
 OpenedRun = Callable[[], RunStore]
 Expire = Callable[[], None]

@@ -7,6 +7,7 @@ from itertools import count
 from typing import ClassVar
 
 import pytest
+from batch_agent.record.shared import LeasedRow, RowChange
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,7 +24,6 @@ from test_redis_store import let_time_pass, open_run
 
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.shared import LeasedRow, RowChange
 
 NAMES = (f"machine-{number}" for number in count())
 WORKERS = st.integers(0, 2)

@@ -12,7 +12,7 @@ from batch_agent.errors import SpecError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import RedisConnection
 from batch_agent.record.redis.lent import RedisLent
-from batch_agent.scheduler.lending import BUDGET, SLOTS, Claim, Learnt
+from batch_agent.share.table import BUDGET, SLOTS, Claim, Learnt
 
 pytestmark = [needs_redis]
 SLOT_POT, MONEY = f"{SLOTS}server", f"{BUDGET}tokens"

@@ -10,13 +10,13 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from batch_agent.record.shared import RowLease, RunStore
 from redis_servers import needs_redis, redis_cluster, redis_server
 from run_store_contract import Expire, OpenedRun, RunStoreContract
 
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import RedisConnection, connect
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.shared import RowLease, RunStore
 
 NAMES = (f"run-{number}" for number in count())
 

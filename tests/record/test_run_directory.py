@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_agent.record.session import Resuming, Session
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError, StoreError
@@ -26,7 +27,6 @@ from batch_agent.messages import Usage
 from batch_agent.record.journal import OVERDUE
 from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, RunView, _overwrite, read_run
-from batch_agent.record.session import Resuming, Session
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 

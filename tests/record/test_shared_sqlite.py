@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_store_contract import Expire, OpenedRun, RunStoreContract, fed, finish, new_row, step
-
 from batch_agent.record.shared import RowChange, RowLease, RunStore
 from batch_agent.record.shared_sqlite import SHARED, SqliteRunStore
+from run_store_contract import Expire, OpenedRun, RunStoreContract, fed, finish, new_row, step
 
 
 class Clock:

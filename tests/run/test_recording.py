@@ -16,9 +16,11 @@ from pydantic import BaseModel
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.agent.early_calls import MOST_CALLS
 from batch_agent.errors import SpecError
-from batch_agent.record.base import Entry, Progress
+from batch_agent.record.base import Progress
+from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.lock import is_locked
 from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import KeptStep
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
@@ -180,11 +182,11 @@ class SlowDisk(SqliteJournal):
     may_commit: threading.Event
     reached: threading.Event
 
-    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
-        if entries:
+    def commit(self, steps: Sequence[KeptStep], progress: Progress) -> None:
+        if steps:
             self.reached.set()
             assert self.may_commit.wait(10)
-        super().commit(entries, progress)
+        super().commit(steps, progress)
 
 
 async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is_delivered_as_what_it_is(
@@ -192,7 +194,7 @@ async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is
 ) -> None:
     may_commit, reached = threading.Event(), threading.Event()
 
-    def open_store(path: Path, *, begun: bool) -> SlowDisk:
+    def open_journal(path: Path, *, begun: bool) -> SlowDisk:
         disk = SlowDisk.open(path, begun=begun)
         disk.may_commit, disk.reached = may_commit, reached
         return disk
@@ -207,7 +209,8 @@ async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is
         run_dir=tmp_path,
         truncated="fail",
     )
-    async with Run[str](prepared, open_store=open_store) as stopped:
+    record = DirectoryStore(tmp_path, open_journal=open_journal)
+    async with Run[str](prepared, record=lambda spec: record) as stopped:
         await asyncio.to_thread(reached.wait, 10)
         stopped.cancel()
         asyncio.get_running_loop().call_later(0.01, may_commit.set)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.errors import SpecError
-from batch_agent.scheduler.lending import BUDGET, RATE, SLOTS, Claim, Grant, Learnt, Steering, Table, shares, steered
+from batch_agent.share.table import BUDGET, RATE, SLOTS, Claim, Grant, Learnt, Steering, Table, shares, steered
 
 POTS = (f"{SLOTS}server", f"{RATE}server requests", f"{BUDGET}tokens")
 LIMIT, SECONDS = 100, 15.0

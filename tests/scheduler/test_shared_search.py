@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.lending import SLOTS, Claim, Table
 from batch_agent.scheduler.limit_search import FLEET_START, MOST, START
 from batch_agent.scheduler.server import Server, Terms
+from batch_agent.share.table import SLOTS, Claim, Table
 
 POT, MEMBER = f"{SLOTS}gpu ", 15.0
 

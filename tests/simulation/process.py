@@ -25,9 +25,13 @@ from batch_agent.backends.base import ModelRequest, OnToolCall, Probe
 from batch_agent.errors import StoreError, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
-from batch_agent.record.base import Entry, Progress, Store
+from batch_agent.record.base import Progress
 from batch_agent.record.codec import decode
+from batch_agent.record.directory import DirectoryStore
+from batch_agent.record.memory import MemoryStore
 from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import KeptStep
+from batch_agent.spec import BatchSpec
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply
 
@@ -137,10 +141,16 @@ class Process:
     def after(self) -> None:
         self.event("after thread")
 
-    def open_store(self, path: Path, *, begun: bool) -> Store:
-        store = SimulatedStore.open(path, begun=begun)
-        store.disk = self.world.disk
-        return store
+    def record(self, spec: BatchSpec) -> MemoryStore:
+        """The record of a run, on the simulated disk."""
+        if spec.run_dir is None:
+            return MemoryStore()
+        return DirectoryStore(Path(spec.run_dir), open_journal=self._open_journal)
+
+    def _open_journal(self, path: Path, *, begun: bool) -> SimulatedJournal:
+        journal = SimulatedJournal.open(path, begun=begun)
+        journal.disk = self.world.disk
+        return journal
 
     # Tools
 
@@ -210,15 +220,15 @@ class ServerBackend(ScriptedBackend):
         return await self._model.reply(request)
 
 
-class SimulatedStore(SqliteJournal):
+class SimulatedJournal(SqliteJournal):
     """A journal on a disk that may be full."""
 
     disk: Disk | None = None
 
-    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
+    def commit(self, steps: Sequence[KeptStep], progress: Progress) -> None:
         if self.disk is not None and self.disk.is_full:
             raise StoreError("the disk is full")
-        super().commit(entries, progress)
+        super().commit(steps, progress)
 
 
 def recorded(directory: Path) -> Counter[str]:

@@ -156,7 +156,7 @@ class Workload:
         options = self.options(process) | self._asking(process, edition)
         if self.shape == "user worker":
             options["worker"] = partial(gather_answers, edition.version)
-        run: Run[Answer] = Run(BatchAgent.plan(**options), open_store=process.open_store)
+        run: Run[Answer] = Run(BatchAgent.plan(**options), record=process.record)
         results: list[AgentResult[Answer]] = []
         async with run:
             process.run = run
@@ -195,7 +195,7 @@ class Workload:
             .map(name="again", task="the range of {words}", output_schema=Answer)
             .reduce("the range of all", tree=4, output_schema=Answer)
         )
-        flow = Flow(pipeline.inputs, pipeline.stages, self.options(process), open_store=process.open_store)
+        flow = Flow(pipeline.inputs, pipeline.stages, self.options(process), record=process.record)
         async with flow:
             process.run = flow
             await flow.finish()

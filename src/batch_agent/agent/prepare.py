@@ -106,7 +106,7 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key."""
     # A worker does not see all rows, so it cannot know what they share.
-    if is_store_url(spec.run_dir) or spec.cluster is not None:
+    if is_store_url(spec.run_dir) or spec.cluster is not None or spec.processes is not None or spec.feed_only:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
         raise SpecError(f"{alone} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME")

@@ -9,26 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from batch_agent.cluster.worker import WAIT, Worker, open_store
-from batch_agent.errors import RunUnreachable, SpecError
+from batch_agent.errors import RunRejected, RunUnreachable, SpecError, StoreError
 from batch_agent.files.extras import extra
-from batch_agent.ray.relay import relayed
+from batch_agent.messages import JsonObject
+from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
+from batch_agent.run.joining import WAIT, JoinedWorker, open_store
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
-    from batch_agent.agent.prepare import Prepared
-    from batch_agent.cluster.fed_stages import FedStages
-    from batch_agent.events import Sink
     from batch_agent.run.run import Run
-    from batch_agent.run.steering import Controls
 
 logger = logging.getLogger("batch_agent")
 
@@ -36,6 +34,8 @@ NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report node
 REACH_SECONDS = 10.0  # for a cluster to accept a connection
 TOKEN_HINT = ". If the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
+BRIDGE = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 512}
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended; a dead worker must not block the end
 
 
@@ -63,27 +63,35 @@ class Ray:
         if self.worker_memory is not None and self.worker_memory <= 0:
             raise SpecError(f"worker_memory: a worker cannot reserve {self.worker_memory} bytes")
 
-    def open_run(
-        self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
-    ) -> Run[Any]:
-        """Return the run of the driver. Raises SpecError for options that workers cannot use."""
-        from batch_agent.ray.run import RayRun
+    @asynccontextmanager
+    async def at_work(self, run: Run[object]) -> AsyncIterator[None]:
+        """Let actors of the cluster work on a run, while this context is entered. Workers reach a record in Redis at
+        its URL, and the record of this process through an actor on this node."""
+        async with AsyncExitStack() as extent:
+            if await asyncio.to_thread(self.connect, user_modules(run.specs())):
+                extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
+            target: object = run.record_url
+            if target is None:
+                target = await asyncio.to_thread(self._bridge, run.serve())
+                extent.push_async_callback(asyncio.to_thread, ray_package().kill, target)
+            workers = await extent.enter_async_context(RayWorkers(self, target))
+            async with asyncio.TaskGroup() as tasks:
+                lost = tasks.create_task(workers.lost())
+                yield
+                lost.cancel()
 
-        return RayRun(prepared, self, sinks, command)
-
-    def open_stages(
-        self,
-        prepared: Prepared,
-        stages_work: Callable[[], Awaitable[object]],
-        sinks: Sequence[Sink] = (),
-        command: Mapping[str, JsonValue] | None = None,
-        *,
-        controls: Controls,
-    ) -> FedStages:
-        """Return the driver's run around the stages of a pipeline, which is kept in Redis. Raises SpecError."""
-        from batch_agent.ray.run import RayStages
-
-        return RayStages(prepared, self, stages_work, sinks, command, controls=controls)
+    def _bridge(self, path: Path) -> object:
+        """Start the actor through which workers reach the socket of this process."""
+        if self.address.startswith("ray://"):
+            raise SpecError(
+                "a driver outside the cluster (ray://) cannot serve its record to workers: give run_dir as "
+                "redis://host:6379/0/NAME, or start the driver on a node"
+            )
+        ray = ray_package()
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        return ray.remote(Bridge).options(**BRIDGE, scheduling_strategy=here).remote(str(path))
 
     def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
         """Connect this process to the cluster, with the modules that workers import.
@@ -132,22 +140,55 @@ def _travels(module: ModuleType) -> str:
     return str(path.parent if path.name == "__init__.py" else path)
 
 
+class Bridge:
+    """An actor on the driver's node. It passes calls of workers on to the socket of the driver."""
+
+    def __init__(self, path: str) -> None:
+        self._connections = Connections(Path(path))
+
+    def call(self, call: bytes) -> bytes:
+        return dump(self._connections.exchange(cast(Call, load(call))))
+
+
+def bridged(bridge: Any) -> ServedStore:
+    """Return the record behind a bridge, for a worker."""
+
+    def exchange(call: Call) -> Answer:
+        ray = ray_package()
+        try:
+            return cast(Answer, load(ray.get(bridge.call.remote(dump(call)))))
+        except ray.exceptions.RayTaskError as error:
+            raise StoreError(reason_of(error)) from None
+        except ray.exceptions.RayError as error:
+            raise StoreError(f"the driver of this run is unreachable: {reason_of(error)}") from None
+
+    return ServedStore(exchange)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what went wrong in an actor: the message of the exception, without Ray's traceback and colours."""
+    cause = getattr(error, "cause", None)
+    text = COLOURS.sub("", str(error if cause is None else f"{type(cause).__name__}: {cause}"))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 class WorkerActor:
     """One worker process."""
 
     def __init__(self) -> None:
-        self._worker: Worker | None = None
+        self._worker: JoinedWorker | None = None
         self._leaving = False
 
     async def work(self, target: object) -> int:
         """Work until the run is done, or until ``leave``; return the number of finished rows.
 
-        ``target`` is the URL of the run, or the relay of the driver.
+        ``target`` is the URL of the run, or the bridge to the driver.
         """
         if self._leaving:
             return 0
-        store = await open_store(target, WAIT) if isinstance(target, str) else relayed(target)
-        self._worker = Worker(store)
+        store = await open_store(target, WAIT) if isinstance(target, str) else bridged(target)
+        self._worker = JoinedWorker(store)
         try:
             return (await self._worker.work()).rows
         finally:
@@ -168,6 +209,8 @@ class RayWorkers:
         self._actors: dict[str, Any] = {}  # by node, or by number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
+        self._reasons: list[str] = []
 
     async def __aenter__(self) -> Self:
         if self._cluster.workers == "auto":
@@ -235,4 +278,34 @@ class RayWorkers:
             await actor.work.remote(self._target)
         except ray_package().exceptions.RayError as error:
             if name in self._actors:
-                logger.warning("a worker on Ray was lost: %s", str(error).splitlines()[0])
+                self._reasons.append(reason_of(error))
+                logger.warning("a worker on Ray was lost: %s", self._reasons[-1])
+                del self._actors[name]
+                if self._cluster.workers != "auto" and not self._actors:
+                    self._lost.set()
+
+    async def lost(self) -> None:
+        """Wait until no worker is left, and none will come. Raises RunRejected with the reason."""
+        await self._lost.wait()
+        raise RunRejected(f"every worker on Ray was lost: {self._reasons[-1]}")
+
+
+def user_modules(specs: Sequence[JsonObject]) -> list[ModuleType]:
+    """Return the user's own modules that specs name, without those of installed packages."""
+    found: dict[str, ModuleType] = {}
+    for spec in specs:
+        named = [spec.get(name) for name in ("output_schema", "worker", "compaction", "runtime")]
+        tools = spec.get("tools")
+        for name in (*named, *(tools if isinstance(tools, list) else ())):
+            if isinstance(name, str) and ":" in name:
+                package = name.partition(":")[0].partition(".")[0]
+                module = sys.modules.get(package)
+                if module is not None and _is_users(module):
+                    found[package] = module
+    return list(found.values())
+
+
+def _is_users(module: ModuleType) -> bool:
+    path = Path(module.__file__ or "")
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(module.__file__) and not installed and module.__name__ not in ("batch_agent", *sys.stdlib_module_names)

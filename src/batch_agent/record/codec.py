@@ -36,7 +36,7 @@ from batch_agent.record.steps import (
     Turn,
 )
 
-FORMAT = 4
+FORMAT = 5
 OLDEST = 1  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)

@@ -1,8 +1,9 @@
-"""The journal as agents use it: adding a step does not block; an agent waits only before a step that needs the record.
+"""The record as agents use it: adding a step does not block; an agent waits only before a step that needs the record.
 
 Group commit: while one commit is being written, all new records are collected for the next one. A commit costs about
 the same for one record and for a thousand, so the disk does not limit how many agents run. All bookkeeping is on the
-event loop's thread. The store is used in its own thread, one operation at a time and in order.
+event loop's thread. The store is used in its own thread, one operation at a time and in order. A store in memory is
+called at once: there is nothing to wait for.
 
 A slow disk, or a file locked by another process, is waited for. Meanwhile no request should be sent, because its answer
 could not be recorded soon. ``on_overdue`` reports when that begins and ends.
@@ -13,47 +14,55 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult
-from batch_agent.record.base import Account, Entry, Identity, Progress, Store
-from batch_agent.record.steps import Past
+from batch_agent.record.base import Account, Entry, Identity, Outlay
+from batch_agent.record.codec import encode
+from batch_agent.record.store import KeptStep, RowChange, RowLease, WorkStore
+from batch_agent.value_type import value_type
 
 T = TypeVar("T")
 
 GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
-BACKLOG = 1024  # records and lines that may wait for the disk; above that, no new agent starts
+BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
 
 
-class Log(Protocol):
-    """Writes results for people. Runs in the journal's thread; raises StoreError."""
+@value_type
+class LeasedIdentity(Identity):
+    """The identity of an agent that works under a lease."""
 
-    def write(self, results: Sequence[AgentResult[object]]) -> None: ...
+    row_lease: RowLease
 
 
 class Journal:
-    """``account`` reports what the session spends. ``on_backlog`` is called with True when too many records wait for
-    the disk to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit takes
-    too long, and with False when it is done."""
+    """Writes the steps and results of one worker. ``account`` reports what the session spends. ``encoded`` returns a
+    result as the store takes it. ``on_committed`` is called with the places of rows that other workers have now, and
+    with the leases of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait
+    for the store to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit
+    takes too long, and with False when it is done. ``in_memory``: the store writes no files."""
 
     def __init__(
         self,
-        store: Store,
-        log: Log,
-        thread: ThreadPoolExecutor,
+        store: WorkStore,
+        worker: int,
         *,
-        next_agent: int = 1,
+        in_memory: bool = False,
         account: Account | None = None,
+        encoded: Callable[[AgentResult[object]], object] = lambda result: result,
+        on_committed: Callable[[set[str], Sequence[RowLease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
         on_overdue: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self._store, self._log, self._thread = store, log, thread
+        self._store, self._worker, self.in_memory = store, worker, in_memory
+        self._encoded, self._on_committed = encoded, on_committed
         self._loop = asyncio.get_running_loop()
-        self._next_agent = next_agent
+        self._thread = None if in_memory else ThreadPoolExecutor(1, thread_name_prefix="batch-agent-journal")
+        self._numbers = store.agent_numbers(worker)
         self._account = Account() if account is None else account
         self._on_backlog, self._on_overdue = on_backlog, on_overdue
         self._alarm: asyncio.TimerHandle | None = None
@@ -62,20 +71,13 @@ class Journal:
         self._committing_since = self._gathering_since = 0.0  # when the oldest record that is not on disk was added
         self._backlogged = False
         self._entries: list[Entry] = []
-        self._results: list[AgentResult[object]] = []
+        self._results: list[tuple[RowLease, AgentResult[object]]] = []
+        self._committing: list[RowLease] = []  # rows whose results are in the running commit
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._gathering = 1  # the number of the next commit
         self._durable = 0  # the number of the last commit on disk
         self._busy = False  # a commit is running or scheduled
         self._failure: StoreError | None = None
-        self._ok = self._failed = self._resumed = 0
-        self._on_its_way = self._recorded = Progress()
-
-    @property
-    def progress(self) -> Progress:
-        """The rows that are on disk, and what the session has spent."""
-        tokens, cost = self._account.so_far()
-        return replace(self._recorded, tokens=tokens, cost=cost, lease=None, learnt=self._account.learnt())
 
     @property
     def lag(self) -> float:
@@ -85,9 +87,7 @@ class Journal:
         return self._loop.time() - (self._committing_since or self._gathering_since)
 
     def new_agent(self) -> int:
-        agent = self._next_agent
-        self._next_agent += 1
-        return agent
+        return next(self._numbers)
 
     def add(self, entry: Entry) -> int:
         """Add a step to the next commit. Returns the number of that commit, for ``wait``."""
@@ -97,23 +97,22 @@ class Journal:
         self._wake()
         return self._gathering
 
-    def publish(self, result: AgentResult[object]) -> int:
-        """Write a result to the run's files after everything added before it is on disk. Returns the number of the
-        commit."""
+    def publish(self, lease: RowLease, result: AgentResult[object]) -> int:
+        """Record the result of a row, with everything added before it. Returns the number of the commit."""
         if self._failure is not None:
             raise self._failure
-        self._results.append(result)
-        if result.ok:
-            self._ok += 1
-        else:
-            self._failed += 1
-        self._resumed += result.resumed
+        if self.in_memory:
+            error = "" if result.error is None else result.error.type
+            lost = self._store.commit(self._worker, 0, (RowChange(lease, (), result, error, result.resumed),))
+            self._on_committed(lost, (lease,))
+            return 0
+        self._results.append((lease, result))
         self._wake()
         return self._gathering
 
     def touch(self) -> None:
         """Commit soon even without new records, to write what the session has spent, and its lease."""
-        if self._failure is None:
+        if self._failure is None and not self.in_memory:
             self._touched = True
             self._wake()
 
@@ -126,9 +125,6 @@ class Journal:
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.setdefault(commit, []).append(waiter)
         await waiter
-
-    async def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
-        return await self.in_thread(lambda: self._store.claim(wanted))
 
     def flush(self) -> asyncio.Future[None]:
         """Return a future that is done when everything added or published is on disk. It raises StoreError if the
@@ -143,7 +139,27 @@ class Journal:
             waiter.set_result(None)
         return waiter
 
+    async def end(self) -> StoreError | None:
+        """Write everything that is left, and return the lease of the session. A cancellation does not interrupt this.
+        Returns the error if something could not be written."""
+        failure = await to_its_end(self.flush())
+        if failure is None and not self.in_memory:
+            tokens, cost = self._account.so_far()
+            outlay = Outlay(tokens, cost, None, self._account.learnt())
+            number = self._gathering
+            last = self.in_thread(lambda: self._store.commit(self._worker, number, (), outlay))
+            failure = await to_its_end(last)
+        if failure is not None and not isinstance(failure, StoreError):
+            failure = StoreError(f"the run cannot be recorded: {failure!r}")
+        return failure
+
+    def close(self) -> None:
+        """Release the thread. Nothing may be recorded any more."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
     def in_thread(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``function`` in the journal's thread, between two commits."""
         return self._loop.run_in_executor(self._thread, function)
 
     @property
@@ -166,20 +182,36 @@ class Journal:
         results, self._results = self._results, []
         self._touched = False
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
+        number = self._gathering
         self._gathering += 1
         lease = self._account.lease()
-        progress = self._on_its_way = Progress(
-            self._ok, self._failed, self._resumed, *self._account.so_far(), lease, self._account.learnt()
-        )
+        outlay = Outlay(*self._account.so_far(), lease, self._account.learnt())
+        self._committing = [row for row, _ in results]
         self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
-        self.in_thread(lambda: self._write(entries, results, progress)).add_done_callback(self._committed)
+        self.in_thread(lambda: self._write(number, entries, results, outlay)).add_done_callback(self._committed)
 
-    def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress) -> None:
-        self._store.commit(entries, progress)
-        if results:
-            self._log.write(results)
+    def _write(
+        self,
+        number: int,
+        entries: list[Entry],
+        results: list[tuple[RowLease, AgentResult[object]]],
+        outlay: Outlay,
+    ) -> set[str]:
+        steps: dict[RowLease, list[KeptStep]] = {}
+        for entry in entries:
+            identity = entry.identity
+            assert isinstance(identity, LeasedIdentity)
+            step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
+            steps.setdefault(identity.row_lease, []).append(step)
+        changes = []
+        for lease, result in results:
+            error = "" if result.error is None else result.error.type
+            own = tuple(steps.pop(lease, ()))
+            changes.append(RowChange(lease, own, self._encoded(result), error, result.resumed))
+        changes += [RowChange(lease, tuple(own)) for lease, own in steps.items()]
+        return self._store.commit(self._worker, number, changes, outlay)
 
-    def _committed(self, commit: asyncio.Future[None]) -> None:
+    def _committed(self, commit: asyncio.Future[set[str]]) -> None:
         number = self._gathering - 1
         error = asyncio.CancelledError() if commit.cancelled() else commit.exception()
         if self._alarm is not None:
@@ -187,8 +219,8 @@ class Journal:
         self._set_overdue(False)
         if error is None:
             self._durable = number
-            self._recorded = self._on_its_way
             self._account.leased()
+            self._on_committed(commit.result(), self._committing)
             self._release(self._waiters.pop(number, []))
         else:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"the run cannot be recorded: {error!r}"))
@@ -223,3 +255,11 @@ class Journal:
                 waiter.set_result(None)
         if len(waiters) > AT_ONCE:
             self._loop.call_soon(self._release, waiters[AT_ONCE:])
+
+
+async def to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
+    """Wait until the future is done, even through cancellations. Returns its exception, or None."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    return future.exception()

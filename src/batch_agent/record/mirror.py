@@ -18,15 +18,15 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.base import Entry, Identity, Progress
-from batch_agent.record.codec import decode
+from batch_agent.record.codec import decode, encode
 from batch_agent.record.lock import Lock
 from batch_agent.record.private import private
 from batch_agent.record.run_history import History, spans_of
 from batch_agent.record.rundir import FAILURES, JOURNAL, LOCK, RESULTS, RUN, SUMMARY, RunView, State, stage_names
-from batch_agent.record.shared import KeptStep
 from batch_agent.record.sqlite import Glance, SqliteJournal
+from batch_agent.record.store import KeptStep
 from batch_agent.record.timeline import Line, TimelineFiles
-from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, of_stage
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, of_stage
 
 if TYPE_CHECKING:
     from batch_agent.record.redis.reading import ReadRow, RedisReader
@@ -180,7 +180,7 @@ class RunMirror:
             if row.result is not None:
                 spans += spans_of(row.place, record, (each.step for each in own if each.agent == self._agents))
         assert self._journal is not None and self._timeline is not None
-        self._journal.commit(entries, view.glance.latest)
+        self._journal.commit([_kept(entry) for entry in entries], view.glance.latest)
         self._timeline.write((), spans, None)
         for name, ok in ((RESULTS, True), (FAILURES, False)):
             if lines[ok]:
@@ -257,6 +257,10 @@ def _entries(steps: Sequence[KeptStep], number: int) -> tuple[int, list[Entry]]:
         Entry(numbers[step.agent], Identity(step.key, step.content), decode(step.kind, step.body)) for step in steps
     ]
     return number + len(numbers), found
+
+
+def _kept(entry: Entry) -> KeptStep:
+    return KeptStep(entry.agent, entry.identity.key, entry.identity.row, *encode(entry.step))
 
 
 def _line(record: JsonObject) -> bytes:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,11 +34,10 @@ from batch_agent.errors import Invalid, SpecError, StoreError
 from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import OpenStore, Progress, Store
+from batch_agent.record.base import Progress
 from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.resultfiles import ResultFiles
-from batch_agent.record.shared_sqlite import SHARED, shared_progress
 from batch_agent.record.sqlite import Glance, SqliteJournal, glance
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
@@ -57,7 +56,7 @@ OLD_LOCK = "lock"  # of earlier versions, which may still run here
 class RunDir:
     """A locked run directory."""
 
-    def __init__(self, path: Path, lock: Lock, journal: Store, *, lost_journal: bool = False) -> None:
+    def __init__(self, path: Path, lock: Lock, journal: SqliteJournal, *, lost_journal: bool = False) -> None:
         self.path = path
         self.journal = journal
         self.schema: OutputSchema[object] | None = None  # schema of the outputs
@@ -66,7 +65,9 @@ class RunDir:
         self._files = ResultFiles(path / RESULTS, path / FAILURES)
 
     @classmethod
-    def open(cls, path: Path, *, resume: bool, open_store: OpenStore = SqliteJournal.open) -> RunDir:
+    def open(
+        cls, path: Path, *, resume: bool, open_journal: Callable[..., SqliteJournal] = SqliteJournal.open
+    ) -> RunDir:
         """Open and lock the directory. Raises SpecError if it holds a run and ``resume`` is False, StoreError if it
         cannot be used."""
         try:
@@ -80,11 +81,9 @@ class RunDir:
         with ExitStack() as undone:
             undone.callback(lock.release)
             begun = (path / RUN).exists()
-            if (path / SHARED).exists() and open_store == SqliteJournal.open:
-                raise SpecError(f"{path} holds a run of a cluster: resume it there (cluster=Ray(...), --ray)")
             if begun and not resume:
                 raise _taken(path)
-            journal = open_store(path / JOURNAL, begun=begun)
+            journal = open_journal(path / JOURNAL, begun=begun)
             undone.callback(journal.close)
             lost = begun and journal.sessions() == 0
             if not resume and journal.next_agent() > 1:
@@ -179,7 +178,7 @@ class RunView:
         if state == "running" and is_locked(path / LOCK) is False:
             state = "interrupted"  # the process was killed, or the machine went down
         journal = path / JOURNAL
-        seen = glance(journal) if journal.exists() else Glance(*shared_progress(path / SHARED))
+        seen = glance(journal) if journal.exists() else Glance(0, Progress())
         stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
         return cls(path, facts, state, seen, stages, name=str(path))
 

@@ -13,15 +13,17 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
+from zlib import crc32
 
 from batch_agent.errors import StoreError
-from batch_agent.record.base import Entry, Identity, Progress
-from batch_agent.record.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES, decode, encode
+from batch_agent.record.base import Identity, Progress
+from batch_agent.record.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES, decode
 from batch_agent.record.private import private
 from batch_agent.record.steps import Past, read_past
+from batch_agent.record.store import KeptStep
 
 logger = logging.getLogger("batch_agent")
 
@@ -29,9 +31,12 @@ LARGEST = 2**63 - 1  # the largest integer of SQLite
 APPLICATION_ID = 0x62614A6C  # marks the file as a journal: "baJl"
 # Python releases its lock during each statement, and then waits for the event loop to get it back. So few large
 # statements are faster.
-COLUMNS = 5
+COLUMNS = 6
 INSERTS = tuple(
-    (rows, f"INSERT INTO record (agent, key, row, kind, body) VALUES {', '.join(['(?, ?, ?, ?, ?)'] * rows)}")
+    (
+        rows,
+        f'INSERT INTO record (agent, key, row, kind, body, "check") VALUES {", ".join(["(?, ?, ?, ?, ?, ?)"] * rows)}',
+    )
     for rows in (256, 64, 16, 4, 1)
 )
 
@@ -44,17 +49,24 @@ CREATE TABLE session (
 );
 CREATE TABLE record (
     id INTEGER PRIMARY KEY, agent INTEGER NOT NULL, key BLOB NOT NULL, row BLOB NOT NULL,
-    kind INTEGER NOT NULL, body BLOB NOT NULL
+    kind INTEGER NOT NULL, body BLOB NOT NULL, "check" INTEGER
 );
 CREATE INDEX record_agent ON record (agent);
+CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-# Columns that formats before 4 lack.
-RAISED = """
+# What older formats lack, by the first format that has it.
+RAISED = {
+    4: """
 ALTER TABLE session ADD COLUMN leased_tokens INTEGER;
 ALTER TABLE session ADD COLUMN leased_cost REAL;
 ALTER TABLE session ADD COLUMN learnt TEXT;
-"""
-LEASES = 4  # the first format with leases
+""",
+    5: """
+ALTER TABLE record ADD COLUMN "check" INTEGER;
+CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+""",
+}
+LEASES, CHECKS = 4, 5  # the first formats with leases, and with checksums and facts
 BUSY = 60.0  # seconds to wait while another process locks the journal
 
 
@@ -68,7 +80,7 @@ class Glance:
 
 
 class SqliteJournal:
-    """Must be opened, used and closed in one thread."""
+    """May be used by one thread at a time."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
@@ -87,7 +99,7 @@ class SqliteJournal:
         with _explained(path):
             with suppress(OSError):  # SQLite reports the error below, and gives its side files the same mode
                 os.close(private(path, os.O_RDWR | os.O_CREAT))
-            journal = cls(sqlite3.connect(path, timeout=BUSY, isolation_level=None, cached_statements=64), path)
+            journal = cls(_connect(path), path)
             try:
                 journal._prepare(was_there)
             except BaseException:
@@ -111,7 +123,7 @@ class SqliteJournal:
         with _explained(self._path):
             # This format contains all older ones. Missing columns are added before anything new is written.
             version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
-            raised = RAISED if version < LEASES else ""
+            raised = "".join(added for since, added in RAISED.items() if version < since)
             self._db.executescript(f"BEGIN IMMEDIATE; {raised} PRAGMA user_version = {FORMAT}; COMMIT")
             row = self._db.execute(
                 "INSERT INTO session (fingerprint, started) VALUES (?, ?) RETURNING id", (fingerprint, started)
@@ -137,17 +149,18 @@ class SqliteJournal:
             found = self._db.execute(query).fetchone()
             return None if found is None else tuple(json.loads(found[0]))
 
-    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
+    def commit(self, steps: Sequence[KeptStep], progress: Progress) -> None:
+        """Write all steps, and a lease that grew, to disk before this returns, or write none of them. The progress is
+        on disk at the latest together with the next steps."""
         values: list[object] = []
-        for entry in entries:
-            kind, body = encode(entry.step)
-            values += (entry.agent, entry.identity.key, entry.identity.row, kind, body)
+        for step in steps:
+            values += (step.agent, step.key, step.content, step.kind, step.body, checksum(step))
         with _explained(self._path):
             if not self._path.exists():  # SQLite would continue writing to the deleted file
                 raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
             # Progress alone need not survive a power failure: rows that come from the record are not worth an fsync.
             tokens, cost = lease = progress.lease or (0, 0.0)
-            full = bool(entries) or tokens > self._lease[0] or cost > self._lease[1]
+            full = bool(steps) or tokens > self._lease[0] or cost > self._lease[1]
             if full is not self._full:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
                 self._full = full
@@ -195,32 +208,46 @@ class SqliteJournal:
             f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
         )
 
-    def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
+    def claim_steps(self, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+        """Return the steps of a recorded agent for each row, or (). Each recorded agent is returned only once."""
         with _explained(self._path):
             return [self._claim(identity) for identity in wanted]
 
-    def _claim(self, identity: Identity) -> Past | None:
+    def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
+        """Return the record of each row, or None. Each recorded agent is returned only once."""
+        return [self._read(steps) if steps else None for steps in self.claim_steps(wanted)]
+
+    def _claim(self, identity: Identity) -> tuple[KeptStep, ...]:
         for sought in (identity.key, identity.row) if self._by_row else (identity.key,):
             while (agent := self._unclaimed(sought)) is not None:
-                if (past := self._read(agent)) is not None:
-                    return past
-        return None
+                steps = self.kept_steps(agent)
+                past = self._read(steps)
+                if not past.unreadable or any(step.kind in WRITES for step in steps):
+                    return steps
+                # One unreadable record must not block the others.
+                logger.warning(
+                    "%s: the record of one row is unreadable and is ignored: %s", self._path, past.unreadable
+                )
+        return ()
 
-    def _read(self, agent: int) -> Past | None:
-        rows = self.steps(agent)
+    def _read(self, steps: Sequence[KeptStep]) -> Past:
+        agent = steps[0].agent
         try:
-            return read_past(agent, [decode(kind, body) for kind, body in rows])
+            return read_past(agent, [decode(step.kind, step.body) for step in steps])
         except ValueError as error:
-            if any(kind in WRITES for kind, _ in rows):
-                return Past(agent, (), unreadable=str(error))
-            # One unreadable record must not block the others.
-            logger.warning("%s: the record of one row is unreadable and is ignored: %s", self._path, error)
-            return None
+            return Past(agent, (), unreadable=str(error))
+
+    def kept_steps(self, agent: int) -> tuple[KeptStep, ...]:
+        """Return the steps of an agent. The body of a step whose checksum is wrong is b"", which cannot be read."""
+        check = '"check"' if self._has_checks else "NULL"
+        query = f"SELECT agent, key, row, kind, body, {check} FROM record WHERE agent = ? ORDER BY id"
+        with _explained(self._path):
+            found = [(KeptStep(*row[:5]), row[5]) for row in self._db.execute(query, (agent,))]
+        return tuple(step if _is_whole(step, check) else replace(step, body=b"") for step, check in found)
 
     def steps(self, agent: int) -> list[tuple[int, bytes]]:
         """Return the kinds and bodies of the steps of an agent."""
-        with _explained(self._path):
-            return self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
+        return [(step.kind, step.body) for step in self.kept_steps(agent)]
 
     def _unclaimed(self, sought: bytes) -> int | None:
         while True:
@@ -247,8 +274,50 @@ class SqliteJournal:
             ).fetchall()
             return [(bytes(row), int(agent)) for row, agent in found]
 
+    @property
+    def _has_checks(self) -> bool:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0]) >= CHECKS
+
+    def fact(self, name: str) -> str | None:
+        """Return a fact about the run that was written with ``set_fact``, or None."""
+        with _explained(self._path):
+            if not self._has_checks:
+                return None
+            found = self._db.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
+            return None if found is None else str(found[0])
+
+    def set_fact(self, name: str, value: str) -> None:
+        with _explained(self._path):
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._full = True
+            self._db.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
+
+    def fold(self, name: str, value: str) -> None:
+        """Set a fact that has taken over what the sessions have spent: they count as having spent nothing."""
+        with _explained(self._path):
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._full = True
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
+            self._db.execute("UPDATE session SET tokens = 0, cost = NULL, leased_tokens = NULL, leased_cost = NULL")
+            self._db.execute("COMMIT")
+
     def close(self) -> None:
         self._db.close()
+
+
+def checksum(step: KeptStep) -> int:
+    """Return the checksum of a record. It covers whose record it is, so that no record is taken for another."""
+    return crc32(step.body, crc32(b"%d %d" % (step.agent, step.kind), crc32(step.key + step.content)))
+
+
+def _is_whole(step: KeptStep, check: int | None) -> bool:
+    """Return whether a record is as it was written. Older formats have no checksums."""
+    return isinstance(step.body, bytes) and (check is None or check == checksum(step))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=BUSY, isolation_level=None, cached_statements=64, check_same_thread=False)
 
 
 def glance(path: Path) -> Glance:

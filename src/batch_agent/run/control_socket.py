@@ -21,9 +21,9 @@ from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.control import CONTROL
+from batch_agent.record.journal import to_its_end
 from batch_agent.record.private import private
-from batch_agent.record.session import to_its_end
-from batch_agent.run.steering import Controls
+from batch_agent.run.control import Controls
 
 logger = logging.getLogger("batch_agent")
 

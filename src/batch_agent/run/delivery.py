@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from batch_agent.dispatch.cancellation import cancelled_by_us
@@ -33,29 +33,54 @@ class Delivery(Generic[T]):
         self._failure: BaseException | None = None
         self._reported = False
         self._callbacks = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._full = False
 
-    async def deliver(self, result: AgentResult[T]) -> None:
-        """Call the user's callback, then queue the result, even if the callback fails."""
+    def deliver(self, result: AgentResult[T]) -> None:
+        """Call the user's callback, then queue the result, even if the callback fails. A callback that is a coroutine
+        runs in a task of its own; the result is queued when it ends."""
         try:
-            if self._on_result is not None:
-                outcome = self._on_result(result)
-                if inspect.isawaitable(outcome):
-                    self._callbacks += 1
-                    self._say_backlog()
-                    try:
-                        await outcome
-                    finally:
-                        self._callbacks -= 1
-                        self._say_backlog()
+            outcome = None if self._on_result is None else self._on_result(result)
+        except (Exception, asyncio.CancelledError) as error:
+            self._report(error, result)
+            outcome = None
+        if not inspect.isawaitable(outcome):
+            self.put(result)
+            return
+        self._callbacks += 1
+        self._say_backlog()
+        task = asyncio.get_running_loop().create_task(self._await(outcome, result))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _await(self, outcome: Awaitable[object], result: AgentResult[T]) -> None:
+        try:
+            await outcome
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
                 raise
-            if not self._reported:
-                self._reported = True
-                logger.exception("on_result raised for job %s; further exceptions are not logged", result.job_id)
+            self._report(error, result)
         finally:
+            self._callbacks -= 1
             self.put(result)
+
+    def _report(self, error: BaseException, result: AgentResult[T]) -> None:
+        if not self._reported:
+            self._reported = True
+            logger.error(
+                "on_result raised for job %s; further exceptions are not logged", result.job_id, exc_info=error
+            )
+
+    async def settle(self) -> None:
+        """Wait until all callbacks have ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel the callbacks that still run, and wait for their end."""
+        for task in self._tasks:
+            task.cancel()
+        await self.settle()
 
     def put(self, result: AgentResult[T]) -> None:
         self._ready.append(result)

@@ -1,23 +1,34 @@
-"""Connects a prepared run to its session: which parts of the run decide whether recorded answers are valid."""
+"""What a run writes about itself into its record, and how it opens that record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from batch_agent.agent.fingerprint import fingerprint_of, rows_under
-from batch_agent.agent.loop_context import InnerWorker
 from batch_agent.agent.prepare import Prepared
-from batch_agent.errors import StoreError
+from batch_agent.errors import InputError, StoreError
+from batch_agent.job import UnreadableRow
+from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
-from batch_agent.record.base import Account, OpenStore
+from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.base import Account
+from batch_agent.record.codec import FORMAT
+from batch_agent.record.directory import DirectoryStore
+from batch_agent.record.journal import Journal
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import State
-from batch_agent.record.session import Resuming, RunSession, Session
+from batch_agent.record.store import Resuming, RunStore
+from batch_agent.run.spec_json import pieces, spec_json
 from batch_agent.spec import BatchSpec
+from batch_agent.version import __version__
 
-# How a run ends, as its directory calls it.
+# How a run ends, as its record calls it.
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
     "drained": "interrupted",
@@ -26,29 +37,39 @@ RECORDED_STATES: Mapping[str, State] = {
     "out of budget": "out of budget",
     "unreachable": "unreachable",
 }
+ROWS = "row_schema"  # the fact that names the class of the rows
 
 
-async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None:
-    """Return the session of a run; None without a run directory."""
+def open_record(spec: BatchSpec) -> RunStore:
+    """Return the record of a run: in memory, in its directory, or in Redis. Connects to Redis, so it may block."""
     if spec.run_dir is None:
-        return None
-    retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
-    resuming = Resuming(resume=spec.resume or spec.force_resume, force=spec.force_resume, retry=retry)
-    return await Session.open(Path(spec.run_dir), resuming, open_store)
+        return MemoryStore()
+    if not is_store_url(spec.run_dir):
+        return DirectoryStore(Path(spec.run_dir))
+    address = StoreAddress.parse(str(spec.run_dir))
+    address.refuse_stage()
+    return RedisRunStore.at(address)
 
 
-async def begin_session(
-    session: RunSession,
-    prepared: Prepared,
-    command: Mapping[str, JsonValue] | None,
-    worker: InnerWorker | None,
-    *,
-    account: Account,
-    stages: Sequence[str],
-    on_backlog: Callable[[bool], None],
-    on_overdue: Callable[[bool], None],
-) -> None:
-    facts: dict[str, JsonValue] = {
+def resuming_of(spec: BatchSpec) -> Resuming:
+    retry = spec.retry_failed
+    kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
+    return Resuming(resume=spec.resume or spec.force_resume, force=spec.force_resume, retry=kinds)
+
+
+def facts_of(
+    prepared: Prepared, fingerprint: bytes, command: Mapping[str, JsonValue] | None, stages: Sequence[str]
+) -> JsonObject:
+    """Return what ``run.json`` says when a session begins."""
+    began = now_text()
+    facts: JsonObject = {
+        "state": "running",
+        "why": None,
+        "fingerprint": fingerprint.hex(),
+        "started": began,
+        "session_started": began,
+        "ended": None,
+        "versions": versions(),
         "model": prepared.model,
         "backend": prepared.backend.name,
         "total": prepared.plan.total,
@@ -57,15 +78,19 @@ async def begin_session(
         facts["stages"] = list(stages)
     if command is not None:
         facts["command"] = dict(command)
-    await session.begin(
-        fingerprint_of(prepared, worker),
-        facts,
-        rows_under=rows_under(prepared, worker),
-        schema=prepared.schema,
-        account=account,
-        on_backlog=on_backlog,
-        on_overdue=on_overdue,
-    )
+    return facts
+
+
+def facts_for_workers(prepared: Prepared, first: object) -> JsonObject:
+    """Return what a worker in another process needs to prepare the same run. ``first`` is its first input. Raises
+    SpecError for an option that other processes cannot use."""
+    try:
+        shown = "null" if isinstance(first, UnreadableRow) else encode_row(first).decode()
+    except InputError:  # this row fails alone
+        shown = "null"
+    model: JsonObject = {} if prepared.model is None else {"model": prepared.spec.model or prepared.model}
+    spec = {**spec_json(prepared), **model}
+    return {"spec": spec, "first": shown, "pieces": {**pieces(prepared)}, "asked": asked_json(prepared)}
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
@@ -83,15 +108,29 @@ def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
 
 
 class StageAccount(Account):
-    """Reports what an inner run spends, for its own directory. The outer run has the ledger. Its ``session`` records
-    the ledger each time this run records something."""
+    """Reports what an inner run spends, for its own record. The outer run has the ledger. Its ``journal`` records the
+    ledger each time this run records something."""
 
-    def __init__(self, metrics: Metrics, session: RunSession | None) -> None:
-        self._metrics, self._session = metrics, session
+    def __init__(self, metrics: Metrics, journal: Journal | None) -> None:
+        self._metrics, self._journal = metrics, journal
 
     def so_far(self) -> tuple[int, float | None]:
         return self._metrics.spent()
 
     def leased(self, error: StoreError | None = None) -> None:
-        if self._session is not None:
-            self._session.touch()
+        if self._journal is not None:
+            self._journal.touch()
+
+
+def now_text() -> str:
+    """Return the current time in the format of ``run.json``."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> JsonObject:
+    """Return the versions of the software that records a run."""
+    return {
+        "batch-agent": __version__,
+        "python": platform.python_version(),
+        "journal": FORMAT,
+    }

@@ -1,16 +1,23 @@
-"""Reads inputs as they are needed: a list, an iterator, an async iterator, or another run's results."""
+"""Reads inputs as they are needed: a list, an iterator, an async iterator, or another run's results. Compiles them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Iterable
+import os
+from collections.abc import AsyncIterable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 
+from batch_agent.blocking import in_thread
+from batch_agent.compiler.plan import Plan
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.row_channel import RowChannel
+from batch_agent.errors import JobError
 from batch_agent.files.read import LazyRows
 from batch_agent.foreign import describe
+from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 
+READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
 _END = object()
 
 
@@ -67,3 +74,44 @@ class Rows:
         assert self._async is not None
         value = await anext(self._async, _END)
         return [] if value is _END else [value]
+
+
+async def compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    """Return the jobs of inputs that begin at index ``first``. Images and documents are read outside the event loop."""
+    bare = [unplaced(value) for value in values]
+    if not any(map(plan.shows, bare)):
+        return _compile_each(plan, first, values)
+    if any(map(plan.reads, bare)):
+        return await _read_all(plan, first, values)
+    return await in_thread(partial(_compile_each, plan, first, values))
+
+
+def _compile_each(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    return [_compile(plan, first + place, value) for place, value in enumerate(values)]
+
+
+async def _read_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    """Return the jobs of inputs with documents. Several documents are read at once."""
+    free = asyncio.Semaphore(READERS)
+
+    async def job(place: int, value: object) -> Job | AgentResult[object]:
+        async with free:
+            return await in_thread(partial(_compile, plan, first + place, value))
+
+    async with asyncio.TaskGroup() as readers:
+        tasks = [readers.create_task(job(place, value)) for place, value in enumerate(values)]
+    return [task.result() for task in tasks]
+
+
+def unplaced(value: object) -> object:
+    return value.value if isinstance(value, Placed) else value
+
+
+def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
+    """Return a row's job; or its failed result, if it cannot be rendered."""
+    if isinstance(value, Placed):
+        index, value = value.index, value.value
+    try:
+        return plan.job(index, value)
+    except JobError as error:
+        return Failure(index, str(index), value, False, None, AgentError.of(error))

@@ -1,6 +1,9 @@
-"""A run: a batch, its resources, and its end.
+"""A run: a feeder, a worker, or both, on one record.
 
-One supervisor task owns everything that runs: the feed, the agents, the tool calls. The holder of the Run only takes
+A run on one machine has both in one process. ``feed_only`` has no worker; ``batch-agent work`` has no feeder. A
+pipeline is a run around the runs of its stages, which share its slots, its budget and its record.
+
+One supervisor task owns everything that runs: the feeder, the agents, the tool calls. The holder of the Run only takes
 results from the delivery and calls pause, drain or cancel. Leaving the Run cancels the supervisor and waits for it. So
 nothing outlives it except a tool that does not stop (``tools/pool.py``).
 """
@@ -9,18 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import platform
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, Self, TypeVar, cast
+from typing import Generic, Protocol, Self, TypeVar, cast, final
 
 from pydantic import JsonValue
 
 from batch_agent.agent.agent import open_worker
 from batch_agent.agent.compaction import open_compactor
-from batch_agent.agent.fingerprint import rows_under
+from batch_agent.agent.fingerprint import fingerprint_of, rows_under
 from batch_agent.agent.loop_context import InnerWorker
 from batch_agent.agent.prefix_leader import PrefixLeader, lead_of
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
@@ -35,38 +42,104 @@ from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.rate_mark import RateMark
+from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.dispatch.spending import Spending
-from batch_agent.errors import RunRejected, RunUnreachable
-from batch_agent.events import Ended, HealthChanged, LimitChanged, ModelChosen, RunFinished, RunStarted, Sink
+from batch_agent.errors import RunRejected, RunUnreachable, SpecError
+from batch_agent.events import (
+    DrainStarted,
+    Ended,
+    HealthChanged,
+    LimitChanged,
+    ModelChosen,
+    RunFinished,
+    RunStarted,
+    Sink,
+)
 from batch_agent.job import AgentResult, Placed
-from batch_agent.observe.metrics import Metrics
+from batch_agent.messages import JsonObject
+from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
+from batch_agent.observe.status import sample_line, status_json
 from batch_agent.observe.summary import summary_json
-from batch_agent.record.base import Account, OpenStore
-from batch_agent.record.session import Record, RunSession, Session
-from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.run.batch import Batch
+from batch_agent.record.address import is_store_url
+from batch_agent.record.directory import DirectoryStore
+from batch_agent.record.journal import Journal, to_its_end
+from batch_agent.record.keys import Keys
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.row_json import encode_result
+from batch_agent.record.served import StoreDesk, StoreServer
+from batch_agent.record.store import LEASE, RunStore, WorkStore
+from batch_agent.record.timeline import Line
 from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.clock import Clock
+from batch_agent.run.control import Controls
+from batch_agent.run.crew import ProcessCrew, count_of
 from batch_agent.run.delivery import Delivery
-from batch_agent.run.lender import Lender, WorkerAccount
+from batch_agent.run.feeder import WAIT, Feeder
+from batch_agent.run.leases import Leases, Over
 from batch_agent.run.observers import Observers
-from batch_agent.run.recording import RECORDED_STATES, StageAccount, asked_json, begin_session, open_session
+from batch_agent.run.recording import (
+    RECORDED_STATES,
+    ROWS,
+    StageAccount,
+    asked_json,
+    facts_for_workers,
+    facts_of,
+    now_text,
+    open_record,
+    resuming_of,
+)
 from batch_agent.run.rows import Rows
 from batch_agent.run.shared import Shared
+from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.steering import Controls, Steered
+from batch_agent.run.spec_json import schema_json, spec_json
 from batch_agent.run.watch import Watch
+from batch_agent.run.worker import Worker
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.kvflow import KvParts
-from batch_agent.tools.pool import ToolPool
+from batch_agent.spec import BatchSpec
+from batch_agent.tools.pool import ToolPool, ToolStatistics
 
 T = TypeVar("T")
+R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
 
 
-class Run(Steered, Generic[T]):
+class Inside(Protocol):
+    """What a run around other runs does instead of working on rows: the stages of a pipeline."""
+
+    names: Sequence[str]
+    schemas: Mapping[str, OutputSchema[object] | None]  # of the outputs of each stage
+
+    async def work(self, run: Run[object]) -> bool:
+        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
+        ...
+
+    def facts(self, prepared: Prepared) -> JsonObject:
+        """Return what workers in other processes need in addition."""
+        ...
+
+    def stop_feeding(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def stage_row(self, row: str | int) -> tuple[Run[object], str]:
+        """Return the run of the stage that a row is named after, and the name of the row in it. Raises SpecError."""
+        ...
+
+
+class Crew(Protocol):
+    """Brings worker processes: those of this machine, or of a cluster."""
+
+    def at_work(self, run: Run[object]) -> AbstractAsyncContextManager[None]:
+        """Return a context manager during which workers take rows from the record of the run."""
+        ...
+
+
+@final
+class Run(Generic[T]):
     """Use it with ``async with``: ``results()``, ``statistics()``, ``pause``, ``drain``, ``cancel``."""
 
     def __init__(
@@ -76,45 +149,64 @@ class Run(Steered, Generic[T]):
         command: Mapping[str, JsonValue] | None = None,
         *,
         worker: InnerWorker | None = None,
-        open_store: OpenStore = SqliteJournal.open,
-        session: RunSession | None = None,
+        record: Callable[[BatchSpec], RunStore] = open_record,
+        work_on: WorkStore | None = None,
         within: Shared | None = None,
-        stages: Sequence[str] = (),
+        stage: str = "",
+        row_schema: type[object] | None = None,
+        inside: Inside | None = None,
         controls: Controls | None = None,
-        lender: Lender | None = None,
+        patience: float = float("inf"),
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` is a built-in one that replaces the
-        tool loop; the user's is in the spec. ``open_store`` opens the journal of a run directory; ``session`` records
-        the run elsewhere. ``within`` is the state of an outer run: this run then uses its slots and budget, is recorded
-        in its journal (unless it has its own record) and appears in its view. ``stages`` are the names of the runs with
-        directories inside this one. ``controls`` is what the control socket controls and the summary counts, if not
-        this run. ``lender`` lends it the shares of one process among several."""
+        tool loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record
+        of a run that another process feeds: this one works on rows for as long as it is fed, and ``patience`` is how
+        many seconds it waits for a feeder. ``within`` is the state of an outer run, of which this run is the ``stage``;
+        ``row_schema`` is the class of its rows, if they are outputs of another stage. ``inside`` are the stages of a
+        pipeline, around which this run is. ``controls`` is what the control socket controls and the summary counts, if
+        not this run."""
+        spec, feeds = prepared.spec, work_on is None
         self.id = secrets.token_hex(8)
-        self._prepared, self._command, self._worker = prepared, command, worker
-        self._loops = worker is None and prepared.spec.worker is None  # the tool loop processes the rows
-        self._open_store, self._outer = open_store, within
-        self._stages, self._lender = stages, lender
+        self._prepared, self._command, self._function = prepared, command, worker
+        self._loops = worker is None and spec.worker is None  # the tool loop processes the rows
+        self._open_record, self._feeds, self._outer, self._stage = record, feeds, within, stage
+        self._row_schema, self._inside, self._patience = row_schema, inside, patience
+        self._crew = crew_of(spec) if feeds else None
+        feeds_only = feeds and (spec.feed_only or self._crew is not None)
+        self._works = inside is None and not feeds_only
+        self._is_shared = feeds_only or not feeds
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
         self._controls = controls or self
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
-        own: list[Sink] = [self._metrics] if prepared.spec.run_dir is None else [self._metrics, self._watch]
-        outside = prepared.spec.sinks if within is None else (within.emit,)
+        in_directory = feeds and spec.run_dir is not None and not self._is_url
+        own: list[Sink] = [self._metrics, self._watch] if in_directory else [self._metrics]
+        outside = spec.sinks if within is None else (within.emit,)
         self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
-        self._feed = self.shared.dispatcher.feed(self._stop_feeding)
+        self._feed = self.shared.dispatcher.feed(self._stop_reading)
+        self._feed.reading = not self._works  # it starts no agent itself
         self._backlogs: set[str] = set()
-        self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
-        self._rows = Rows(prepared.spec.inputs)
-        if self._rows.channel is not None:
+        self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
+        self._rows = Rows(spec.inputs)
+        if self._rows.channel is not None and not self._is_shared and not self._is_url:
             self._feed.take_from(self._rows.channel)
-        self._batch: Batch | None = None
+        self._store: WorkStore | None = work_on
+        self._record: RunStore | None = None  # of a run that this process feeds
+        self._journal: Journal | None = None
+        self._feeder: Feeder | None = None
+        self._leases: Leases | None = None
+        self._worker: Worker | None = None
         self._prewarm: ToolPrewarm | None = None
-        self._session = session  # of this run
+        self._server: StoreServer | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._feeder: asyncio.Task[None] | None = None
-        self._cancelled = False
+        self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
+        self._paused = self._cancelled = self._leaving = False
         self._failed_by: BaseException | None = None
+
+    @property
+    def _is_url(self) -> bool:
+        return is_store_url(self._prepared.spec.run_dir)
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
@@ -126,12 +218,11 @@ class Run(Steered, Generic[T]):
             dispatcher = dispatchers[name] = self._new_dispatcher()
             dispatcher.spending = spending
         if within is not None:
-            directory, rate_mark, observers = within.directory, within.rate_mark, within.observers
-        else:
-            run_dir, observers = self._prepared.spec.run_dir, Observers()
-            directory = None if run_dir is None else Path(run_dir)
-            rate_mark = None if directory is None else RateMark(directory)
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, observers)
+            return replace(within, emit=self._emit, dispatcher=dispatcher, pool=None)
+        run_dir = self._prepared.spec.run_dir
+        directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
+        rate_mark = None if directory is None else RateMark(directory)
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend
@@ -189,6 +280,12 @@ class Run(Steered, Generic[T]):
         while (result := await self._delivery.take()) is not None:
             yield cast("AgentResult[T]", result)
 
+    async def finish(self) -> None:
+        """Enter the run, and wait for its end. Its results are not taken."""
+        async with self:
+            async for _ in self.results():
+                pass
+
     @property
     def plan(self) -> Plan:
         return self._prepared.plan
@@ -203,6 +300,167 @@ class Run(Steered, Generic[T]):
         """URL of the Prometheus page of a run with ``metrics_port``; None before and after the run."""
         return self.shared.observers.metrics_url
 
+    @property
+    def over(self) -> Over:
+        """Reason why this worker takes no more rows, or ""."""
+        return "" if self._leases is None else self._leases.over
+
+    @property
+    def holds_rows(self) -> bool:
+        return self._leases is not None and bool(self._leases.held)
+
+    # Reading
+
+    def statistics(self) -> Statistics:
+        statistics = self._metrics.statistics()
+        return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
+
+    def tool_statistics(self) -> dict[str, ToolStatistics]:
+        return self.shared.pool.statistics() if self.shared.pool is not None else {}
+
+    def status(self) -> JsonObject:
+        """Return the current state of the run as one JSON object."""
+        return self.status_of(self.statistics())
+
+    def status_of(self, statistics: Statistics) -> JsonObject:
+        return status_json(
+            statistics,
+            self._endpoints(),
+            self.tool_statistics(),
+            self._prepared.spec,
+            slots=self._slots(),
+            at=self.shared.clock(),
+            paused=self._paused,
+        )
+
+    def sample(self) -> Line:
+        return self.sample_of(self._metrics.statistics())
+
+    def sample_of(self, statistics: Statistics) -> Line:
+        return sample_line(statistics, self._endpoints(), self._slots(), self.shared.clock())
+
+    def live_rows(self, limit: int = 200) -> list[JsonObject]:
+        """Return the oldest running rows with their activity. Only for a run with a run directory."""
+        return self._recorder.live(limit)
+
+    def live_row(self, row: str | int) -> JsonObject:
+        """Return the conversation of a running row, with the text that is being streamed."""
+        return self._worker_here.conversation(row)
+
+    def _endpoints(self) -> Sequence[Endpoint]:
+        return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
+
+    def _slots(self) -> int | None:
+        """Return the total slots of all backends; None: no limit."""
+        slots = [each.scheduler.slots for each in self.shared.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    # Controlling
+
+    def pause(self) -> None:
+        """Send nothing more until ``resume``. Requests in flight and tools continue."""
+        self._paused = True
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.resume()
+
+    def resize(self, max_inflight: int | None) -> None:
+        """Change ``max_inflight`` of each backend. A lower limit is reached as answers arrive."""
+        if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
+            raise SpecError("max_inflight is a whole number above 0, or None for no limit")
+        dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
+        for dispatcher in dispatchers:
+            dispatcher.resize(max_inflight)
+
+    def drain(self) -> None:
+        """Start no new agents. Running agents finish, and ``results`` ends after them. Agents whose first request waits
+        in the queue of a server end as failed results of type Interrupted; a resumed run does them."""
+        self._leaving = True
+        if self._inside is not None:
+            self._inside.drain()
+        self.stop_feeding()
+        if self._leases is not None:
+            self._leases.leave()
+        if not self._feed.closed:
+            self._emit(DrainStarted(self.shared.clock(), self.id))
+            self._feed.close()
+            for dispatcher in self.shared.dispatchers.values() if self._outer is None else ():
+                dispatcher.drain()
+
+    def stop_feeding(self) -> None:
+        """Feed no more rows; started rows finish."""
+        if self._feeder is not None:
+            self._feeder.stop()
+        if self._inside is not None:
+            self._inside.stop_feeding()
+
+    def cancel(self) -> None:
+        """Stop now. Running agents end as failed results of type Interrupted."""
+        self._cancelled = True
+        self.stop()
+
+    def cancel_row(self, row: str | int) -> None:
+        """End a running row, which fails as Cancelled. Raises SpecError if it is not running."""
+        if self._inside is not None:
+            run, row = self._inside.stage_row(row)
+            run.cancel_row(row)
+        else:
+            self._worker_here.cancel_row(row)
+
+    def retry_row(self, row: str | int) -> None:
+        """Start a running row again from its beginning. Raises SpecError if the row is not running."""
+        if self._inside is not None:
+            run, row = self._inside.stage_row(row)
+            run.retry_row(row)
+        else:
+            self._worker_here.retry_row(row)
+
+    def stop(self) -> None:
+        """Stop without results: no further request is sent, and all running work is cancelled."""
+        self._feed.close()
+        if self._outer is None:
+            for dispatcher in self.shared.dispatchers.values():
+                dispatcher.slots.stop()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+
+    @property
+    def _worker_here(self) -> Worker:
+        if self._worker is None:
+            raise SpecError("the run has not begun its first row")
+        return self._worker
+
+    # Workers in other processes
+
+    def serve(self) -> Path:
+        """Make the record available to other processes of this machine, and return the path of the socket. Raises
+        SpecError if other processes cannot work on the run."""
+        if self._server is None:
+            self._server = StoreServer(self.desk())
+        return self._server.path
+
+    def desk(self) -> StoreDesk:
+        """Return what answers the calls of workers in other processes. Raises SpecError if they cannot work on it."""
+        store = self._opened
+        if not isinstance(store, MemoryStore):
+            raise SpecError("the record of this run is not in this process: workers reach it at its URL")
+        schemas = {"": self._prepared.schema} if self._inside is None else self._inside.schemas
+        return StoreDesk(store, schemas=schemas)
+
+    def specs(self) -> list[JsonObject]:
+        """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
+        inside = {} if self._inside is None else self._inside.facts(self._prepared).get("specs", {})
+        return [spec_json(self._prepared), *cast("dict[str, JsonObject]", inside).values()]
+
+    @property
+    def record_url(self) -> str | None:
+        """URL at which workers reach the record; None if it is in this process."""
+        return str(self._prepared.spec.run_dir) if self._is_url else None
+
     # The supervisor
 
     async def _supervise(self) -> None:
@@ -210,14 +468,15 @@ class Run(Steered, Generic[T]):
         ended: Ended = "failed"
         try:
             if self._outer is None:
-                whole = self.id if self._stages else ""
+                whole = self.id if self._inside is not None else ""
                 await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
-            self._session = self._session or await open_session(self._prepared.spec, self._open_store)
-            async with asyncio.TaskGroup() as first:
-                self._feeder = first.create_task(self._check_first())
+            if self._feeds:
+                self._store = self._record = await self._open_store()
+                async with asyncio.TaskGroup() as first:
+                    self._reader = first.create_task(self._check_first())
             self._emit_start()
             self.shared.keep_jobs(self._prepared.backend)
-            if self._rows.seen:  # without inputs nothing is sent or recorded
+            if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
                 async with backend:
                     with following(backend, self.shared.dispatcher) as follower:
@@ -244,10 +503,27 @@ class Run(Steered, Generic[T]):
                     dispatcher.close()
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
-            failure = await self._end_session(ended, reason, failure) or failure
+            failure = await self._end_record(ended, reason, failure) or failure
             if self._outer is None:
                 await self.shared.observers.close()
             self._delivery.close(failure)
+
+    async def _open_store(self) -> RunStore:
+        """Return the opened record of this run."""
+        spec = self._prepared.spec
+        outer = None if self._outer is None else self._outer.store
+        if outer is not None and self._stage:
+            store = outer.stage(self._stage)
+        elif spec.run_dir is None and self._open_record is open_record:
+            return MemoryStore()
+        else:
+            store = await _in_thread(lambda: self._open_record(spec))
+        try:
+            await _in_thread(partial(store.open, resuming_of(spec)))
+        except BaseException:
+            await _in_thread(store.close)
+            raise
+        return store
 
     def _emit_start(self) -> None:
         """Emit the start events, before the backend loads an engine's weights: that is part of the run's time."""
@@ -262,14 +538,78 @@ class Run(Steered, Generic[T]):
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
+    # Its work
+
     async def _work(self, prepared: Prepared) -> None:
-        spec, shared = prepared.spec, self.shared
+        shared, store = self.shared, self._opened
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         shapes = prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
-        record = await self._begin_record(prepared)
-        shared.keep_rates(spec)
+        if self._outer is not None:
+            shared.lender, shared.journal = self._outer.lender, self._outer.journal
+        self._is_shared = self._is_shared or not store.instant or shared.lender is not None
+        number = await self._begin_record(prepared)
+        shared.keep_rates(prepared.spec)
+        async with AsyncExitStack() as extent:
+            await extent.enter_async_context(self._budget(prepared, number))
+            if self._crew is not None and self._outer is None:
+                await extent.enter_async_context(self._crew.at_work(cast("Run[object]", self)))
+            if self._inside is not None:
+                await self._work_inside(self._inside)
+            elif self._feeder is None:
+                await self._work_here(prepared, number)
+            else:
+                await self._feed_and_work(prepared, self._feeder, number)
+        await self._delivery.settle()
+
+    async def _work_inside(self, inside: Inside) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            keeping = None
+            if self._feeder is not None and self._is_shared:
+                keeping = tasks.create_task(self._feeder.keep(self._lease))
+            complete = await inside.work(cast("Run[object]", self))
+            if keeping is not None:
+                keeping.cancel()
+        if complete and not self._feed.closed:
+            self._feed.end()
+
+    async def _feed_and_work(self, prepared: Prepared, feeder: Feeder, number: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            keeping = filling = working = None
+            delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
+            if self._is_shared:
+                if self._cannot_continue:  # before this stage began
+                    feeder.stop()
+                keeping = tasks.create_task(feeder.keep(self._lease))
+                self._reader = filling = tasks.create_task(feeder.keep_full())
+            if self._works:
+                working = tasks.create_task(self._work_here(prepared, number))
+            if working is not None:
+                await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
+            if feeder.alone and working is not None:
+                await asyncio.wait({working})
+                feeder.deliver_recorded()
+                delivering.cancel()
+            elif not delivering.done() and self._cannot_continue:  # the other workers cannot either
+                self._feed.close()
+                delivering.cancel()
+            await asyncio.wait({delivering})
+            if feeder.fed and feeder.outstanding <= 0 and not self._feed.closed:
+                self._feed.end()
+            for task in filter(None, (keeping, filling)):
+                task.cancel()
+            if self._leases is not None:
+                self._leases.leave()
+
+    @property
+    def _cannot_continue(self) -> bool:
+        return self.shared.dispatcher.over is not None or bool(self.shared.spending.exhausted)
+
+    async def _work_here(self, prepared: Prepared, number: int) -> None:
+        """Work on rows in this process."""
+        spec, shared = prepared.spec, self.shared
+        assert self._leases is not None and self._journal is not None
         hold = partial(self._backlog, "the engine's queue")
         touches = touches_for(prepared, shared.dispatcher) if self._loops else None
         watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, self._emit, self.id, shared.clock, touches)
@@ -313,52 +653,41 @@ class Run(Steered, Generic[T]):
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
-            worker = await extent.enter_async_context(open_worker(prepared, self._worker, shared.spending))
-            self._batch = batch = Batch(
-                self._rows,
+            function = await extent.enter_async_context(open_worker(prepared, self._function, shared.spending))
+            feeder = self._feeder
+            self._worker = worker = Worker(
+                self._leases,
+                self._journal,
                 prepared.plan,
                 resources,
                 self._feed,
-                self._delivery,
-                record,
-                worker,
+                function,
                 asks_first=self._loops,
-                parts_record=self._record_of_parts(prepared),
+                keys=Keys(rows_under(prepared, self._function)),
+                part_keys=Keys(rows_under(prepared, self._function, part=True)),
+                row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
+                left=lambda: None if feeder is None else feeder.left,
+                tells=feeder is None,
+                unfinished=self._row_unfinished,
             )
-            async with self._budget(), asyncio.TaskGroup() as agents:
-                self._feeder = agents.create_task(batch.feed(agents))
-            watch.tell()
+            if self._leaving or shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up before
+                self._leases.leave()
+            self._leases.begin()
+            try:
+                async with asyncio.TaskGroup() as agents:
+                    task = agents.create_task(worker.work(agents))
+                    if self._reader is None or self._reader.done():
+                        self._reader = task
+                watch.tell()
+            finally:
+                if not self._cancelled:
+                    await self._leave()
 
-    async def _begin_record(self, prepared: Prepared) -> Record | None:
-        """Return where the rows are recorded: in a session of this run, or as a part of the outer run's."""
-        outer = None if self._outer is None else self._outer.session
-        if self._session is None:
-            self.shared.session = outer
-            return None if outer is None else outer.part(rows_under(prepared, self._worker, part=True))
-        await begin_session(
-            self._session,
-            prepared,
-            self._command,
-            self._worker,
-            account=self._account(outer),
-            stages=self._stages,
-            on_backlog=partial(self._backlog, "journal"),
-            on_overdue=partial(self.shared.set_overdue, self.id),
-        )
-        self.shared.session = self._session
-        if prepared.spec.run_dir is not None and isinstance(self._session, Session):
-            where = Path(prepared.spec.run_dir)
-            await self._watch.begin(self._session, where, asked_json(prepared), self.shared.clock())
-        return self._session
-
-    def _account(self, outer: RunSession | None) -> Account:
-        if self._outer is not None:
-            return StageAccount(self._metrics, outer)
-        return self.shared.spending if self._lender is None else WorkerAccount(self.shared.spending)
-
-    def _record_of_parts(self, prepared: Prepared) -> Record | None:
-        session = self.shared.session
-        return None if session is None else session.part(rows_under(prepared, self._worker, part=True))
+    def _row_unfinished(self, result: AgentResult[object]) -> None:
+        """A row was interrupted. If the run stopped early, unfinished rows have no result."""
+        if self._feeder is not None:
+            stopped = self.shared.dispatcher.over is not None
+            self._feeder.finish_unrecorded(result, (lambda _: None) if stopped else self._delivery.deliver)
 
     def _lead(self, prepared: Prepared) -> PrefixLeader | None:
         """Return the prefix leader, or None. A user's worker may send other requests first, or none."""
@@ -373,68 +702,243 @@ class Run(Steered, Generic[T]):
         if outer is not None and outer.has(prepared.tools):
             yield outer
             return
-        spec = prepared.spec
+        spec, lender = prepared.spec, self.shared.lender
         async with ToolPool(
             prepared.tools,
             timeout=spec.timeout_per_tool,
             spawn=asyncio.get_running_loop().create_task,
             on_waiting=self.shared.dispatcher.set_at_tools,
             prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
-            once=None if self._lender is None else self._lender.once,
+            once=None if lender is None else lender.once,
         ) as pool:
+            if self._outer is not None and self._outer.pool is None:
+                self._outer.pool = pool
             yield pool
 
-    @asynccontextmanager
-    async def _budget(self) -> AsyncIterator[None]:
+    # Its record
+
+    @property
+    def _opened(self) -> WorkStore:
+        assert self._store is not None, "the record is opened first"
+        return self._store
+
+    @property
+    def _lease(self) -> float:
+        return self._prepared.spec.lease if self._is_shared else LEASE
+
+    async def _begin_record(self, prepared: Prepared) -> int:
+        """Begin the session of the feeder, and join as a worker. Returns the number of the worker, or 0."""
+        store, spec = self._opened, prepared.spec
+        if self._outer is None:
+            self.shared.store = self._record
+        fingerprint = fingerprint_of(prepared, self._function)
+        if isinstance(store, DirectoryStore):
+            store.schema = prepared.schema
+        if self._record is not None:
+            await self._begin_feed(prepared, self._record, fingerprint)
+        in_memory = type(store) is MemoryStore
+        number = 0
+        if self._works or (store.instant and self._inside is not None):
+            here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
+            number = await self._call(partial(store.join, here))
+            standing = await self._call(store.standing)
+            generation = standing.generation
+            self._leases = Leases(
+                store,
+                number,
+                lease=self._lease,
+                generation=generation,
+                source=self._feeder,
+                patience=self._patience,
+            )
+            if self._is_shared:
+                self._leases.alone = False
+            messages = spec.keep != "results"
+
+            def encoded(result: AgentResult[object]) -> object:
+                if store.instant:
+                    return result
+                return encode_result(result, prepared.schema, worker=number, messages=messages)
+
+            overdue = partial(self.shared.set_overdue, self.id)
+            self._journal = Journal(
+                store,
+                number,
+                in_memory=in_memory,
+                account=self._account(),
+                encoded=encoded,
+                on_committed=self._leases.committed,
+                on_backlog=partial(self._backlog, "journal"),
+                on_overdue=overdue,
+            )
+            self._leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
+            if self._feeder is not None:
+                self._feeder.worker = number
+                store.listen(self._leases_changed())
+            if self._outer is None:
+                self.shared.journal = self._journal
+        if self._feeds and isinstance(store, DirectoryStore) and self._journal is not None:
+            where = store.path
+            await self._watch.begin(self._journal, where, asked_json(prepared), self.shared.clock())
+        return number
+
+    def _leases_changed(self) -> Callable[[], None]:
+        loop, here, leases = asyncio.get_running_loop(), threading.get_ident(), self._leases
+        assert leases is not None
+
+        def changed() -> None:
+            if leases.alone:
+                return
+            if threading.get_ident() == here:
+                leases.news()
+            else:
+                loop.call_soon_threadsafe(leases.news)
+
+        return changed
+
+    async def _begin_feed(self, prepared: Prepared, store: RunStore, fingerprint: bytes) -> None:
+        spec, inputs = prepared.spec, prepared.spec.inputs
+        originals: Sequence[object] | dict[int, object] | None = None
+        if not store.instant:
+            originals = {} if isinstance(inputs, RowChannel) else inputs if isinstance(inputs, list | tuple) else None
+        self._feeder = feeder = Feeder(
+            store,
+            self._rows,
+            prepared.plan,
+            run=self.id,
+            emit=self._emit,
+            clock=self.shared.clock,
+            delivery=self._delivery,
+            tell=self._tell_end,
+            originals=originals,
+            row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
+        )
+        feeder.alone = store.instant and not self._is_shared
+        names = () if self._inside is None else self._inside.names
+        facts = facts_of(prepared, fingerprint, self._command, names)
+        if self._is_shared:
+            first = next(iter(await self._rows.peek()), None)
+            value = first.value if isinstance(first, Placed) else first
+            facts |= facts_for_workers(prepared, value)
+            facts |= {"lease": spec.lease, "keep": spec.keep}
+            if self._row_schema is not None:
+                facts[ROWS] = schema_json(self._row_schema)
+            if self._inside is not None:
+                facts |= self._inside.facts(prepared)
+        keys = Keys(rows_under(prepared, self._function))
+        await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
+        if self._leaving:
+            feeder.stop()
+
+    def _tell_end(self, result: AgentResult[object]) -> None:
+        if self.shared.observers.traces is not None:
+            self.shared.observers.traces.ended(self.id, result)
+
+    def _account(self) -> StageAccount | Spending:
         if self._outer is not None:
+            return StageAccount(self._metrics, self._outer.journal)
+        return self.shared.spending
+
+    @asynccontextmanager
+    async def _budget(self, prepared: Prepared, number: int) -> AsyncIterator[None]:
+        """Start the ledger: that of this run, or the shares of one of several workers."""
+        shared, store, record = self.shared, self._opened, self._record
+        if self._outer is not None:
+            if shared.lender is not None:
+                shared.lender.share_answers(prepared.backend)
+                shared.lender.count_stage(self._stage, self._metrics.spent)
             yield
             return
-        spending = self.shared.spending
-        if self._lender is not None:
-            spending.start(commit=self._lender.soon)
+        spending = shared.spending
+        if self._is_shared:
+            name = str(number) if self._feeder is None else f"feeder-{self._feeder.sitting}"
+            shared.lender = lender = Lending(store, name, self._lease)
+            if self._feeder is not None:
+                if isinstance(record, DirectoryStore):
+                    await _in_thread(record.share)
+                await lender.begin(prepared.backend)
+            if self._leases is not None:
+                self._leases.on_need = lender.soon
+            spending.start(commit=lender.soon)
             try:
-                async with self._lender.at_work(self.shared, self._controls, self._prepared.backend):
+                async with lender.at_work(shared, self._controls, prepared.backend):
                     yield
             finally:
                 spending.close()
             return
-        if self._session is None:
+        if record is None or self._journal is None or self._journal.in_memory:
             spending.start()
         else:
-            tokens, cost, learnt = await self._session.spent_before()
-            spending.start(Amount(tokens, cost), learnt, self._session.touch)
+            before = await _in_thread(record.spent)
+            spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, self._journal.touch)
         try:
             yield
         finally:
             spending.close()
 
-    async def _deliver_interrupted(self) -> None:
-        if self._cancelled and self._batch is not None:  # else the Run was left, and results are no longer taken
-            recorded = self._session is not None and await self._session.flush()
-            await self._batch.interrupt("the run was cancelled before this job finished", recorded=recorded)
+    async def _call(self, function: Callable[[], R]) -> R:
+        return function() if self._opened.instant else await _in_thread(function)
 
-    async def _end_session(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
-        """End the session and unlock the run directory. Returns the exception of that, if there was none before."""
-        if self._session is None:
+    async def _deliver_interrupted(self) -> None:
+        """Deliver the rows of a run that was cancelled: those that are recorded, and the others as Interrupted."""
+        if not self._cancelled:  # else the Run was left, and results are no longer taken
+            await self._delivery.cancel()
+            return
+        if self._journal is not None and not self._journal.in_memory:
+            await to_its_end(self._journal.flush())
+        if self._feeder is not None and self._worker is not None:
+            self._feeder.deliver_recorded(callback=False)
+            for result in self._worker.interrupt("the run was cancelled before this job finished"):
+                self._feeder.finish_unrecorded(result, self._delivery.put)
+        await self._delivery.cancel()
+
+    async def _leave(self) -> None:
+        """Hand back rows, after everything that is recorded of them is written."""
+        if self._journal is not None and not self._journal.in_memory:
+            await to_its_end(self._journal.flush())
+        if self._leases is not None:
+            await self._leases.close()
+
+    async def _end_record(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
+        """End the session, and close the record. Returns the exception of that, if there was none before."""
+        store = self._store
+        if store is None:
             return None
-        why = reason if failure is None else str(failure)
+        failed: BaseException | None = None
+        if self._server is not None:
+            self._server.close()
         await self._watch.end()
-        try:
-            await self._session.end(RECORDED_STATES[ended], why, summary_json(self._controls.statistics()))
-        except Exception as error:  # any error: the run must not appear successful
-            return failure or error
-        return None
+        if self._journal is not None:
+            failed = await self._journal.end()
+        if self._leases is not None:
+            await self._leases.close()
+        state = "failed" if failed is not None else RECORDED_STATES[ended]
+        why = reason if failure is None else str(failure)
+        why = why or ("" if failed is None else str(failed))
+        if self._feeder is not None:
+            facts: JsonObject = {"state": state, "why": why or None, "ended": now_text()}
+            try:
+                facts["summary"] = summary_json(self._controls.statistics())
+                failed = await self._feeder.end(facts) or failed
+            except Exception as error:  # any error: the run must not appear successful
+                failed = failed or error
+        if self._journal is not None:
+            self._journal.close()
+        if self._record is not None:
+            failed = await to_its_end(asyncio.ensure_future(_in_thread(store.close))) or failed
+        return failure or failed
 
     # How it ends
 
     def _how_ended(self) -> tuple[Ended, BaseException | None]:
         """Return how the run ended, and an error for the consumer if the inputs raised or there is no result."""
-        if self._batch is not None and self._batch.failure is not None:
-            self._failed_by = self._batch.failure
-            return "failed", self._batch.failure
+        if self._feeder is not None and self._feeder.failure is not None:
+            self._failed_by = self._feeder.failure
+            return "failed", self._feeder.failure
         statistics, over = self._metrics.statistics(), self.shared.dispatcher.over
         # A drain or a limit that came after the last request had no effect.
-        every = self._feed.ended or statistics.done == self._prepared.plan.total
+        total = None if self._inside is not None else self._prepared.plan.total
+        every = self._feed.ended or (total is not None and statistics.done == total)
         if every and not statistics.interrupted:
             return "complete", None
         if over is None:
@@ -457,16 +961,22 @@ class Run(Steered, Generic[T]):
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
         for dispatcher in self.shared.dispatchers.values():
             dispatcher.slots.drain()
+        if self._is_shared:
+            self.stop_feeding()
+            if self._leases is not None:
+                self._leases.leave()
 
     # Callbacks of its parts
 
-    def _stop_feeding(self) -> None:
-        if self._feeder is not None:
-            self._feeder.cancel()  # it may wait for an input that never comes
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()  # it may wait for an input that never comes
 
     def _backlog(self, where: str, full: bool) -> None:
         (self._backlogs.add if full else self._backlogs.discard)(where)
         self.shared.dispatcher.set_backlogged(bool(self._backlogs))
+        if where == "delivery" and self._feeder is not None:
+            self._feeder.hold(full)
 
     def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
         self._emit(LimitChanged(self.shared.clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))
@@ -477,5 +987,22 @@ class Run(Steered, Generic[T]):
         if health.is_down:
             since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
-        if self._session is not None and health.state != "on trial":
-            self._session.say_trouble(health.reason if health.is_down else None, since)
+        if self._feeder is not None and health.state != "on trial":
+            self._feeder.set_trouble(health.reason if health.is_down else None, since)
+
+
+async def _in_thread(function: Callable[[], R]) -> R:
+    """Run a call of the store that may block in a thread. A cancellation waits for its end."""
+    calling = asyncio.get_running_loop().run_in_executor(None, function)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        await to_its_end(calling)
+        raise
+
+
+def crew_of(spec: BatchSpec) -> Crew | None:
+    """Return what brings the worker processes of a run; None if the run works in its own process."""
+    if spec.cluster is not None:
+        return cast(Crew, spec.cluster)
+    return None if spec.processes is None else ProcessCrew(count_of(spec.processes))

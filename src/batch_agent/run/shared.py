@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
@@ -16,19 +17,23 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers
-from batch_agent.record.session import RunSession
+from batch_agent.record.journal import Journal
+from batch_agent.record.store import RunStore
 from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolPool
+
+if TYPE_CHECKING:
+    from batch_agent.run.sharing import Lending
 
 logger = logging.getLogger("batch_agent")
 
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool`` and ``session`` are
-    set while the outermost run works, the session only if it has a run directory."""
+    """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
+    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do."""
 
     clock: Clock
     emit: Sink
@@ -39,7 +44,9 @@ class Shared:
     rate_mark: RateMark | None  # in that directory
     observers: Observers
     pool: ToolPool | None = None
-    session: RunSession | None = None
+    store: RunStore | None = None
+    journal: Journal | None = None
+    lender: Lending | None = None
     _was_overdue: bool = False
 
     def live(self) -> LiveNumbers:
@@ -47,7 +54,7 @@ class Shared:
         places = self.dispatchers.items()
         endpoints = [(each.name or name, each) for name, of in places for each in of.scheduler.endpoints]
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
-        return LiveNumbers(endpoints, waiting, None if self.session is None else self.session.lag)
+        return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
 
     def keep_jobs(self, backend: Backend) -> None:
         """Let a backend whose answers take hours record its jobs in the run directory."""

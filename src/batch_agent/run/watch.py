@@ -14,10 +14,10 @@ from pathlib import Path
 from batch_agent.events import Event
 from batch_agent.messages import JsonObject
 from batch_agent.observe.recorder import Recorder
-from batch_agent.record.session import Session, to_its_end
+from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.timeline import TimelineFiles
+from batch_agent.run.control import Controls
 from batch_agent.run.control_socket import ControlSocket
-from batch_agent.run.steering import Controls
 
 logger = logging.getLogger("batch_agent")
 
@@ -30,7 +30,7 @@ class Watch:
 
     def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
         self._recorder, self._run, self._has_socket = recorder, run, socket
-        self._session: Session | None = None
+        self._journal: Journal | None = None
         self._files: TimelineFiles | None = None
         self._socket: ControlSocket | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -42,8 +42,8 @@ class Watch:
         if self._timer is None and self._files is not None:
             self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
 
-    async def begin(self, session: Session, run_dir: Path, header: JsonObject, at: float) -> None:
-        self._session = session
+    async def begin(self, journal: Journal, run_dir: Path, header: JsonObject, at: float) -> None:
+        self._journal = journal
         files = TimelineFiles(run_dir)
         self._socket = ControlSocket(self._run, run_dir) if self._has_socket else None
 
@@ -53,7 +53,7 @@ class Watch:
                 self._socket.prepare()
 
         try:
-            await session.beside(prepare)
+            await journal.in_thread(prepare)
         except OSError as error:
             logger.warning("the run is recorded, but without a timeline or control: %s", error)
             self._socket = None
@@ -64,26 +64,26 @@ class Watch:
             await self._socket.listen()
 
     async def end(self) -> None:
-        """Write what is left. Call it before the session ends. A cancellation does not interrupt this."""
+        """Write what is left. Call it before the journal is closed. A cancellation does not interrupt this."""
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
             await self._socket.close()
-        if self._session is None:
+        if self._journal is None:
             return
         if self._files is not None:
-            await to_its_end(self._session.beside(self._writer(last=True)))
+            await to_its_end(self._journal.in_thread(self._writer(last=True)))
         if self._socket is not None:
-            await to_its_end(self._session.beside(self._socket.clean))
+            await to_its_end(self._journal.in_thread(self._socket.clean))
 
     def _tick(self) -> None:
         self._timer = None
-        if self._files is None or self._session is None:
+        if self._files is None or self._journal is None:
             return
         if self._writing is not None and not self._writing.done():
             self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
             return
-        self._writing = self._session.beside(self._writer())
+        self._writing = self._journal.in_thread(self._writer())
         self._writing.add_done_callback(self._written)
 
     def _writer(self, *, last: bool = False) -> Callable[[], None]:

@@ -1,12 +1,13 @@
 """A running pipeline: its stages are runs inside one outer run, which owns the slots, the budget, the record and the
 view.
 
-The outer run has one row, the pipeline itself. Everything is prepared and checked before anything is sent.
+The outer run has no rows. Everything is prepared and checked before anything is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,24 +16,23 @@ from typing import Any, Self, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.loop_context import LoopContext
 from batch_agent.agent.prepare import Prepared, prepare
-from batch_agent.cluster.open import open_fed_stages
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import Interrupted, SpecError
-from batch_agent.events import Event, JobFinished, JobStarted, Sink
+from batch_agent.errors import SpecError
+from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.record.address import is_store_url
-from batch_agent.record.base import OpenStore
-from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
+from batch_agent.run.recording import open_record
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends, Wrap
+from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
@@ -69,7 +69,7 @@ class Flow:
         sinks: Sequence[Sink] = (),
         command: Mapping[str, JsonValue] | None = None,
         sends: bool = True,
-        open_store: OpenStore = SqliteJournal.open,
+        record: Callable[[BatchSpec], RunStore] = open_record,
         wrap: Wrap = lambda backend, api_key: backend,
     ) -> None:
         check_options_of_the_whole(options)
@@ -88,27 +88,45 @@ class Flow:
             raise SpecError("a pipeline needs a stage that calls a model: map or reduce")
         self._prepared = self._outermost()
         self._graph = graph_of(stages)
-        self._run = self._open([self._observe, *sinks], command, open_store)
-        self._metrics = Metrics(self._run.shared.clock)
+        self._run = self._open(sinks, command, record)
 
-    def _open(self, sinks: Sequence[Sink], command: Mapping[str, JsonValue] | None, open_store: OpenStore) -> Run[Any]:
+    def _open(
+        self,
+        sinks: Sequence[Sink],
+        command: Mapping[str, JsonValue] | None,
+        record: Callable[[BatchSpec], RunStore],
+    ) -> Run[Any]:
         """Return the outer run, and open that of each stage."""
         whole, nodes = self._prepared, self.nodes
-        cluster = whole.spec.cluster if self._sends else None
-        if cluster is not None or is_store_url(whole.spec.run_dir):
-            open_stages = open_fed_stages if cluster is None else cluster.open_stages
-            fed = open_stages(whole, self._run_stages, sinks, command, controls=self)
-            for node in nodes:
-                with _named(node.name):
-                    node.run = fed.stage(node.name, node.prepared, self._row_schemas.get(node.name))
-            return fed
-        names = [node.name for node in nodes]
-        run: Run[Any] = Run(
-            whole, sinks, command, worker=self._work, open_store=open_store, stages=names, controls=self
-        )
+        self.names: Sequence[str] = [node.name for node in nodes]
+        self.schemas: Mapping[str, OutputSchema[object] | None] = {node.name: node.prepared.schema for node in nodes}
+        run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self)
         for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
-            node.run = Run(node.prepared, open_store=open_store, within=run.shared)
+            schema = self._row_schemas.get(node.name)
+            node.run = Run(node.prepared, record=record, within=run.shared, stage=node.name, row_schema=schema)
         return run
+
+    def facts(self, prepared: Prepared) -> JsonObject:
+        """Return the specs of the stages, for workers. Raises SpecError for an option that they cannot use."""
+        specs: JsonObject = {}
+        for node in self.nodes:
+            with _named(node.name):
+                specs[node.name] = spec_json(node.prepared)
+        return {"specs": specs}
+
+    async def work(self, run: Run[object]) -> bool:
+        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
+        beside: list[Source | FunctionNode] = [*self._sources, *self._functions]
+        try:
+            await run_together(self.nodes, [partial(node.pump, run.shared) for node in beside])
+        except Exception as error:
+            self._failure = error
+            raise
+        return not self.collector.why
+
+    def stop_feeding(self) -> None:
+        for node in self.nodes:
+            node.run.stop_feeding()
 
     async def __aenter__(self) -> Self:
         await self._run.__aenter__()
@@ -126,7 +144,7 @@ class Flow:
 
     def statistics(self) -> Statistics:
         """Return the statistics of all stages together, with the counts of each stage."""
-        whole = self._metrics.statistics()
+        whole = self._run.statistics()
         return replace(whole, stages=tuple(_counted(node, ended=whole.ended is not None) for node in self.nodes))
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
@@ -155,12 +173,12 @@ class Flow:
 
     def cancel_row(self, row: str | int) -> None:
         """Cancel a row of a stage, named ``STAGE/ROW``; it fails, the others continue."""
-        run, row = self._stage_row(row)
+        run, row = self.stage_row(row)
         run.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
         """Start a row of a stage again, named ``STAGE/ROW``."""
-        run, row = self._stage_row(row)
+        run, row = self.stage_row(row)
         run.retry_row(row)
 
     def status(self) -> JsonObject:
@@ -185,10 +203,10 @@ class Flow:
         return rows
 
     def live_row(self, row: str | int) -> JsonObject:
-        run, row = self._stage_row(row)
+        run, row = self.stage_row(row)
         return run.live_row(row)
 
-    def _stage_row(self, row: str | int) -> tuple[Run[Any], str]:
+    def stage_row(self, row: str | int) -> tuple[Run[Any], str]:
         stage, _, name = str(row).partition("/")
         node = next((node for node in self.nodes if node.name == stage), None)
         if node is None or not name:
@@ -214,28 +232,6 @@ class Flow:
         """Return the reductions that have ended."""
         ended = ((node.name, node.reduction) for node in self.nodes if isinstance(node, ReduceNode))
         return {name: reduction for name, reduction in ended if reduction is not None}
-
-    def _observe(self, event: Event) -> None:
-        # Its own row is the pipeline, and does not count.
-        if not (isinstance(event, JobStarted | JobFinished) and event.run == self._run.id):
-            self._metrics(event)
-
-    # Running
-
-    async def _work(self, row: object, context: LoopContext) -> object:
-        return await self._run_stages()
-
-    async def _run_stages(self) -> object:
-        try:
-            beside: list[Source | FunctionNode] = [*self._sources, *self._functions]
-            await run_together(self.nodes, [partial(node.pump, self._run.shared) for node in beside])
-        except Exception as error:
-            self._failure = error
-            raise
-        if self.collector.why:
-            raise Interrupted(self.collector.why)
-        counts = {node.name: (sum(result.ok for result in node.results), len(node.results)) for node in self.nodes}
-        return {name: {"ok": ok, "of": every} for name, (ok, every) in counts.items()}
 
     # Wiring
 
@@ -293,14 +289,15 @@ class Flow:
             return self._backends.share(prepare(BatchSpec(**known), sends=self._sends))
 
     def _outermost(self) -> Prepared:
-        """Return the outer run that contains the stages. It sends nothing itself, and its one row runs all the time."""
+        """Return the outer run that contains the stages. It sends nothing itself, and has no rows."""
         first = self.nodes[0].prepared
         options = {name: value for name, value in self._options.items() if name in OF_THE_WHOLE or name == "prices"}
         options |= {name: getattr(first.spec, name) for name in ("model", "backend", "runtime", "api_key")}
         stages = " → ".join(node.name for node in self.nodes)
         prepared = prepare(BatchSpec(**options, task="{input}", inputs=[stages]), sends=self._sends)
-        agents = None if prepared.max_agents is None else prepared.max_agents + 1
-        return replace(prepared, backend=first.backend, model=first.model, max_agents=agents)
+        plan = copy.copy(prepared.plan)
+        plan.total = None  # the pipeline has no rows of its own
+        return replace(prepared, plan=plan, backend=first.backend, model=first.model)
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
-from batch_agent.cluster.copy_in import copy_in, copy_stages_in, directory_is_new
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.recorded import RunPlace, copy_out, look, place_of
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import RunView
+from batch_agent.run.copy_in import copy_in, copy_stages_in, directory_is_new
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def _copy(source: RunPlace, target: RunPlace, view: RunView, import_from: Path |
         return copy_out(source, target)
     if isinstance(source, Path) and isinstance(target, StoreAddress):
         target.refuse_stage()
-        with closing(RedisRunStore.open(target)) as store:
+        with closing(RedisRunStore.at(target)) as store:
             if store.facts() is not None:
                 raise SpecError(
                     f"{target} already holds a run: give another name, or delete it with batch-agent delete"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from batch_agent.agent.comparison import Comparison, measured_speed
 from batch_agent.agent.dryrun import DryRun, marks_for
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.prepare import prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
@@ -29,7 +29,6 @@ from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
-from batch_agent.cluster.open import open_fed_run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
@@ -44,7 +43,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.topology.plan import PipelinePlan
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
+    pass
 
 # Exit statuses of runs that ended early and were not stopped by the user.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
@@ -78,17 +77,9 @@ def run_command(options: argparse.Namespace) -> int:
         command = {**command_of(options), ASKED: asked(prepared)}
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
         prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
-        run = _open(prepared, command)
+        run = Run[object](prepared, command=command)
         with page_beside(options, spec), open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
-
-
-def _open(prepared: Prepared, command: Mapping[str, JsonValue]) -> Run[object]:
-    spec = prepared.spec
-    if spec.cluster is not None:
-        opened: Run[object] = spec.cluster.open_run(prepared, command)
-        return opened
-    return open_fed_run(prepared, command) if is_store_url(spec.run_dir) else Run[object](prepared, command=command)
 
 
 def comparison_of(options: argparse.Namespace, plan: DryRun | PipelinePlan) -> Comparison | None:

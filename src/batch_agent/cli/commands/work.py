@@ -11,15 +11,17 @@ from pathlib import Path
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.streams import say
-from batch_agent.cluster.worker import WAIT, NoRunCame, Worker, WorkReport, open_store
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import harmless, rows
+from batch_agent.run.joining import WAIT, JoinedWorker, NoRunCame, WorkReport, open_store
 
 REFUSED, NOTHING_CAME = 2, 3
 
 
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the run: redis://host:6379/0/NAME")
+    parser.add_argument(
+        "url", metavar="URL", help="the run: redis://host:6379/0/NAME, or the run directory of a run on this machine"
+    )
     parser.add_argument(
         "--import-from", metavar="DIR", help="directory of the run's tools, schemas and workers (default: here)"
     )
@@ -49,7 +51,7 @@ def work_command(options: argparse.Namespace) -> int:
 async def _work(options: argparse.Namespace) -> WorkReport:
     store = await open_store(options.url, options.wait)
     directory = None if options.import_from is None else Path(options.import_from)
-    worker = Worker(store, import_from=directory, wait=options.wait)
+    worker = JoinedWorker(store, import_from=directory, wait=options.wait)
     try:
         with Interrupts(worker):
             return await worker.work()

@@ -20,7 +20,6 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import is_pipeline, load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.cli.spec.stages import load_flow
-from batch_agent.cluster.worker_run import prepare_worker
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
@@ -30,6 +29,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.keys import Keys
 from batch_agent.record.rundir import JOURNAL, RUN, read_run, stage_names
 from batch_agent.record.sqlite import SqliteJournal, connect_to_read, glance
+from batch_agent.run.joining import prepare_worker
 
 AT_ONCE = 256  # rows looked up in the journal together
 

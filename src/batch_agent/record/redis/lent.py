@@ -1,6 +1,6 @@
 """What the workers of a run share, stored in Redis.
 
-    K lent     hash: ``table`` (JSON, see ``scheduler.lending``) and its ``version``
+    K lent     hash: ``table`` (JSON, see ``share.table``) and its ``version``
     K alive    sorted set: worker → end of its membership, in seconds of Redis' clock
     K call:…   hash: one tool call or model answer, while it runs and while its result is kept
     K ended    stream: keys of calls that ended, the latest thousand
@@ -20,9 +20,9 @@ from typing import Any, TypeVar, cast
 
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.lent import LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
-from batch_agent.scheduler.lending import Allotment, Claim, Learnt, Steering, Table, steered
+from batch_agent.record.store import LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
+from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, steered
 
 T = TypeVar("T")
 
@@ -78,22 +78,22 @@ return 1
 """
 
 
-class RedisLent:
-    """The shared state of one run. ``connection`` may be that of its ``RunStore``."""
+class RedisShares:
+    """What the workers of one run share: the base of its ``RunStore``."""
 
     def __init__(self, address: StoreAddress, connection: RedisConnection) -> None:
-        self._prefix = address.at(address.name).prefix  # stages of a pipeline share the state of their run
-        self._connection = connection
-        self._scripts: dict[str, Script] = {}
+        self._whole = address.at(address.name).prefix  # stages of a pipeline share the state of their run
+        self.connection = connection
+        self._share_scripts: dict[str, Script] = {}
 
-    def _key(self, name: str) -> str:
-        return self._prefix + name
+    def _share_key(self, name: str) -> str:
+        return self._whole + name
 
     # The table
 
     def beat(
         self,
-        worker: str,
+        member: str,
         seconds: float,
         claims: Mapping[str, Claim],
         learnt: Mapping[str, Learnt],
@@ -102,14 +102,14 @@ class RedisLent:
         # The table keeps the membership longer than the worker expects, so the worker stops using its shares first.
         until = 1.2 * seconds
         return self._change(
-            lambda table, now: table.beat(worker, now, until, claims, learnt, status), worker, lasts=until
+            lambda table, now: table.beat(member, now, until, claims, learnt, status), member, lasts=until
         )
 
-    def leave(self, worker: str) -> None:
-        self._change(lambda table, now: table.leave(worker, now), worker)
+    def resign(self, member: str) -> None:
+        self._change(lambda table, now: table.leave(member, now), member)
 
     def table(self) -> tuple[Table, float]:
-        _, table, now = self._read()
+        _, table, now = self._read_table()
         return table, now
 
     def steer(self, request: JsonObject) -> Steering:
@@ -125,22 +125,22 @@ class RedisLent:
             attempt += 1
             if attempt > FEW:
                 time.sleep(random.uniform(0.0, PAUSE))  # many workers report at once
-            version, table, now = self._read()
+            version, table, now = self._read_table()
             answer = change(table, now)
             until = "" if lasts is None else repr(now + lasts)
             args = [version, json.dumps(table.to_json()), worker, until]
-            if self._script(WRITE, ["lent", "alive"], args):
+            if self._share_script(WRITE, ["lent", "alive"], args):
                 return answer
 
-    def _read(self) -> tuple[str, Table, float]:
-        version, table, seconds, micros = self._script(READ, ["lent"], [])
+    def _read_table(self) -> tuple[str, Table, float]:
+        version, table, seconds, micros = self._share_script(READ, ["lent"], [])
         return version.decode(), Table.from_json(json.loads(table)), int(seconds) + int(micros) / 1e6
 
     # Calls
 
-    def begin_call(self, worker: str, key: str, token: str, seen: str) -> SharedCall:
-        args = [worker, token, seen, int(CALL_SECONDS * 1000)]
-        found = self._script(BEGIN, [f"call:{key}", "alive", "ended"], args)
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
+        args = [member, token, seen, int(CALL_SECONDS * 1000)]
+        found = self._share_script(BEGIN, [f"call:{key}", "alive", "ended"], args)
         state, held, position, ok, text = (each.decode() for each in found)
         return SharedCall(cast(Any, state), held, position, text, ok == "1")
 
@@ -148,18 +148,18 @@ class RedisLent:
         fits = text is not None and len(text) <= LARGEST_SHARED
         milliseconds = max(1, int((keep or UNKEPT_SECONDS) * 1000))
         args = [token, int(fits), text if fits else "", int(ok), milliseconds, int(keep > 0), key]
-        self._script(END, [f"call:{key}", "ended"], args)
+        self._share_script(END, [f"call:{key}", "ended"], args)
 
     def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
         milliseconds = max(1, int(seconds * 1000))
 
         def read(client: Client) -> Any:
             return client.execute_command(
-                "XREAD", "COUNT", 1000, "BLOCK", milliseconds, "STREAMS", self._key("ended"), position
+                "XREAD", "COUNT", 1000, "BLOCK", milliseconds, "STREAMS", self._share_key("ended"), position
             )
 
         ended: set[str] = set()
-        for place, fields in entries(self._connection.call(read)):
+        for place, fields in entries(self.connection.call(read)):
             position = place
             ended.add(fields[b"key"].decode())
         return position, ended
@@ -167,19 +167,19 @@ class RedisLent:
     # Files
 
     def put_file(self, name: str, text: str) -> None:
-        self._connection.call(lambda client: client.execute_command("HSET", self._key("files"), name, text))
+        self.connection.call(lambda client: client.execute_command("HSET", self._share_key("files"), name, text))
 
     def get_file(self, name: str) -> str | None:
-        found = self._connection.call(lambda client: client.execute_command("HGET", self._key("files"), name))
+        found = self.connection.call(lambda client: client.execute_command("HGET", self._share_key("files"), name))
         return None if found is None else cast(bytes, found).decode()
 
-    def _script(self, script: str, keys: list[str], args: list[Any]) -> Any:
-        names = [self._key(key) for key in keys]
+    def _share_script(self, script: str, keys: list[str], args: list[Any]) -> Any:
+        names = [self._share_key(key) for key in keys]
 
         def call(client: Client) -> Any:
-            registered = self._scripts.get(script)
+            registered = self._share_scripts.get(script)
             if registered is None:
-                registered = self._scripts[script] = client.register_script(script)
+                registered = self._share_scripts[script] = client.register_script(script)
             return registered(keys=names, args=args)
 
-        return self._connection.call(call)
+        return self.connection.call(call)

@@ -11,7 +11,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import Client, RedisConnection, entries
 from batch_agent.record.redis.scripts import GROUP
 from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
-from batch_agent.record.shared import KeptStep
+from batch_agent.record.store import KeptStep
 
 PAGE = 500
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
@@ -14,11 +14,13 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
+from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.redis import scripts
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
-from batch_agent.record.redis.lent import RedisLent
-from batch_agent.record.shared import (
+from batch_agent.record.redis.lent import RedisShares
+from batch_agent.record.store import (
     LEASE,
+    NUMBERS,
     Counts,
     FeederReplaced,
     FeederSitting,
@@ -26,6 +28,7 @@ from batch_agent.record.shared import (
     LeasedRow,
     NewRow,
     Phase,
+    Resuming,
     RowChange,
     RowLease,
     RunStanding,
@@ -39,11 +42,13 @@ KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its
 BLOCKED = 1.0  # seconds that a command may wait in Redis
 
 
-class RedisRunStore:
+class RedisRunStore(RedisShares):
     """One run. It is thread-safe."""
 
+    instant = False
+
     def __init__(self, connection: RedisConnection) -> None:
-        self.connection = connection
+        super().__init__(connection.address, connection)
         self.address = connection.address
         self._keys = [self.key(name) for name in scripts.KEYS]
         self._steps = self.key("steps:")
@@ -52,10 +57,11 @@ class RedisRunStore:
         self._calls = count(1)
         self._looked = 0.0  # when expired leases were last looked for
         self._lease = LEASE
+        self._resuming = Resuming()
         self.polite = True  # give other workers time to renew after an outage; look for expired leases rarely
 
     @classmethod
-    def open(cls, address: StoreAddress, *, on_away: Callable[[bool], None] = lambda _: None) -> RedisRunStore:
+    def at(cls, address: StoreAddress, *, on_away: Callable[[bool], None] = lambda _: None) -> RedisRunStore:
         """Open the run at that address, which need not exist yet. Raises SpecError if the server refuses, StoreError if
         it is unreachable."""
         connection = RedisConnection(address, on_away=on_away)
@@ -70,8 +76,21 @@ class RedisRunStore:
         """Return the name of a key of this run."""
         return self.address.prefix + name
 
-    def lent(self) -> RedisLent:
-        return RedisLent(self.address, self.connection)
+    def lent(self) -> RedisShares:
+        return self
+
+    def open(self, resuming: Resuming) -> None:
+        if not (resuming.resume or resuming.force) and self.facts() is not None:
+            raise self._taken()
+
+    def _taken(self) -> SpecError:
+        return SpecError(
+            f"{self.address} holds a run already: resume it (resume=True, or batch-agent resume URL), or use another "
+            "name"
+        )
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Do nothing: changes in Redis are waited for by calls that block."""
 
     def stage(self, name: str) -> RedisRunStore:
         store = RedisRunStore(RedisConnection(self.address.at(self.address.name, name)))
@@ -87,12 +106,13 @@ class RedisRunStore:
 
     # The feeder
 
-    def open_feed(self, facts: JsonObject, *, resume: bool, keep_results_only: bool) -> FeederSitting:
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+        self._resuming = resuming
         lease = float(cast(float, facts.get("lease", LEASE)))
         arguments = (
             to_json(facts),
             str(facts.get("fingerprint", "")),
-            int(resume),
+            int(resuming.resume or resuming.force),
             max(1, int(lease * 1000)),
             "results" if keep_results_only else "all",
             self._nonce,
@@ -104,10 +124,7 @@ class RedisRunStore:
             waits -= 1
             time.sleep(max(0, answer[1]) / 1000 + 0.05)
         if answer == scripts.TAKEN:
-            raise SpecError(
-                f"{self.address} holds a run already: resume it (resume=True, or batch-agent resume URL), or use "
-                "another name"
-            )
+            raise self._taken()
         if not self.address.stage:
             self._command("SADD", RUNS, self.address.name)
         sitting, previous, position = answer
@@ -121,19 +138,20 @@ class RedisRunStore:
     def write_facts(self, sitting: int, facts: JsonObject) -> None:
         self._fenced(scripts.WRITE, sitting, "facts", to_json(facts))
 
-    def feed(self, sitting: int, rows: Sequence[NewRow], retry: bool | Collection[str]) -> list[bytes | None]:
+    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+        retry = self._resuming.retry
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
         arguments: list[object] = [sitting, next(self._calls), again, self._steps]
         for row in rows:
             arguments += (row.index, row.key.hex(), row.value)
-        return cast("list[bytes | None]", self._fenced(scripts.FEED, *arguments))
+        return cast("list[object]", self._fenced(scripts.FEED, *arguments))
 
     def end_inputs(self, sitting: int) -> None:
         self._fenced(scripts.END_INPUTS, sitting)
 
-    def results(self, sitting: int, after: str, count: int, wait: float) -> list[SharedResult]:
+    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
         blocked = ("BLOCK", max(1, int(min(wait, BLOCKED) * 1000))) if wait > 0 else ()
-        read = self._command("XREAD", "COUNT", count, *blocked, "STREAMS", self.key("results"), after)
+        read = self._command("XREAD", "COUNT", most, *blocked, "STREAMS", self.key("results"), after)
         found = []
         for place, fields in entries(read):
             own = int(fields[b"sitting"]) == sitting
@@ -145,6 +163,10 @@ class RedisRunStore:
 
     def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
         self._fenced(scripts.CLOSE_FEED, sitting, to_json(facts), phase)
+
+    def spent(self) -> Outlay:
+        """Return nothing: the table of shares has what was spent."""
+        return Outlay()
 
     # Workers
 
@@ -161,14 +183,21 @@ class RedisRunStore:
         self._command("EXPIRE", key, KEPT_WORKER)
         return worker
 
-    def take(self, worker: int, count: int, wait: float) -> list[LeasedRow]:
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        return count(worker << NUMBERS | 1)
+
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+        """Return nothing: a leased row has the steps of all its agents."""
+        return [()] * len(wanted)
+
+    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
         with self._present():
-            found = self._script(scripts.TAKE, worker, count, self._steps, int(self._may_look()), self._age)
+            found = self._script(scripts.TAKE, worker, most, self._steps, int(self._may_look()), self._age)
             if found or wait <= 0:
                 return [_leased(*each) for each in found]
             waits = max(1, int(min(wait, BLOCKED) * 1000))
             read = self._command(
-                "XREADGROUP", "GROUP", scripts.GROUP, worker, "COUNT", count, "BLOCK", waits, "STREAMS",
+                "XREADGROUP", "GROUP", scripts.GROUP, worker, "COUNT", most, "BLOCK", waits, "STREAMS",
                 self.key("queue"), ">",
             )  # fmt: skip
         taken = []
@@ -184,7 +213,7 @@ class RedisRunStore:
             self._command("EXPIRE", self.key(f"worker:{worker}"), KEPT_WORKER)
             return {place.decode() for place in lost}, _standing(standing)
 
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange]) -> set[str]:
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
         for change in changes:
             lease, steps = change.lease, [_pack(step) for step in change.steps]

@@ -12,7 +12,7 @@ from itertools import count
 
 from batch_agent.backends.once import Found
 from batch_agent.errors import StoreError
-from batch_agent.record.lent import LentStore, SharedCall
+from batch_agent.record.store import SharedCall, WorkStore
 
 LOOK_AGAIN = 1.0  # seconds
 MOST_KEPT = 24 * 3600.0  # seconds
@@ -21,7 +21,7 @@ MOST_KEPT = 24 * 3600.0  # seconds
 class SharedOnce:
     """``worker`` is the name under which this process is a member of the run."""
 
-    def __init__(self, store: LentStore, worker: str, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, store: WorkStore, worker: str, threads: ThreadPoolExecutor) -> None:
         self._store, self._worker, self._threads = store, worker, threads
         self._numbers = count()
         self._waiting: dict[str, asyncio.Future[None]] = {}  # by key, until the call ends or a second has passed

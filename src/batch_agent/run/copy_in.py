@@ -10,17 +10,17 @@ from typing import cast
 
 from batch_agent.agent.fingerprint import rows_under
 from batch_agent.agent.prepare import Prepared
-from batch_agent.cluster.row_json import encode_row
-from batch_agent.cluster.spec_json import pieces, spec_json
 from batch_agent.errors import StoreError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Progress
 from batch_agent.record.keys import Keys
+from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import JOURNAL, RunView
-from batch_agent.record.shared import KeptStep, NewRow, RowChange, RunStore
 from batch_agent.record.sqlite import SqliteJournal, open_to_read
-from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
+from batch_agent.record.store import KeptStep, NewRow, Resuming, RowChange, RunStore
+from batch_agent.run.spec_json import pieces, spec_json
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
 
 ROWS_AT_ONCE = 100
 ResultRecord = Mapping[str, object]
@@ -33,7 +33,7 @@ def copy_stages_in(
 
     ``prepared`` are the stages by name. ``records`` returns the result lines of a directory.
     """
-    sitting = store.open_feed(dict(view.facts), resume=False, keep_results_only=False).sitting
+    sitting = store.open_feed(dict(view.facts), Resuming(retry=False)).sitting
     count = 0
     for name, stage in view.stages.items():
         with closing(store.stage(name)) as inner:
@@ -54,7 +54,7 @@ def copy_in(
     of the run in its pipeline.
     """
     facts = _facts(view, prepared)
-    sitting = store.open_feed(facts, resume=False, keep_results_only=False).sitting
+    sitting = store.open_feed(facts, Resuming(retry=False)).sitting
     worker, plan, keys = store.join({"copies": view.name}), prepared.plan, Keys(rows_under(prepared))
     count = number = 0
     lines = iter(records)
@@ -71,7 +71,7 @@ def copy_in(
                 NewRow(index, identity.key, identity.row, encode_row(record.get("input")))
                 for index, (record, identity) in ended.items()
             ]
-            store.feed(sitting, rows, False)
+            store.feed(sitting, rows)
             for change in _changes(store, worker, journal, ended):
                 number += 1
                 if store.commit(worker, number, [change]):
@@ -117,10 +117,10 @@ def _kept(journal: SqliteJournal, agent: int, identity: Identity) -> Iterator[Ke
 
 def _note_spent(store: RunStore, latest: Progress, stage: str) -> None:
     """Record the spending of the run, so that its budget counts it, or of a stage."""
-    lent, cost = store.lent(), round((latest.cost or 0.0) * DOLLAR)
+    cost = round((latest.cost or 0.0) * DOLLAR)
     spent = {of_stage(BUDGET_TOKENS, stage): latest.tokens, **({of_stage(BUDGET_COST, stage): cost} if cost else {})}
-    lent.beat("copied", 1.0, {name: Claim(used, used, used, spent=used) for name, used in spent.items()}, {}, {})
-    lent.leave("copied")
+    store.beat("copied", 1.0, {name: Claim(used, used, used, spent=used) for name, used in spent.items()}, {}, {})
+    store.resign("copied")
 
 
 def directory_is_new(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """A worker's shares of slots, rate limits and budget. They are renewed about once per second, and used without asking.
 
-``scheduler.lending`` decides the share of each worker. This module makes claims from the worker's own numbers, and
+``share.table`` decides the share of each worker. This module makes claims from the worker's own numbers, and
 applies grants as limits of its dispatchers and its ledger. If a worker cannot reach the store, it stops using its
 shares when its membership expires, before other workers get them: requests in flight finish, and no new request is
 sent.
@@ -24,20 +24,19 @@ from typing import TypeVar
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.forwarding import ForwardingBackend
-from batch_agent.cluster.once import SharedOnce
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.fleet.following import Hostfile
 from batch_agent.messages import JsonObject
-from batch_agent.record.lent import LentStore
-from batch_agent.record.shared import LEASE
+from batch_agent.record.store import LEASE, WorkStore
+from batch_agent.run.control import Controls
+from batch_agent.run.once import SharedOnce
 from batch_agent.run.shared import Shared
-from batch_agent.run.steering import Controls
 from batch_agent.scheduler.budget import NOTHING, Amount
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.lending import (
+from batch_agent.share.table import (
     BUDGET,
     BUDGET_COST,
     BUDGET_TOKENS,
@@ -77,7 +76,7 @@ class Pot:
 class Lending:
     """``worker`` is a name that is unique in the run. ``seconds`` is the time after which a membership expires."""
 
-    def __init__(self, store: LentStore, worker: str, seconds: float = LEASE) -> None:
+    def __init__(self, store: WorkStore, worker: str, seconds: float = LEASE) -> None:
         self._store, self._worker, self._seconds = store, worker, seconds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batch-agent-lent")
         self.once = SharedOnce(store, worker, self._threads)
@@ -181,7 +180,7 @@ class Lending:
 
     def _return(self, claims: Mapping[str, Claim], learnt: Mapping[str, Learnt]) -> None:
         self._store.beat(self._worker, self._seconds, claims, learnt, {})
-        self._store.leave(self._worker)
+        self._store.resign(self._worker)
 
     def _beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function)

@@ -1,4 +1,4 @@
-"""JSON encoding of inputs and results, for the exchange between the processes of a run."""
+"""JSON encoding of inputs and results, for the exchange between the processes of a run, and for their record."""
 
 from __future__ import annotations
 

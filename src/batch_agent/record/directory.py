@@ -1,0 +1,249 @@
+"""The record of a run in its directory: the queue and the leases are in memory, steps and facts in files.
+
+A row's result is not kept apart from its lines in the result files: a worker of the next session computes it again from
+the row's steps, under the schema of that session. All files belong to the process that feeds the run; other processes
+on this machine reach them through ``served``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from threading import Lock as ThreadLock
+from typing import cast
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.results import from_json, to_json
+from batch_agent.job import BaseResult
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Outlay, Progress
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.rundir import RunDir, read_run
+from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import NUMBERS, KeptStep, NewRow, Phase, Resuming, RowChange, RowLease
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
+
+logger = logging.getLogger("batch_agent")
+
+OpenJournal = Callable[..., SqliteJournal]
+FACTS, TABLE = "facts", "table"  # names of facts in the journal
+
+
+class DirectoryStore(MemoryStore):
+    """``schema`` is that of the outputs, for the lines of the result files."""
+
+    def __init__(self, path: Path, *, open_journal: OpenJournal = SqliteJournal.open) -> None:
+        super().__init__()
+        self.path = path
+        self.schema: OutputSchema[object] | None = None
+        self._open_journal = open_journal
+        self._directory: RunDir | None = None
+        self._disk = ThreadLock()  # held while files are read or written
+        self._has_past = False
+        self._outlay = Outlay()
+        self._numbers = count(1)  # of agents in the journal
+        self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
+
+    def open(self, resuming: Resuming) -> None:
+        with self._disk:
+            resume = resuming.resume or resuming.force
+            self._directory = RunDir.open(self.path, resume=resume, open_journal=self._open_journal)
+
+    def close(self) -> None:
+        with self._disk:
+            if self._directory is not None:
+                self._directory.close()
+                self._directory = None
+        super().close()
+
+    def _open_stage(self, name: str) -> MemoryStore:
+        return DirectoryStore(self.path / name, open_journal=self._open_journal)
+
+    @property
+    def _dir(self) -> RunDir:
+        if self._directory is None:
+            raise StoreError(f"the run directory {self.path} is closed")
+        return self._directory
+
+    @property
+    def _journal(self) -> SqliteJournal:
+        return self._dir.journal
+
+    # A session
+
+    def _begin(self, facts: JsonObject, resuming: Resuming) -> JsonObject | None:
+        if self._directory is None:
+            self.open(resuming)
+        with self._disk:
+            directory, journal = self._dir, self._journal
+            first = journal.next_agent()
+            self._numbers, self._has_past = count(first), first > 1
+            previous = self._previous()
+            fingerprint = str(facts.get("fingerprint", ""))
+            if self._has_past:
+                journal.sort_by("row" if resuming.force else "key")
+            journal.begin(bytes.fromhex(fingerprint), str(facts.get("session_started")))
+            directory.begin_files()
+            table = journal.fact(TABLE)
+            self._table = Table.from_json(cast(JsonObject, from_json(table.encode())) if table else {})
+            self._put_facts(facts)
+        self._warn(previous, fingerprint, forced=resuming.force)
+        return previous
+
+    def facts(self) -> JsonObject | None:
+        """Return the facts of this session, or of the one before it."""
+        if self._facts is not None or self._directory is None:
+            return super().facts()
+        with self._disk:
+            return self._previous()
+
+    def _previous(self) -> JsonObject | None:
+        """Return the facts of the session before. Raises StoreError if they are lost and rows have a record: without
+        them it is unknown whether the recorded answers were kept by force."""
+        kept = self._journal.fact(FACTS)
+        try:
+            return read_run(self.path)
+        except (SpecError, StoreError) as error:
+            if kept is not None:
+                logger.warning("%s; its copy in the journal is used", error)
+                return cast(JsonObject, from_json(kept.encode()))
+            if isinstance(error, SpecError) or self._journal.next_agent() == 1:  # run.json is missing
+                return None
+            raise StoreError(
+                f"{self.path / 'run.json'} is damaged, and says whether the recorded answers were kept by "
+                "force_resume. To use them, resume with force_resume=True (--force-resume); else delete run.json and "
+                "resume: answers to other questions are then asked again"
+            ) from None
+
+    def _warn(self, previous: JsonObject | None, fingerprint: str, *, forced: bool) -> None:
+        if self._dir.lost_journal:
+            logger.warning("the journal of %s is missing: every row is processed again", self.path)
+        elif not self._has_past:
+            return
+        elif forced:
+            logger.warning(
+                "force_resume=True (--force-resume): rows of %s keep the answers they have, even if the task, model, "
+                "schema or tools changed",
+                self.path,
+            )
+        elif previous is not None and previous.get("fingerprint") not in (None, fingerprint):
+            logger.warning(
+                "the task, model, schema or tools of %s have changed: rows are processed again. Old answers stay in "
+                "the journal; force_resume=True, on the command line --force-resume, uses them",
+                self.path,
+            )
+
+    def _write_facts(self, facts: JsonObject) -> None:
+        with self._disk:
+            self._put_facts(facts)
+
+    def _put_facts(self, facts: JsonObject) -> None:
+        shown = {name: value for name, value in facts.items() if name != "summary"}
+        self._dir.write_run(shown)
+        self._journal.set_fact(FACTS, to_json(shown).decode())
+
+    def _end(self, facts: JsonObject, phase: Phase) -> None:
+        """Write the end of the session. Each file is written even if another cannot be."""
+        with self._disk:
+            failure: BaseException | None = None
+            summary, directory = facts.get("summary"), self._dir
+
+            writes: list[Callable[[], None]] = [
+                lambda: directory.end_files(every=facts.get("state") == "complete"),
+                lambda: self._journal.commit((), self._progress()),
+                lambda: self._put_facts(facts),
+            ]
+            if isinstance(summary, dict):
+                writes.append(lambda: directory.write_summary(summary))
+            for write in writes:
+                try:
+                    write()
+                except StoreError as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+
+    # Rows
+
+    def _keeps_past(self) -> bool:
+        return self._has_past
+
+    def _past(self, rows: Sequence[NewRow]) -> list[list[KeptStep]] | None:
+        if not self._has_past:
+            return None
+        with self._disk:
+            found = self._journal.claim_steps([Identity(row.key, row.content) for row in rows])
+            return [list(steps) for steps in found]
+
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+        if not self._has_past:
+            return [()] * len(wanted)
+        with self._disk:
+            return self._journal.claim_steps(wanted)
+
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        return self._numbers if worker in self._own_workers else super().agent_numbers(worker)
+
+    def _record(self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None) -> None:
+        own = worker in self._own_workers
+        with self._disk:
+            steps = [step if own else self._renumbered(change, step) for change in changes for step in change.steps]
+            if outlay is not None:
+                self._outlay = outlay
+            ended = [change for change in changes if change.result is not None]
+            self._journal.commit(steps, self._progress(ended))
+            results = [change.result for change in ended if isinstance(change.result, BaseResult)]
+            if results:
+                self._dir.schema = self.schema
+                self._dir.write(results)  # type: ignore[arg-type]
+            for change in ended:
+                self._agents.pop(change.lease.place, None)
+
+    def _renumbered(self, change: RowChange, step: KeptStep) -> KeptStep:
+        """Return the step of another process with a number of this journal for its agent."""
+        if step.agent >> NUMBERS == 0:  # it continues an agent of an earlier session
+            return step
+        numbers = self._agents.setdefault(change.lease.place, {})
+        if step.agent not in numbers:
+            numbers[step.agent] = next(self._numbers)
+        return KeptStep(numbers[step.agent], step.key, step.content, step.kind, step.body)
+
+    def _progress(self, ended: Sequence[RowChange] = ()) -> Progress:
+        outlay = self._outlay
+        failed = sum(1 for change in ended if change.error)
+        return Progress(
+            self._ok + len(ended) - failed,
+            self._failed + failed,
+            self._resumed + sum(change.resumed for change in ended),
+            outlay.tokens,
+            outlay.cost,
+            outlay.lease,
+            outlay.learnt,
+        )
+
+    # What is spent
+
+    def spent(self) -> Outlay:
+        with self._disk:
+            tokens, cost = self._journal.spent()
+            learnt = self._journal.learnt()
+        table, _ = self.table()
+        return Outlay(tokens + table.spent_of(BUDGET_TOKENS), cost + table.spent_of(BUDGET_COST) / DOLLAR, None, learnt)
+
+    def share(self) -> None:
+        """Move what the sessions have spent into the table, from which several workers take their shares."""
+        with self._lock, self._disk:
+            tokens, cost = self._journal.spent()
+            for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, round(cost * DOLLAR))):
+                if amount:
+                    self._table.spent[name] = self._table.spent.get(name, 0) + amount
+            self._outlay = Outlay(learnt=self._outlay.learnt)
+            self._journal.fold(TABLE, to_json(self._table.to_json()).decode())
+
+    def _write_table(self, table: JsonObject) -> None:
+        with self._disk:
+            if self._directory is not None:
+                self._journal.set_fact(TABLE, to_json(table).decode())

@@ -1,0 +1,502 @@
+"""A record in the memory of this process: the queue, the leases, the results and the shares of the workers.
+
+It is the whole record of a run without a run directory. The record of a run directory (``sqlite``) adds files to it.
+Other processes reach it through ``served``. No worker outlives the process that has the queue, so no row is leased when
+the store is opened. A lease of an earlier opening is never valid: its place names the opening.
+
+One lock makes each call atomic. Calls that write files do so without the lock, so that the event loop never waits for
+a disk.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+from threading import Condition, RLock
+from typing import TypeVar
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Outlay
+from batch_agent.record.store import (
+    LARGEST_SHARED,
+    LEASE,
+    NUMBERS,
+    UNKEPT_SECONDS,
+    Counts,
+    FeederReplaced,
+    FeederSitting,
+    KeptStep,
+    LeasedRow,
+    NewRow,
+    Phase,
+    Resuming,
+    RowChange,
+    RowLease,
+    RunStanding,
+    SharedCall,
+    SharedResult,
+)
+from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, steered
+
+T = TypeVar("T")
+
+MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can still find
+
+
+class QueuedRow:
+    """A row that has not ended. ``until`` is the end of its lease, by the store's clock. ``steps`` is what earlier
+    agents of the row recorded, in this opening or before it."""
+
+    __slots__ = ("lease", "new", "order", "sitting", "steps", "until", "worker")
+
+    def __init__(self, new: NewRow, order: int, sitting: int, steps: list[KeptStep]) -> None:
+        self.new, self.order, self.sitting, self.steps = new, order, sitting, steps
+        self.lease: RowLease | None = None
+        self.worker = 0
+        self.until = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A call that ``member`` runs, or whose result is kept until ``until``."""
+
+    member: str
+    token: str
+    text: str | None = None  # None: it is running
+    ok: bool = True
+    kept: bool = False  # for all workers; else only for those that waited
+    until: float = 0.0
+
+
+class MemoryStore:
+    """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
+
+    instant = True
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._clock, self._wall = clock, wall
+        self._lock = RLock()
+        self._rows_changed, self._results_changed = Condition(self._lock), Condition(self._lock)
+        self._opening = secrets.randbits(40)
+        self._facts: JsonObject | None = None
+        self._stages: dict[str, MemoryStore] = {}
+        self._parent: MemoryStore | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._resuming = Resuming()
+        self._phase: Phase | None = None
+        self._fed = False
+        self._sitting = 0  # 0: there is no feeder
+        self._sittings = self._generation = 0
+        self._lease_seconds = LEASE
+        self._order = self._token = self._workers = self._position = 0
+        self._own_workers: set[int] = set()  # in this process: their leases do not end
+        self._queued: dict[int, QueuedRow] = {}  # by order
+        self._waiting: list[int] = []  # orders of rows without a lease; outdated entries are skipped
+        self._held: OrderedDict[str, QueuedRow] = OrderedDict()  # by place; the lease that ends first comes first
+        self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
+        self._results: deque[SharedResult] = deque()
+        self._ok = self._failed = self._resumed = 0
+        # Shares, calls, files
+        self._table = Table()
+        self._calls: dict[str, _Shared] = {}
+        self._calls_changed = Condition(self._lock)
+        self._kept: deque[tuple[float, str]] = deque()  # end of keeping, key; replaced results are skipped
+        self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
+        self._call_position = 0
+        self._files: dict[str, str] = {}
+
+    # What a store with files does in addition
+
+    def _begin(self, facts: JsonObject, resuming: Resuming) -> JsonObject | None:
+        """Begin a session in the files. Returns the facts before it."""
+        previous = self._facts
+        if previous is not None and not (resuming.resume or resuming.force):
+            raise SpecError("this run was fed before: resume it")
+        return previous
+
+    def _write_facts(self, facts: JsonObject) -> None: ...
+
+    def _end(self, facts: JsonObject, phase: Phase) -> None: ...
+
+    def _past(self, rows: Sequence[NewRow]) -> list[list[KeptStep]] | None:
+        """Return what earlier sessions recorded for each row; None if nothing was recorded."""
+        return None
+
+    def _record(self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None) -> None:
+        """Write changes to the files, all of them or none."""
+
+    def _keeps_past(self) -> bool:
+        """Whether ``claim`` may find something."""
+        return False
+
+    def _write_table(self, table: JsonObject) -> None:
+        """Write the table of shares before a worker gets its shares: it holds the budget."""
+
+    def _open_stage(self, name: str) -> MemoryStore:
+        return MemoryStore(self._clock, self._wall)
+
+    # The run
+
+    def facts(self) -> JsonObject | None:
+        with self._lock:
+            return None if self._facts is None else dict(self._facts)
+
+    def stage(self, name: str) -> MemoryStore:
+        with self._lock:
+            store = self._stages.get(name)
+            if store is None:
+                store = self._stages[name] = self._open_stage(name)
+                store._parent = self
+            return store
+
+    def open(self, resuming: Resuming) -> None: ...
+
+    def close(self) -> None:
+        with self._lock:
+            self._changed()
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        self._listeners.append(changed)
+
+    def _changed(self) -> None:
+        self._rows_changed.notify_all()
+        self._results_changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    # The feeder
+
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+        previous = self._begin(facts, resuming)
+        with self._lock:
+            if previous is None or previous.get("fingerprint") != facts.get("fingerprint"):
+                self._generation += 1
+                self._drop(list(self._queued.values()))
+            self._facts, self._resuming, self._phase, self._fed = dict(facts), resuming, "running", False
+            self._sittings += 1
+            self._sitting = self._sittings
+            self._ok = self._failed = self._resumed = 0
+            lease = facts.get("lease")
+            self._lease_seconds = float(lease) if isinstance(lease, int | float) else LEASE
+            return FeederSitting(self._sitting, previous, str(self._position))
+
+    def keep_feed(self, sitting: int) -> RunStanding:
+        with self._lock:
+            self._check_feeder(sitting)
+            return self.standing()
+
+    def write_facts(self, sitting: int, facts: JsonObject) -> None:
+        with self._lock:
+            self._check_feeder(sitting)
+            self._facts = dict(facts)
+        self._write_facts(facts)
+
+    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+        past = self._past(rows)
+        with self._lock:
+            self._check_feeder(sitting)
+            for place, new in enumerate(rows):
+                self._order += 1
+                queued = QueuedRow(new, self._order, sitting, [] if past is None else past[place])
+                self._queued[self._order] = queued
+                heappush(self._waiting, self._order)
+            self._rows_changed.notify_all()
+            return [None] * len(rows)
+
+    def end_inputs(self, sitting: int) -> None:
+        with self._lock:
+            self._check_feeder(sitting)
+            self._fed = True
+            self._drop([queued for queued in self._queued.values() if queued.sitting < sitting])
+            self._changed()
+
+    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        position = int(after)
+        with self._lock:
+            if wait > 0:
+                until = self._clock() + wait
+                while (not self._results or self._position <= position) and (left := until - self._clock()) > 0:
+                    self._results_changed.wait(left)
+            results = self._results
+            while results and int(results[0].position) <= position:
+                results.popleft()
+            return [results[place] for place in range(min(most, len(results)))]
+
+    def set_phase(self, sitting: int, phase: Phase) -> None:
+        with self._lock:
+            self._check_feeder(sitting)
+            self._phase = phase
+            self._changed()
+
+    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+        with self._lock:
+            self._check_feeder(sitting)
+        self._end(facts, phase)
+        with self._lock:
+            self._facts, self._phase, self._sitting = dict(facts), phase, 0
+            self._changed()
+
+    def spent(self) -> Outlay:
+        return Outlay()
+
+    def _check_feeder(self, sitting: int) -> None:
+        if sitting != self._sitting:
+            raise FeederReplaced("another feeder feeds this run now")
+
+    def _drop(self, rows: Sequence[QueuedRow]) -> None:
+        for queued in rows:
+            del self._queued[queued.order]
+            if queued.lease is not None:
+                self._held.pop(queued.lease.place, None)
+
+    # Workers
+
+    def standing(self) -> RunStanding:
+        with self._lock:
+            if self._phase is None:
+                raise StoreError("there is no run")
+            held = len(self._held)
+            counts = Counts(len(self._queued) - held, held, self._ok, self._failed, self._fed)
+            # Workers of an earlier opening must leave, so the number is unique over all openings.
+            return RunStanding(self._phase, self._opening + self._generation, self._sitting > 0, counts)
+
+    def join(self, description: JsonObject) -> int:
+        with self._lock:
+            self._workers += 1
+            if description.get("feeder"):
+                self._own_workers.add(self._workers)
+            return self._workers
+
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        return count(worker << NUMBERS | 1)
+
+    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+        with self._lock:
+            rows = self._take(worker, most)
+            if rows or wait <= 0:
+                return rows
+            until = self._clock() + wait
+            while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
+                first = next(iter(self._held.values()), None)
+                self._rows_changed.wait(left if first is None else min(left, max(0.0, first.until - self._clock())))
+                rows = self._take(worker, most)
+            return rows
+
+    def _take(self, worker: int, most: int) -> list[LeasedRow]:
+        self._end_leases()
+        rows: list[LeasedRow] = []
+        while len(rows) < most and self._waiting:
+            queued = self._queued.get(heappop(self._waiting))
+            if queued is not None and queued.lease is None:
+                rows.append(self._lease(queued, worker))
+        return rows
+
+    def _lease(self, queued: QueuedRow, worker: int) -> LeasedRow:
+        self._token += 1
+        new = queued.new
+        lease = RowLease(new.key.hex(), f"{self._opening}-{queued.order}", self._token, new.index)
+        own = worker in self._own_workers
+        queued.lease, queued.worker = lease, worker
+        queued.until = float("inf") if own else self._clock() + self._lease_seconds
+        self._held[lease.place] = queued
+        if own and len(self._own_workers) < self._workers:
+            self._held.move_to_end(lease.place)  # the lease that ends first comes first
+        resuming = self._resuming
+        more, checks = self._keeps_past(), not resuming.force
+        steps = tuple(queued.steps) if queued.steps else ()
+        return LeasedRow(lease, new.value, steps, new.job, new.key, new.content, more, resuming.retry, checks)
+
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+        return [()] * len(wanted)
+
+    def _release(self, queued: QueuedRow) -> None:
+        """End the lease of a row. The row comes before rows that were never leased."""
+        if queued.lease is not None:
+            del self._held[queued.lease.place]
+            queued.lease = None
+            heappush(self._waiting, queued.order)
+
+    def _end_leases(self) -> None:
+        if len(self._own_workers) == self._workers:
+            return
+        now = self._clock()
+        for queued in [row for row in self._held.values() if row.until <= now]:
+            self._release(queued)
+
+    def _holder(self, worker: int, lease: RowLease) -> QueuedRow | None:
+        """Return the row if the worker holds this lease, else None."""
+        queued = self._held.get(lease.place)
+        if queued is None or queued.lease is None or queued.worker != worker or queued.lease.token != lease.token:
+            return None
+        return queued
+
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+        with self._lock:
+            lost = set()
+            for lease in leases:
+                queued = self._holder(worker, lease)
+                if queued is None:
+                    lost.add(lease.place)
+                elif worker not in self._own_workers:
+                    queued.until = self._clock() + self._lease_seconds
+            return lost, self.standing()
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        with self._lock:
+            latest = self._commits.get(worker)
+            if latest is not None and latest[0] == number:
+                return latest[1]
+            holders = [(change, self._holder(worker, change.lease)) for change in changes]
+            # While the changes are written, the rows stay with their holder.
+            for _, queued in holders:
+                if queued is not None:
+                    queued.until = float("inf")
+        valid = [change for change, queued in holders if queued is not None]
+        try:
+            self._record(worker, valid, outlay)
+        finally:
+            until = float("inf") if worker in self._own_workers else self._clock() + self._lease_seconds
+            with self._lock:
+                for _, queued in holders:
+                    if queued is not None:
+                        queued.until = until
+        with self._lock:
+            ended = False
+            for change, queued in holders:
+                if queued is None:
+                    continue
+                if change.result is None:
+                    if worker not in self._own_workers:  # another worker may take the row over
+                        queued.steps.extend(change.steps)
+                    continue
+                ended = True
+                self._position += 1
+                self._results.append(
+                    SharedResult(str(self._position), change.lease.row, change.lease.index, change.result, True)
+                )
+                if queued.order in self._queued:
+                    self._drop([queued])
+                self._ok += not change.error
+                self._failed += bool(change.error)
+                self._resumed += change.resumed
+            lost = {change.lease.place for change, queued in holders if queued is None}
+            if worker not in self._own_workers:
+                self._commits[worker] = number, lost
+            if ended:
+                self._changed()
+            return lost
+
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        with self._lock:
+            for queued in [self._holder(worker, lease) for lease in leases]:
+                if queued is not None:
+                    self._release(queued)
+            self._changed()
+
+    def leave(self, worker: int) -> None:
+        with self._lock:
+            self._commits.pop(worker, None)
+            self.hand_back(worker, [q.lease for q in self._held.values() if q.worker == worker and q.lease])
+
+    # Shares
+
+    def beat(
+        self,
+        member: str,
+        seconds: float,
+        claims: Mapping[str, Claim],
+        learnt: Mapping[str, Learnt],
+        status: JsonObject,
+    ) -> Allotment:
+        # The table keeps the membership longer than the worker expects, so the worker stops using its shares first.
+        return self._change(lambda table, now: table.beat(member, now, 1.2 * seconds, claims, learnt, status))
+
+    def resign(self, member: str) -> None:
+        self._change(lambda table, now: table.leave(member, now))
+
+    def table(self) -> tuple[Table, float]:
+        whole = self._whole
+        with whole._lock:
+            return Table.from_json(whole._table.to_json()), whole._wall()
+
+    def steer(self, request: JsonObject) -> Steering:
+        def change(table: Table, _: float) -> Steering:
+            table.steering = steered(table.steering, request)
+            return table.steering
+
+        return self._change(change)
+
+    @property
+    def _whole(self) -> MemoryStore:
+        """The record of the pipeline that this stage belongs to: workers share its limits and its calls."""
+        return self if self._parent is None else self._parent._whole
+
+    def _change(self, change: Callable[[Table, float], T]) -> T:
+        whole = self._whole
+        with whole._lock:
+            answer = change(whole._table, whole._wall())
+            written = whole._table.to_json()
+            whole._write_table(written)
+            return answer
+
+    # Calls that run once
+
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
+        whole = self._whole
+        with whole._lock:
+            now = whole._wall()
+            whole._forget(now)
+            call, position = whole._calls.get(key), str(whole._call_position)
+            if call is not None and call.text is not None and (call.kept or call.token == seen):
+                return SharedCall("done", call.token, position, call.text, call.ok)
+            running = call is not None and call.text is None and call.member != member
+            if call is not None and running and call.member in whole._table.live(now):
+                return SharedCall("theirs", call.token, position)
+            whole._calls[key] = _Shared(member, token)
+            return SharedCall("mine", token, position)
+
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        whole = self._whole
+        with whole._lock:
+            call = whole._calls.get(key)
+            if call is None or call.token != token:
+                return
+            if text is None or len(text) > LARGEST_SHARED:
+                del whole._calls[key]
+            else:
+                until = whole._wall() + (keep or UNKEPT_SECONDS)
+                whole._calls[key] = replace(call, text=text, ok=ok, kept=keep > 0, until=until)
+                whole._kept.append((until, key))
+            whole._call_position += 1
+            whole._ended.append((whole._call_position, key))
+            whole._calls_changed.notify_all()
+
+    def _forget(self, now: float) -> None:
+        """Drop expired results. A result behind one with a longer time is dropped a little later."""
+        while self._kept and self._kept[0][0] <= now:
+            until, key = self._kept.popleft()
+            call = self._calls.get(key)
+            if call is not None and call.text is not None and call.until <= until:
+                del self._calls[key]
+
+    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
+        whole, after = self._whole, int(position)
+        with whole._lock:
+            whole._calls_changed.wait_for(lambda: whole._call_position > after, seconds)
+            return str(whole._call_position), {key for number, key in whole._ended if number > after}
+
+    # Files
+
+    def put_file(self, name: str, text: str) -> None:
+        with self._lock:
+            self._whole._files[name] = text
+
+    def get_file(self, name: str) -> str | None:
+        with self._lock:
+            return self._whole._files.get(name)

@@ -1,0 +1,371 @@
+"""Makes the record of this process available to worker processes: a Unix socket for this user only, or any channel.
+
+``ServedStore`` is the worker's side: a ``WorkStore`` that passes each call on as one message. ``StoreServer`` is the
+other side: it makes the calls on the store, and translates rows and results, which are objects in the process of the
+store and JSON outside. A worker that loses the connection connects again and repeats the call, which changes nothing if
+the first one arrived.
+
+Messages are pickled, but only the values of ``record.store`` and plain data are unpickled, so a message cannot run
+code.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+from batch_agent import errors
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Outlay
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.row_json import decode_result, encode_row
+from batch_agent.record.store import (
+    NUMBERS,
+    KeptStep,
+    LeasedRow,
+    RowChange,
+    RowLease,
+    RunStanding,
+    SharedCall,
+)
+from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
+
+logger = logging.getLogger("batch_agent")
+
+SOCKET = "workers"  # name of the socket in its folder
+PATIENCE = 600.0  # seconds for which a lost connection is tried again
+PAUSE = 0.1  # seconds between two attempts to connect
+LARGEST = 1 << 30  # bytes of a message
+HEAD = struct.Struct("!I")
+# What workers may call. A feeder is in the process of the store.
+CALLS = {
+    *("facts", "standing", "join", "take", "claim", "renew", "commit", "hand_back", "leave"),
+    *("beat", "resign", "table", "steer", "begin_call", "end_call", "wait_calls", "put_file", "get_file"),
+}
+MODULES = ("batch_agent.record.store", "batch_agent.record.base", "batch_agent.share.table")
+BUILTINS = {"set", "frozenset"}
+
+Call = tuple[str, str, tuple[object, ...]]  # stage, method, arguments
+Answer = tuple[str, object]  # "" and the value that the method returned, or the name of an error and its message
+
+
+class _Plain(pickle.Unpickler):
+    """Reads only plain data and the values that a record exchanges."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module in MODULES or (module == "builtins" and name in BUILTINS):
+            return super().find_class(module, name)
+        raise StoreError(f"a message of another process contains {module}.{name}")
+
+
+def dump(value: object) -> bytes:
+    return pickle.dumps(value, protocol=5)
+
+
+def load(data: bytes) -> object:
+    """Return the value in a message. Raises StoreError if it contains anything but the values of a record."""
+    try:
+        return _Plain(io.BytesIO(data)).load()
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"a message of another process is damaged: {error!r}") from None
+
+
+class StoreDesk:
+    """Makes the calls of workers on a store of this process. ``facts`` returns what workers need to prepare the run,
+    in addition to its facts; it raises SpecError for a run that other processes cannot work on. ``on_join`` is called
+    before a worker joins."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        *,
+        schemas: Mapping[str, OutputSchema[object] | None],
+        facts: Callable[[], JsonObject] = dict,
+        on_join: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._schemas, self._facts, self._on_join = store, schemas, facts, on_join
+
+    def answer(self, call: Call) -> Answer:
+        """Return the answer to a call, or its error."""
+        try:
+            return "", self._call(*call)
+        except BatchAgentError as error:
+            return type(error).__name__, str(error)
+        except Exception as error:  # a bug of this package; the worker must get an answer
+            logger.exception("a call of a worker failed")
+            return "StoreError", f"{call[1]} failed in the process that feeds the run: {error!r}"
+
+    def _call(self, stage: str, method: str, arguments: tuple[object, ...]) -> object:
+        if method not in CALLS:
+            raise StoreError(f"workers cannot call {method!r}")
+        store = self._store.stage(stage) if stage else self._store
+        if method == "facts":
+            facts = store.facts()
+            return facts if facts is None or stage else {**facts, **self._facts()}
+        if method == "join":
+            self._on_join()
+        if method == "commit":
+            worker, number, changes = cast("tuple[int, int, Sequence[RowChange]]", arguments)
+            return store.commit(worker, number, [self._read(change, stage) for change in changes])
+        answer = getattr(store, method)(*arguments)
+        return [_sent(row) for row in answer] if method == "take" else answer
+
+    def _read(self, change: RowChange, stage: str) -> RowChange:
+        if change.result is None:
+            return change
+        data = cast(bytes, change.result)
+        result, _ = decode_result(data, change.lease.index, self._schemas.get(stage), resumed=change.resumed)
+        return replace(change, result=result)
+
+
+def _sent(row: LeasedRow) -> LeasedRow:
+    """Return a row as it is sent: its input as JSON. A row that cannot be sent fails alone, at the worker."""
+    try:
+        value = encode_row(row.value)
+    except InputError as error:
+        value = str(error).encode()
+    return LeasedRow(row.lease, value, row.steps, None, b"", b"", row.more, row.retry, row.checks)
+
+
+class StoreServer:
+    """Listens on a Unix socket, and answers each connection in a thread of its own."""
+
+    def __init__(self, desk: StoreDesk) -> None:
+        self._desk = desk
+        self._folder = Path(tempfile.mkdtemp(prefix="batch-agent-"))
+        self.path = self._folder / SOCKET
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(self.path))
+        self.path.chmod(0o600)
+        self._socket.listen(256)
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="batch-agent-served", daemon=True).start()
+
+    def close(self) -> None:
+        """Close all connections. Blocks for a moment."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in tuple(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self._open.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="batch-agent-served", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                while (data := _receive(connection)) is not None and not self._closed:
+                    _send(connection, dump(self._desk.answer(cast(Call, load(data)))))
+        except (OSError, StoreError) as error:
+            if not self._closed:
+                logger.debug("the connection of a worker ended: %s", error)
+        finally:
+            self._open.discard(connection)
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(HEAD.pack(len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """Return the next message; None if the other side closed the connection."""
+    head = _read_exactly(connection, HEAD.size)
+    if head is None:
+        return None
+    (size,) = HEAD.unpack(head)
+    if size > LARGEST:
+        raise StoreError(f"a message of {size} bytes is too large")
+    return _read_exactly(connection, size)
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(min(1 << 20, size - len(data)))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+class ServedStore:
+    """The record of another process, for a worker. ``exchange`` sends a call and returns its answer."""
+
+    instant = False
+
+    def __init__(
+        self, exchange: Callable[[Call], Answer], stage: str = "", close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._exchange, self._stage, self._close = exchange, stage, close
+
+    def _call(self, method: str, *arguments: object) -> object:
+        kind, value = self._exchange((self._stage, method, arguments))
+        if kind:
+            error = getattr(errors, kind, StoreError)
+            raise error(str(value)) if issubclass(error, BatchAgentError) else StoreError(str(value))
+        return value
+
+    def facts(self) -> JsonObject | None:
+        return cast("JsonObject | None", self._call("facts"))
+
+    def stage(self, name: str) -> ServedStore:
+        return ServedStore(self._exchange, name)
+
+    def close(self) -> None:
+        self._close()
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Do nothing: changes are waited for by calls that block."""
+
+    def standing(self) -> RunStanding:
+        return cast(RunStanding, self._call("standing"))
+
+    def join(self, description: JsonObject) -> int:
+        return cast(int, self._call("join", description))
+
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        return count(worker << NUMBERS | 1)
+
+    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+        return cast("list[LeasedRow]", self._call("take", worker, most, wait))
+
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+        plain = [Identity(each.key, each.row) for each in wanted]
+        return cast("list[tuple[KeptStep, ...]]", self._call("claim", lease, plain))
+
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+        return cast("tuple[set[str], RunStanding]", self._call("renew", worker, list(leases)))
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        return cast("set[str]", self._call("commit", worker, number, list(changes)))
+
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        self._call("hand_back", worker, list(leases))
+
+    def leave(self, worker: int) -> None:
+        self._call("leave", worker)
+
+    def beat(
+        self,
+        member: str,
+        seconds: float,
+        claims: Mapping[str, Claim],
+        learnt: Mapping[str, Learnt],
+        status: JsonObject,
+    ) -> Allotment:
+        return cast(Allotment, self._call("beat", member, seconds, dict(claims), dict(learnt), status))
+
+    def resign(self, member: str) -> None:
+        self._call("resign", member)
+
+    def table(self) -> tuple[Table, float]:
+        return cast("tuple[Table, float]", self._call("table"))
+
+    def steer(self, request: JsonObject) -> Steering:
+        return cast(Steering, self._call("steer", request))
+
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
+        return cast(SharedCall, self._call("begin_call", member, key, token, seen))
+
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        self._call("end_call", key, token, text, ok, keep)
+
+    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
+        return cast("tuple[str, set[str]]", self._call("wait_calls", position, seconds))
+
+    def put_file(self, name: str, text: str) -> None:
+        self._call("put_file", name, text)
+
+    def get_file(self, name: str) -> str | None:
+        return cast("str | None", self._call("get_file", name))
+
+
+class Connections:
+    """The connections of one worker process to a StoreServer. Each thread that calls uses one of its own."""
+
+    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
+        self._path, self._patience = path, patience
+        self._free: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def exchange(self, call: Call) -> Answer:
+        """Send a call, and return its answer. Raises StoreError if the process that feeds the run is gone."""
+        data, until = dump(call), time.monotonic() + self._patience
+        while True:
+            connection, gone = None, False
+            try:
+                connection = self._take()
+                _send(connection, data)
+                answer = _receive(connection)
+                if answer is not None:
+                    with self._lock:
+                        self._free.append(connection)
+                    return cast(Answer, load(answer))
+                connection.close()
+            except OSError as error:
+                if connection is not None:
+                    connection.close()
+                # A server that has ended never listens at this path again.
+                gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+            if self._closed or gone or time.monotonic() >= until:
+                raise StoreError("the process that feeds this run has ended, or is unreachable")
+            time.sleep(PAUSE)
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._path))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            for connection in self._free:
+                connection.close()
+            self._free.clear()
+
+
+def open_served(path: Path) -> ServedStore:
+    """Return the record that another process of this machine serves at a socket."""
+    if not path.exists():
+        raise StoreError(f"no run is served at {path}: it has ended")
+    if os.name == "nt":
+        raise SpecError("this platform has no Unix sockets, so a run cannot have several processes without Redis")
+    connections = Connections(path)
+    return ServedStore(connections.exchange, close=connections.close)

@@ -1,0 +1,339 @@
+"""The protocol between a run and its record. Every run has a record: in memory, in a run directory, or in Redis.
+
+A record has the queue of rows, their leases, their steps and results, the shares of its workers, the calls that run
+once for all of them, and the requests that control the run. Three stores implement it: ``local`` (memory), ``sqlite``
+(a run directory) and ``redis``; ``served`` makes the first two available to other processes. Every call blocks, is
+atomic, and may come from any thread. It raises StoreError if the record cannot be written or read. A call of a worker
+that is repeated after its answer was lost has the effect of one call.
+
+All times are by the store's clock: no call carries a worker's clock. ``share.table`` decides how limits are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from batch_agent.errors import StoreError
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Outlay
+from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
+from batch_agent.value_type import value_type
+
+Phase = Literal["running", "draining", "ended"]
+NUMBERS = 32  # low bits of the number of an agent of another process; the high bits are the number of its worker
+LEASE = 15.0  # seconds; the default of ``--lease``
+LARGEST_SHARED = 4 * 1024 * 1024  # bytes of the largest result of a call that is shared
+UNKEPT_SECONDS = 10.0  # seconds that a result which is not cached stays available to the workers that waited for it
+
+
+class FeederReplaced(StoreError):
+    """Another process feeds this run now. Writes of this process are refused."""
+
+
+@value_type
+class RowLease:
+    """The right of one worker to work on one row.
+
+    ``row`` is the name of the row's record, ``place`` its place in the queue. ``token`` is the fencing token: it grows
+    each time the row is leased, and a commit with an older token is refused.
+    """
+
+    row: str
+    place: str
+    token: int
+    index: int  # index of the input, from 0
+
+
+@value_type
+class KeptStep:
+    """One step of one agent of a row. A row that is processed in parts has several agents. ``key`` and ``content`` are
+    the agent's Identity; ``kind`` and ``body`` are the step as ``record.codec`` encodes it."""
+
+    agent: int
+    key: bytes
+    content: bytes
+    kind: int
+    body: bytes
+
+
+@value_type
+class NewRow:
+    """An input from the feeder. ``key`` is the digest of its whole question (``Identity.key``), ``content`` the digest
+    of the input alone. ``value`` is the input: JSON for a store outside this process, else the object itself. ``job``
+    is the row as the feeder compiled it, or the result of a row that could not be compiled; only a worker in the same
+    process receives it."""
+
+    index: int
+    key: bytes
+    content: bytes
+    value: object
+    job: object = None
+
+
+@value_type
+class LeasedRow:
+    """A row leased to a worker. ``job``, ``key`` and ``content`` are those of ``NewRow``, for a worker in the feeder's
+    process. ``steps`` is what earlier holders recorded. ``more``: ``claim`` may find steps of
+    further agents of the row. ``retry``: the types of recorded failures that are tried again. ``checks``: a recorded
+    answer is used only for the same request."""
+
+    lease: RowLease
+    value: object
+    steps: tuple[KeptStep, ...] = ()
+    job: object = None
+    key: bytes = b""
+    content: bytes = b""
+    more: bool = False
+    retry: bool | tuple[str, ...] = True
+    checks: bool = True
+
+
+@value_type
+class RowChange:
+    """Changes of one row in a commit: steps to append and, if the row has ended, its result.
+
+    ``result`` is JSON for a store outside this process, else an AgentResult. ``error`` is the type of the error, "" for
+    a successful row. ``resumed``: the result came from the record.
+    """
+
+    lease: RowLease
+    steps: tuple[KeptStep, ...] = ()
+    result: object = None
+    error: str = ""
+    resumed: bool = False
+
+
+@value_type
+class SharedResult:
+    """A result, in the order in which rows ended. ``position`` is where to continue reading. ``own``: the row was fed
+    in the session of the feeder that reads, so the feeder delivers it."""
+
+    position: str
+    row: str
+    index: int
+    result: object
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of rows: queued and not begun, leased, and ended in this session. ``fed``: every input was fed."""
+
+    unstarted: int = 0
+    leased: int = 0
+    ok: int = 0
+    failed: int = 0
+    fed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunStanding:
+    """Instructions for a worker. ``draining``: take no new rows; ``ended``: leave. ``generation`` changes when the run
+    is resumed with another spec; workers of an earlier generation leave. ``feeder``: a feeder holds its lease."""
+
+    phase: Phase
+    generation: int
+    feeder: bool
+    counts: Counts
+
+    @property
+    def done(self) -> bool:
+        """Whether every input was fed, and every row has ended."""
+        counts = self.counts
+        return self.phase == "ended" or (counts.fed and not counts.unstarted and not counts.leased)
+
+
+@dataclass(frozen=True, slots=True)
+class FeederSitting:
+    """A session of a feeder. ``sitting`` is its fencing token; ``previous`` are the facts before it."""
+
+    sitting: int
+    previous: JsonObject | None
+    position: str  # position of the latest result
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
+    failure that are retried; True means all, False none."""
+
+    resume: bool = False
+    force: bool = False
+    retry: bool | tuple[str, ...] = True
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCall:
+    """State of a call when a worker asks for it. ``mine``: this worker runs it and reports its end. ``theirs``: another
+    worker runs it, under ``token``. ``done``: ``text`` is its result. ``position`` is where to continue reading the
+    stream of ended calls."""
+
+    state: Literal["mine", "theirs", "done"]
+    token: str
+    position: str
+    text: str = ""
+    ok: bool = True
+
+
+class WorkStore(Protocol):
+    """The record of one run, as its workers use it.
+
+    ``instant``: the store is in this process. Its queue is in memory, so every call but ``commit`` and ``claim``
+    returns at once.
+    """
+
+    instant: bool
+
+    def facts(self) -> JsonObject | None:
+        """Return the content of ``run.json``, with what workers need; None if there is no run."""
+        ...
+
+    def stage(self, name: str) -> WorkStore:
+        """Return the record of a stage of this run, which is a pipeline. Close it like any other store."""
+        ...
+
+    def close(self) -> None: ...
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` when rows, results or workers come. Only an ``instant`` store does; it may call from any
+        thread."""
+        ...
+
+    # Workers
+
+    def standing(self) -> RunStanding: ...
+
+    def join(self, description: JsonObject) -> int:
+        """Return the number of a new worker, from 1. No number is used twice."""
+        ...
+
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        """Return the numbers for new agents of a worker. No agent of another worker has one of them."""
+        ...
+
+    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+        """Lease up to ``most`` rows: first those whose lease has ended, then new ones. Waits up to ``wait`` seconds
+        for the first."""
+        ...
+
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
+        """Return the steps that earlier agents with these identities recorded. Each recorded agent is returned once."""
+        ...
+
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+        """Renew these leases. Returns the places of the lost ones, and the state of the run."""
+        ...
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        """Record the changes of rows whose lease is valid, all of them or none. Returns the places of the others, of
+        which nothing is recorded. When it returns, the changes survive a loss of power. ``number`` grows with each
+        commit of a worker; the latest commit may be repeated. ``outlay`` is what the session has spent, for a run whose
+        only worker is in the feeder's process."""
+        ...
+
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        """End these leases. The rows can be leased again at once."""
+        ...
+
+    def leave(self, worker: int) -> None: ...
+
+    # What workers share in addition to rows; ``member`` is the unique name of a worker
+
+    def beat(
+        self,
+        member: str,
+        seconds: float,
+        claims: Mapping[str, Claim],
+        learnt: Mapping[str, Learnt],
+        status: JsonObject,
+    ) -> Allotment:
+        """Report to the table of shares, and return what it grants. The membership ends ``seconds`` after the call."""
+        ...
+
+    def resign(self, member: str) -> None:
+        """End the membership. The unspent part of the member's budget is returned."""
+        ...
+
+    def table(self) -> tuple[Table, float]:
+        """Return a copy of the table, and the store's time."""
+        ...
+
+    def steer(self, request: JsonObject) -> Steering:
+        """Send a request to all workers (``share.table.steered``). Raises SpecError for an invalid request."""
+        ...
+
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
+        """Start a call, or return its state if another worker runs it or it has ended. A call whose worker is dead can
+        be started again. ``token`` is new. ``seen`` is the token of a run that the worker waited for: its result is
+        accepted even if it is not cached."""
+        ...
+
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        """Record the end of a call. ``text`` None means that it did not run and can be started again. The text is kept
+        for ``keep`` seconds; 0 keeps it only for the workers that wait. Does nothing if another worker took the call
+        over."""
+        ...
+
+    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
+        """Return the next position, and the keys of calls that ended after ``position``. Waits up to ``seconds`` for
+        the first."""
+        ...
+
+    def put_file(self, name: str, text: str) -> None:
+        """Store a small file, such as a hostfile, for workers on other machines."""
+        ...
+
+    def get_file(self, name: str) -> str | None:
+        """Return the text of a file, or None if there is none of that name."""
+        ...
+
+
+class RunStore(WorkStore, Protocol):
+    """The record of one run, as its feeder uses it. Of these calls, ``open``, ``open_feed``, ``feed``, ``write_facts``,
+    ``close_feed`` and ``spent`` of an ``instant`` store may block."""
+
+    def stage(self, name: str) -> RunStore: ...
+
+    def open(self, resuming: Resuming) -> None:
+        """Prepare for a session of this process as the feeder. Raises SpecError if there is a run and it is not to be
+        resumed, StoreError if another process has it. ``close`` undoes this."""
+        ...
+
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+        """Become the feeder once the lease of an earlier one has ended. Another ``fingerprint`` in the facts empties
+        the queue and begins a new generation. Raises SpecError if there is a run and it is not to be resumed;
+        StoreError if another feeder keeps its lease."""
+        ...
+
+    def keep_feed(self, sitting: int) -> RunStanding:
+        """Renew the feeder's lease and return the state of the run. Raises FeederReplaced."""
+        ...
+
+    def write_facts(self, sitting: int, facts: JsonObject) -> None: ...
+
+    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+        """Add rows to the queue. Returns, for each row, its result from an earlier session if the store keeps results;
+        None if it was queued. A failed row is queued again if it is to be retried. A row that ended and whose result is
+        not kept is queued with its steps: a worker computes the result again."""
+        ...
+
+    def end_inputs(self, sitting: int) -> None:
+        """Record that every input was fed. Rows of earlier sessions that were not fed again leave the queue."""
+        ...
+
+    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        """Return at most ``most`` results after that position. Waits up to ``wait`` seconds for the first."""
+        ...
+
+    def set_phase(self, sitting: int, phase: Phase) -> None: ...
+
+    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+        """Write the facts and the phase, and release the feeder's lease."""
+        ...
+
+    def spent(self) -> Outlay:
+        """Return what all earlier sessions have spent, if the store keeps the ledger of a run with one worker. A
+        session that did not return its lease counts as having spent all of it. ``learnt`` is that of the latest."""
+        ...

@@ -1,0 +1,144 @@
+"""Worker processes on this machine, for a run with ``processes=N``.
+
+The run's own process feeds and has the files. Each worker process reaches the record through a Unix socket. A process
+that was killed is started again, because its rows are not lost. If a process refuses to work, for example because it
+cannot import a tool, it is not started again; when no process is left, the run ends with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from batch_agent.errors import RunRejected
+
+logger = logging.getLogger("batch_agent")
+
+LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
+STARTS = 5  # times that one process is started again
+PAUSE = 0.5  # seconds before that
+REFUSED = 2  # exit status of a worker that cannot work on the run
+LINES = 20  # latest lines of a worker's messages that are kept
+
+
+class Served(Protocol):
+    """The run, as a crew sees it."""
+
+    def serve(self) -> Path:
+        """Make the record available to other processes of this machine, and return the path of the socket. Raises
+        SpecError if other processes cannot work on the run."""
+        ...
+
+
+def count_of(processes: int | str) -> int:
+    """Return the number of processes that ``processes=`` means."""
+    if isinstance(processes, int):
+        return processes
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every platform
+        return os.cpu_count() or 1
+
+
+class ProcessCrew:
+    """``count`` worker processes on this machine."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._ending = False
+
+    @asynccontextmanager
+    async def at_work(self, run: Served) -> AsyncIterator[None]:
+        """Let the processes work on the run. When this ends, they leave."""
+        path = run.serve()
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch(path))
+            try:
+                yield
+            except BaseException:
+                self._ending = True
+                self._signal(signal.SIGTERM)
+                raise
+            finally:
+                self._ending = True
+                await self._leave(watching)
+
+    async def _watch(self, path: Path) -> None:
+        reasons: list[str] = []
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._count):
+                tasks.create_task(self._keep(number, path, reasons.append))
+        if not self._ending:
+            raise RunRejected(f"every worker process of the run has ended: {reasons[-1] if reasons else 'unknown'}")
+
+    async def _keep(self, number: int, path: Path, give_up: Callable[[str], None]) -> None:
+        """Keep one process running. ``give_up`` is called with the reason if it is not started again."""
+        for attempt in range(1 + STARTS):
+            status, said = await self._run_one(number, path)
+            if status == 0 or self._ending:
+                return
+            why = said or (f"it was ended by signal {-status}" if status < 0 else f"its exit status was {status}")
+            if status == REFUSED or attempt == STARTS:
+                logger.warning("worker process %d has ended: %s", number, why)
+                give_up(why)
+                return
+            logger.warning("worker process %d is started again: %s", number, why)
+            await asyncio.sleep(PAUSE)
+
+    async def _run_one(self, number: int, path: Path) -> tuple[int, str]:
+        """Run one process. Returns its exit status, and the last line of its messages."""
+        command = (sys.executable, "-m", "batch_agent", "work", f"unix:{path}", "--import-from", _modules())
+        paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # the feeder decides how a run ends, not Ctrl-C in the terminal
+        )
+        self._processes[number] = process
+        lines: deque[str] = deque(maxlen=LINES)
+        try:
+            assert process.stderr is not None
+            with suppress(ValueError):  # a line that is too long
+                async for line in process.stderr:
+                    lines.append(line.decode(errors="replace").rstrip())
+            return await process.wait(), next((line for line in reversed(lines) if line), "")
+        except asyncio.CancelledError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        finally:
+            self._processes.pop(number, None)
+
+    async def _leave(self, watching: asyncio.Task[None]) -> None:
+        """Wait for the processes to leave; then end them."""
+        _, still = await asyncio.wait([watching], timeout=LEAVE_SECONDS)
+        if still:
+            self._signal(signal.SIGTERM)
+            _, still = await asyncio.wait([watching], timeout=LEAVE_SECONDS)
+        if still:
+            self._signal(signal.SIGKILL)
+            await asyncio.wait([watching])
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+def _modules() -> str:
+    """Return the directory of the user's modules: that of the main script, or the working directory."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return str(Path(script).resolve().parent if script else Path.cwd())

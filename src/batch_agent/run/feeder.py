@@ -1,0 +1,385 @@
+"""The feeder of a run: puts its inputs into the queue of its record, and delivers the results of all workers.
+
+Inputs are read when rows are needed. If the only worker is in this process, it asks for them (``refill``), so that no
+input is read before a slot is free. Otherwise a window of unstarted rows is kept in the queue (``keep_full``). Results
+are delivered in the order in which they are recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from batch_agent.compiler.plan import Plan
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import JobError
+from batch_agent.events import JobFinished, JobStarted, Sink, TurnFinished
+from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Job, Placed, UnreadableRow
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.record.journal import to_its_end
+from batch_agent.record.keys import Keys
+from batch_agent.record.row_json import decode_result, decode_row, encode_row
+from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStanding, RunStore
+from batch_agent.run.delivery import Delivery
+from batch_agent.run.rows import READERS, Rows, compile_all, unplaced
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+WINDOW = 4096  # most unstarted rows in the queue of several workers
+AT_ONCE = 256  # rows fed, results read, or records looked up per call
+IDLE = 0.1  # seconds between two checks of a full queue
+WAIT = 1.0  # seconds that a call waits for results
+CALLS = 4  # most concurrent calls of the store
+
+
+class Feeder:
+    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``tell`` is called with
+    the result of each row, before it is delivered. ``originals`` are the inputs, which results of other processes get
+    instead of their JSON form; rows of another stage are kept in it while they are in progress."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        rows: Rows,
+        plan: Plan,
+        *,
+        run: str,
+        emit: Sink,
+        clock: Callable[[], float],
+        delivery: Delivery[object],
+        tell: Callable[[AgentResult[object]], None],
+        originals: Sequence[object] | dict[int, object] | None,
+        row_schema: OutputSchema[object] | None,
+    ) -> None:
+        self.store, self._rows, self._plan = store, rows, plan
+        self._run, self._emit, self._clock = run, emit, clock
+        self._delivery, self._tell, self._originals, self._row_schema = delivery, tell, originals, row_schema
+        self._schema: OutputSchema[object] | None = None
+        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="batch-agent-feeder")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self.facts: JsonObject = {}
+        self.keys = Keys(b"")
+        self.alone = store.instant
+        self.worker = 0  # number of the worker in this process
+        self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
+        self.failure: Exception | None = None  # the error that reading the inputs raised
+        self.fed = False  # every input was read and fed
+        self.read = 0  # inputs that were read
+        self._sitting: FeederSitting | None = None
+        self._had_past = False
+        self._reads_documents = False
+        self._reading = asyncio.Lock()
+        self._moved = asyncio.Event()  # set when a result arrives
+        self._news = asyncio.Event()  # set when results may be there, or none will come
+        self._held = asyncio.Event()  # cleared while the user takes no results
+        self._held.set()
+        self._stopping = asyncio.Event()
+        self._draining = False  # the draining phase is set in the store
+        self._position = "0"
+        self.ok = self.failed = self.resumed = 0
+
+    # The session
+
+    async def begin(
+        self, facts: JsonObject, resuming: Resuming, keys: Keys, schema: OutputSchema[object] | None, keep: str
+    ) -> None:
+        """Begin a session of the run in its record."""
+        self.keys, self._schema = keys, schema
+        store = self.store
+        previous = await self.run(store.facts) or {}
+        # Answers that were kept by force stay valid until the spec changes again.
+        forced = resuming.force or (
+            bool(previous.get("forced")) and previous.get("fingerprint") == facts["fingerprint"]
+        )
+        self.facts = {"command": previous.get("command"), **facts, "forced": forced}
+        self.facts["started"] = previous.get("started", facts["started"])
+        resuming = replace(resuming, force=forced)
+        only_results = keep == "results"
+        self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
+        self._position = self._sitting.position
+        self._had_past = bool(self._sitting.previous)
+        store.listen(self._changed)
+
+    @property
+    def sitting(self) -> int:
+        assert self._sitting is not None, "begin() is called before rows are fed"
+        return self._sitting.sitting
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a call of the store that may block in a thread."""
+        return self._loop.run_in_executor(self._threads, function)
+
+    def set_trouble(self, trouble: str | None, since: float) -> None:
+        """Record what currently blocks the run, and since when, for readers outside."""
+        if self._sitting is not None and self.facts.get("trouble") != trouble:
+            self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
+            self.run(partial(self.store.write_facts, self.sitting, dict(self.facts))).add_done_callback(_log_failure)
+
+    async def end(self, facts: JsonObject) -> BaseException | None:
+        """Write the end of the session, so that workers leave. A cancellation does not interrupt this. Returns its
+        error, if it fails."""
+        failure = None
+        if self._sitting is not None:
+            rows: JsonObject = {
+                "read": self.keys.count,
+                "digest": self.keys.digest,
+                "ok": self.ok,
+                "failed": self.failed,
+                "resumed": self.resumed,
+            }
+            last = {**self.facts, **facts, "rows": rows}
+            failure = await to_its_end(self.run(partial(self.store.close_feed, self.sitting, last, "ended")))
+        self._threads.shutdown(wait=False)
+        return failure
+
+    # Inputs
+
+    def stop(self) -> None:
+        """Feed no more rows; started rows finish."""
+        self._stopping.set()
+        self._news.set()
+
+    @property
+    def left(self) -> int | None:
+        """Number of rows that were not read; None if it is unknown."""
+        total = self._plan.total
+        if not self.alone:
+            return None
+        return self._rows.waiting if total is None else max(0, total - self.read)
+
+    async def refill(self) -> bool:
+        """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
+        if self._stopping.is_set() or self.fed:
+            return False
+        async with self._reading:
+            if self.alone:
+                count = AT_ONCE if self._had_past else READERS if self._reads_documents else 1
+                reading = self._rows.read(count)
+            else:
+                reading = self._rows.read_ready(AT_ONCE)
+            try:
+                values = await reading
+            except Exception as error:
+                self.failure = error
+                self.stop()
+                return False
+            if not values:
+                await self._end_inputs()
+                return False
+            await self._feed(values)
+            return True
+
+    async def _end_inputs(self) -> None:
+        if self.store.instant:
+            self.store.end_inputs(self.sitting)
+        else:
+            await self.run(partial(self.store.end_inputs, self.sitting))
+        self.fed = True
+        self._news.set()
+
+    async def _feed(self, values: Sequence[object]) -> None:
+        first, self.read = self.read, self.read + len(values)
+        if self.store.instant:
+            await self._feed_here(first, values)
+        else:
+            await self._send(first, values)
+
+    async def _feed_here(self, first: int, values: Sequence[object]) -> None:
+        """Feed rows to a store in this process: their objects, and the jobs made of them."""
+        plan = self._plan
+        for value in values:
+            plan.check_first(unplaced(value))
+        if not self._reads_documents and plan.reads(unplaced(values[0])):
+            self._reads_documents = True
+        new = []
+        for job, value in zip(await compile_all(plan, first, values), values, strict=True):
+            bare = unplaced(value)
+            if isinstance(job, Job):
+                identity = self.keys.identity(job, plan.question(job))
+                new.append(NewRow(job.index, identity.key, identity.row, bare, job))
+            else:
+                new.append(NewRow(job.index, b"", b"", None, job))
+        self.outstanding += len(new)
+        if self._had_past:
+            await self.run(partial(self.store.feed, self.sitting, new))
+        else:
+            self.store.feed(self.sitting, new)
+
+    async def _send(self, first: int, values: Sequence[object]) -> None:
+        """Feed rows to a store outside this process, as JSON."""
+        new: list[tuple[NewRow, str]] = []
+        for place, value in enumerate(values):
+            index, value = (value.index, value.value) if isinstance(value, Placed) else (first + place, value)
+            if isinstance(self._originals, dict):
+                self._originals[index] = value
+            try:
+                new.append(self._encoded(index, value))
+            except JobError as error:
+                shown = None if isinstance(value, UnreadableRow) else value
+                self._emit(JobStarted(self._clock(), self._run, index, str(index)))
+                self.outstanding += 1
+                self._finish(Failure(index, str(index), shown, False, None, AgentError.of(error)))
+        answers = await self.run(partial(self.store.feed, self.sitting, [row for row, _ in new]))
+        self.outstanding += len(answers)
+        self._news.set()
+        for (row, name), answer in zip(new, answers, strict=True):
+            if answer is not None:
+                self._emit(JobStarted(self._clock(), self._run, row.index, name))
+                result, _ = decode_result(answer, row.index, self._schema, resumed=True)  # type: ignore[arg-type]
+                self._finish(result)
+
+    def _encoded(self, index: int, value: object) -> tuple[NewRow, str]:
+        """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
+        if isinstance(value, UnreadableRow):
+            self._plan.job(index, value)
+        data = encode_row(value)
+        value = decode_row(data, self._row_schema)
+        self._plan.check_first(value)
+        job = self._plan.job(index, value)
+        identity = self.keys.identity(job, self._plan.question(job))
+        return NewRow(index, identity.key, identity.row, data), job.job_id
+
+    async def keep_full(self) -> None:
+        """Keep a window of unstarted rows in the queue, for several workers, until every input is fed."""
+        while await self._room() and await self.refill():
+            pass
+
+    async def _room(self) -> bool:
+        """Wait until the queue has room. Returns False when the feeder is stopped."""
+        while not self._stopping.is_set() and not self.fed:
+            if self._held.is_set() and (await self.standing()).counts.unstarted < WINDOW:
+                return True
+            self._moved.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), IDLE)
+        return False
+
+    async def standing(self) -> RunStanding:
+        if self.store.instant:
+            return self.store.keep_feed(self.sitting)
+        return await self.run(partial(self.store.keep_feed, self.sitting))
+
+    async def keep(self, lease: float) -> None:
+        """Renew the feeder's lease until cancelled. After ``stop``, set the draining phase once: workers then take no
+        rows."""
+        while True:
+            if self._draining:
+                await asyncio.sleep(lease / 3)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), lease / 3)
+            if self._stopping.is_set() and not self._draining:
+                await self.run(partial(self.store.set_phase, self.sitting, "draining"))
+                self._draining = True
+                self._news.set()
+            await self.standing()
+
+    # Results
+
+    def hold(self, full: bool) -> None:
+        """Stop reading results while the buffer of untaken results is full."""
+        if full:
+            self._held.clear()
+        else:
+            self._held.set()
+
+    def _changed(self) -> None:
+        """The store has changed. Called from any thread."""
+        if threading.get_ident() == self._thread:
+            self._news.set()
+        else:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    async def deliver(self, wait: float) -> None:
+        """Deliver results until every fed row has one. After ``stop``: until no row is leased."""
+        while not (self.fed and self.outstanding <= 0):
+            await self._held.wait()
+            found = await self._deliver_next(wait)
+            self._moved.set()
+            if not found and self._draining and not (await self.standing()).counts.leased:
+                return
+            if not found and self.store.instant:
+                await self._news.wait()
+            elif not found and not (self.outstanding or self.fed or self._stopping.is_set()):
+                self._news.clear()
+                await self._news.wait()
+
+    async def _deliver_next(self, wait: float) -> int:
+        """Deliver the results that are there. A store outside this process waits for the first."""
+        store = self.store
+        if store.instant:
+            self._news.clear()
+            found = store.results(self.sitting, self._position, AT_ONCE, 0.0)
+        else:
+            found = await self.run(partial(store.results, self.sitting, self._position, AT_ONCE, wait))
+        for each in found:
+            self._position = each.position
+            if not each.own:
+                continue
+            if isinstance(each.result, BaseResult):
+                self._finish(each.result)  # type: ignore[arg-type]
+                continue
+            result, worker = decode_result(each.result, each.index, self._schema, resumed=False)  # type: ignore[arg-type]
+            if worker != self.worker:
+                self._emit_row(result)
+            self._finish(result)
+        return len(found)
+
+    def deliver_recorded(self, *, callback: bool = True) -> None:
+        """Deliver what is recorded in a store in this process, at the end of a run."""
+        while found := self.store.results(self.sitting, self._position, AT_ONCE, 0.0) if self.store.instant else ():
+            for each in found:
+                self._position = each.position
+                if isinstance(each.result, BaseResult):
+                    self._finish(each.result, callback=callback)  # type: ignore[arg-type]
+
+    def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
+        """End a row of the worker in this process that was interrupted: it is not recorded."""
+        self.outstanding -= 1
+        self._tell_end(result)
+        deliver(self._with_input(result))
+        self._news.set()
+
+    def _finish(self, result: AgentResult[object], *, callback: bool = True) -> None:
+        self.outstanding -= 1
+        result = self._with_input(result)
+        self.ok += result.ok
+        self.failed += not result.ok
+        self.resumed += result.resumed
+        self._tell_end(result)
+        (self._delivery.deliver if callback else self._delivery.put)(result)
+
+    def _tell_end(self, result: AgentResult[object]) -> None:
+        self._tell(result)
+        self._emit(JobFinished.of(result, self._clock(), self._run))
+
+    def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:
+        originals = self._originals
+        if self.store.instant or originals is None:
+            return result
+        original = originals.pop(result.index, None) if isinstance(originals, dict) else originals[result.index]
+        return replace(result, input=original)
+
+    def _emit_row(self, result: AgentResult[object]) -> None:
+        """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
+        now = self._clock()
+        self._emit(JobStarted(now, self._run, result.index, result.job_id))
+        for turn in range(1, result.turns + 1):
+            last = turn == result.turns
+            usage, cost = (result.usage, result.cost) if last else (Usage(), None)
+            self._emit(TurnFinished(now, self._run, result.index, turn, usage, 0.0, None, cost))
+
+
+def _log_failure(written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and (error := written.exception()) is not None:
+        logger.warning("the reason why the run is blocked could not be recorded: %s", error)

@@ -1,0 +1,325 @@
+"""A worker process: joins a run that another process feeds, and works until the run is done or it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.fleet.hostfile import KEPT_HOSTFILES
+from batch_agent.messages import JsonObject
+from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.control import NotAlive, ask
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.row_json import decode_row
+from batch_agent.record.rundir import stage_names
+from batch_agent.record.served import open_served
+from batch_agent.record.store import LEASE, WorkStore
+from batch_agent.run.leases import Over
+from batch_agent.run.recording import ROWS, versions
+from batch_agent.run.run import Run
+from batch_agent.run.shared_backends import SharedBackends
+from batch_agent.run.spec_json import imported, pieces, read_spec
+
+T = TypeVar("T")
+
+WAIT = 60.0  # seconds to wait for a run, or for a new feeder
+LOOK = 0.25  # seconds between two checks for a run
+STAGE_LOOK = 0.5  # seconds between two looks at a pipeline, and at a stage without rows
+SERVED = "unix:"  # before the path of a socket that another process serves
+
+
+class NoRunCame(StoreError):
+    """There was no run to work on, or it had no feeder."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkReport:
+    """Number of rows that a worker finished, and the reason why it left."""
+
+    rows: int
+    why: Over
+
+
+class JoinedWorker:
+    """Works on the run of a store.
+
+    ``import_from`` is the directory of the user's modules. ``wait`` is the number of seconds to wait for a run to
+    start, or for a new feeder.
+    """
+
+    def __init__(self, store: WorkStore, *, import_from: Path | None = None, wait: float = WAIT) -> None:
+        self._store, self._import_from, self._wait = store, import_from, wait
+        self._leaving = asyncio.Event()
+        self.run: Run[object] | None = None
+
+    def drain(self) -> None:
+        """Take no more rows, finish the running ones, and leave."""
+        self._leaving.set()
+        if self.run is not None:
+            self.run.drain()
+
+    def cancel(self) -> None:
+        """Hand back every row and leave."""
+        self._leaving.set()
+        if self.run is not None:
+            self.run.cancel()
+
+    async def work(self) -> WorkReport:
+        """Work on the run. Raises SpecError if this process cannot work on it, NoRunCame if there is no run."""
+        facts = await self._facts()
+        if facts is None:
+            return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
+        KEPT_HOSTFILES.set(self._store.get_file)
+        prepared = prepare_worker(facts, self._import_from)
+        for spec in cast("dict[str, JsonObject]", facts.get("specs", {})).values():
+            prepare(read_spec(spec, [], self._import_from))  # raises before this worker takes rows of another stage
+        stages: WorkedStages | None = None
+        if names := stage_names(facts):
+            backends = SharedBackends()
+            prepared = backends.share(prepared)
+            stages = WorkedStages(self._store, names, backends, import_from=self._import_from, patience=self._wait)
+        self.run = run = worker_run(prepared, self._store, facts, inside=stages, patience=self._wait)
+        if self._leaving.is_set():
+            run.drain()
+        await run.finish()
+        if stages is not None:
+            return self._report(stages.finished, stages.over)
+        return self._report(run.statistics().done, run.over)
+
+    def _report(self, rows: int, why: Over) -> WorkReport:
+        if why == "no feeder":
+            raise NoRunCame(f"the queue is empty, and the run had no feeder for {self._wait:g} s")
+        return WorkReport(rows, why or "done")
+
+    async def _facts(self) -> JsonObject | None:
+        """Wait for a run and return its facts. None if the run is done, or if this worker is stopped."""
+        deadline = asyncio.get_running_loop().time() + self._wait
+        while not self._leaving.is_set():
+            facts = await in_thread(self._store.facts)
+            if facts is not None:
+                if facts.get("state") == "complete":
+                    return None
+                standing = await in_thread(self._store.standing)
+                left = standing.counts.unstarted + standing.counts.leased
+                if standing.phase == "running" and (standing.feeder or left):
+                    return facts
+            if asyncio.get_running_loop().time() >= deadline:
+                what = "there is no run" if facts is None else "the run has no feeder"
+                raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
+            try:
+                await asyncio.wait_for(self._leaving.wait(), LOOK)
+            except TimeoutError:
+                continue
+        return None
+
+
+class WorkedStages:
+    """The stages of a pipeline, as a worker in another process sees them: one run for each stage that has rows.
+
+    The pipeline's feeder decides when a stage begins and ends. A worker joins a stage when it has begun, and again if a
+    new feeder begins it again. ``over`` is the reason why it ended, and ``finished`` counts the rows.
+    """
+
+    def __init__(
+        self,
+        store: WorkStore,
+        names: Sequence[str],
+        backends: SharedBackends,
+        *,
+        import_from: Path | None,
+        patience: float,
+    ) -> None:
+        self.names, self.schemas = names, {}
+        self._store, self._backends = store, backends
+        self._import_from, self._patience = import_from, patience
+        self._runs: dict[str, Run[object]] = {}  # stages that this worker works on now
+        self._leaving = asyncio.Event()
+        self.over: Over = ""
+        self.finished = 0
+
+    schemas: Mapping[str, OutputSchema[object] | None]
+
+    def facts(self, prepared: Prepared) -> JsonObject:
+        return {}
+
+    def stop_feeding(self) -> None:
+        """Do nothing: the feeder is in another process."""
+
+    def drain(self) -> None:
+        self._leave("asked to leave")
+
+    async def work(self, run: Run[object]) -> bool:
+        stores = {name: self._store.stage(name) for name in self.names}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name, store in stores.items():
+                    tasks.create_task(self._work_on(run, name, store))
+                self._leave(await self._pipeline_ends())
+        finally:
+            for store in stores.values():
+                store.close()
+        return self.over == "done"
+
+    def stage_row(self, row: str | int) -> tuple[Run[object], str]:
+        stage, _, name = str(row).partition("/")
+        if stage not in self._runs:
+            raise SpecError(f"this worker has no row of the stage {stage!r}")
+        return self._runs[stage], name
+
+    def _leave(self, why: Over) -> None:
+        """Take no more rows; rows that have begun finish."""
+        self.over = self.over or why
+        self._leaving.set()
+        for run in self._runs.values():
+            run.drain()
+
+    async def _pipeline_ends(self) -> Over:
+        """Wait for the end of the pipeline, and return the reason to leave."""
+        lonely_since: float | None = None
+        while not self._leaving.is_set():
+            standing = await in_thread(self._store.standing)
+            if standing.phase != "running":
+                facts = await in_thread(self._store.facts) or {}
+                return "done" if facts.get("state") == "complete" else "asked to leave"
+            now = asyncio.get_running_loop().time()
+            if standing.feeder or any(run.holds_rows for run in self._runs.values()):
+                lonely_since = None
+            else:
+                lonely_since = lonely_since or now
+                if now - lonely_since >= self._patience:
+                    return "no feeder"
+            await self._pause()
+        return self.over
+
+    async def _work_on(self, outer: Run[object], stage: str, store: WorkStore) -> None:
+        """Work on a stage whenever it has rows, until this worker leaves."""
+        while (facts := await self._begun(store)) is not None:
+            prepared = self._backends.share(prepare_worker(facts, self._import_from))
+            run = self._runs[stage] = worker_run(prepared, store, facts, within=outer, stage=stage)
+            if self._leaving.is_set():
+                run.drain()
+            try:
+                await run.finish()
+            finally:
+                del self._runs[stage]
+                self.finished += run.statistics().done
+            if run.shared.dispatcher.over is not None or outer.shared.spending.exhausted:
+                return  # the feeder ends the stage
+
+    async def _begun(self, store: WorkStore) -> JsonObject | None:
+        """Wait until a stage has rows to work on, and return its facts; None if this worker leaves."""
+        while not self._leaving.is_set():
+            facts = await in_thread(store.facts)
+            if facts is not None:
+                standing = await in_thread(store.standing)
+                waits = standing.counts.unstarted + standing.counts.leased
+                if standing.phase == "running" and not standing.done and (standing.feeder or waits):
+                    return facts
+            await self._pause()
+        return None
+
+    async def _pause(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), STAGE_LOOK)
+
+
+def worker_run(
+    prepared: Prepared,
+    store: WorkStore,
+    facts: JsonObject,
+    *,
+    inside: WorkedStages | None = None,
+    within: Run[object] | None = None,
+    stage: str = "",
+    patience: float = float("inf"),
+) -> Run[object]:
+    """Return the run of a worker in another process than the feeder."""
+    plan = copy.copy(prepared.plan)
+    plan.total = None
+    lease = float(cast(float, facts.get("lease", LEASE)))
+    keep = "results" if facts.get("keep") == "results" else "all"
+    changed: dict[str, object] = {
+        "inputs": [],
+        "run_dir": None,
+        "on_result": None,
+        "resume": False,
+        "lease": lease,
+        "keep": keep,
+    }
+    rows = facts.get(ROWS)
+    return Run(
+        replace(prepared, spec=prepared.spec.model_copy(update=changed), plan=plan),
+        work_on=store,
+        within=None if within is None else within.shared,
+        stage=stage,
+        inside=inside,
+        row_schema=None if rows is None else cast("type[object]", imported(str(rows))),
+        patience=patience,
+    )
+
+
+def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
+    """Prepare the feeder's run in this process. Raises SpecError, which names what differs."""
+    theirs, ours = cast(JsonObject, facts.get("versions", {})), versions()
+    for name in ("batch-agent", "journal"):
+        if theirs.get(name) != ours[name]:
+            raise SpecError(
+                f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
+            )
+    prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
+    prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
+    if fingerprint_of(prepared).hex() != facts["fingerprint"]:
+        known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
+        differ = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
+        raise SpecError(
+            f"the requests of this worker would differ from those of the run in: {', '.join(differ) or 'the worker'}. "
+            "Give it the same code and environment (--import-from)"
+        )
+    return prepared
+
+
+async def work(place: str, *, import_from: str | Path | None = None, wait: float = WAIT) -> WorkReport:
+    """Work on the run at ``place`` until it is done."""
+    store = await open_store(place, wait)
+    modules = None if import_from is None else Path(import_from)
+    try:
+        return await JoinedWorker(store, import_from=modules, wait=wait).work()
+    finally:
+        store.close()
+
+
+async def open_store(place: str, wait: float) -> WorkStore:
+    """Open the record of a run: at a URL of Redis, at a socket, or in the directory of a run on this machine.
+
+    Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
+    """
+    deadline = asyncio.get_running_loop().time() + wait
+    while True:
+        try:
+            if place.startswith(SERVED):
+                return open_served(Path(place.removeprefix(SERVED)))
+            if not is_store_url(place):
+                answer = await ask(Path(place), {"do": "share"})
+                return open_served(Path(str(answer["socket"])))
+            address = StoreAddress.parse(place)
+            address.refuse_stage()
+            return await in_thread(partial(RedisRunStore.at, address))
+        except (StoreError, NotAlive) as error:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise SpecError(str(error)) from None
+        await asyncio.sleep(LOOK)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call of the store in a thread."""
+    return await asyncio.get_running_loop().run_in_executor(None, function)

@@ -1,0 +1,313 @@
+"""A worker: takes rows of a run when it has room, starts an agent for each, and records its steps and its result.
+
+Every run has workers. In the feeder's process it takes rows from memory, as compiled jobs; in another process it gets
+their inputs as JSON and compiles them again. Results go to the record; the feeder delivers them from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from batch_agent.agent.agent import Agent, AgentWorker
+from batch_agent.agent.loop import tool_loop
+from batch_agent.agent.resources import Resources
+from batch_agent.compiler.plan import Plan
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.feed import Feed
+from batch_agent.errors import Cancelled, InputError, Interrupted, SpecError
+from batch_agent.events import JobFinished, JobStarted
+from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity
+from batch_agent.record.journal import Journal, LeasedIdentity
+from batch_agent.record.keys import Keys
+from batch_agent.record.row_json import decode_row
+from batch_agent.record.trail import Trail
+from batch_agent.run.leases import GROUP, HeldRow, Leases
+from batch_agent.run.parts import Parts
+from batch_agent.run.rows import compile_all
+from batch_agent.scheduler.core import Ticket
+
+BREATHER = 128  # rows that start one after another before the event loop runs other tasks
+FOLLOWING = 64  # agents that ended in an earlier session and are delivered at once
+
+
+class Worker:
+    """``asks_first``: the worker function begins with a model request, so its slot can be requested before it runs.
+    ``keys`` and ``part_keys`` make the identities of rows, and of the parts of rows that do not fit. ``row_schema`` is
+    that of the rows, if they are outputs of another stage. ``left`` returns the number of rows that were not started;
+    None if it is unknown. ``tells``: the feeder is in another process, so this worker reports the ends of its rows.
+    ``unfinished`` is called with the result of a row that was interrupted: it is not recorded,
+    so that a resumed run works on the row."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        journal: Journal,
+        plan: Plan,
+        resources: Resources,
+        feed: Feed,
+        function: AgentWorker,
+        *,
+        asks_first: bool,
+        keys: Keys,
+        part_keys: Keys,
+        row_schema: OutputSchema[object] | None = None,
+        left: Callable[[], int | None] = lambda: None,
+        tells: bool = True,
+        unfinished: Callable[[AgentResult[object]], None] = lambda result: None,
+    ) -> None:
+        self.live: dict[int, Agent | Parts] = {}
+        self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
+        self._function, self._asks_first = function, asks_first
+        self._keys, self._part_keys, self._row_schema = keys, part_keys, row_schema
+        self._left, self._tells, self._unfinished = left, tells, unfinished
+        self._lead = resources.lead  # until the first agent with a request has started
+        self._nowhere = Trail()  # the trail of all agents of a run without files
+        self._following = asyncio.Semaphore(FOLLOWING)
+        self._again: set[int] = set()  # rows that were stopped to start again
+        leases.on_lost = self._drop
+
+    async def work(self, agents: asyncio.TaskGroup) -> None:
+        """Start an agent for each row when there is room, until no more rows are taken."""
+        started = 0
+        while await self._feed.wait_room():
+            self._feed.set_reading(True)
+            try:
+                rows = await self._leases.next(1 if self._leases.alone else GROUP)
+            finally:
+                self._feed.set_reading(False)
+            if not rows:
+                self._feed.end()
+                return
+            for held, job in zip(rows, await self._jobs(rows), strict=True):
+                if not await self._feed.wait_room():
+                    return
+                left = self._left()
+                self._feed.expect(left)
+                if held.lease.index not in self._leases.held:  # its lease was lost meanwhile
+                    continue
+                if isinstance(job, Job) and job.parts:
+                    await self._begin_parts(held, job, left, agents)
+                else:
+                    await self._begin(held, job, agents)
+                started += 1
+                if started % BREATHER == 0:
+                    await asyncio.sleep(0)
+
+    async def _jobs(self, rows: Sequence[HeldRow]) -> list[Job | AgentResult[object]]:
+        """Return the jobs of leased rows: those that the feeder compiled in this process, or compiled here."""
+        jobs: list[Job | AgentResult[object]] = []
+        for held in rows:
+            job = held.row.job
+            if isinstance(job, Job | AgentResult):
+                jobs.append(job)
+                continue
+            index = held.lease.index
+            try:
+                value = Placed(index, decode_row(held.row.value, self._row_schema))  # type: ignore[arg-type]
+            except InputError as error:
+                jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
+            else:
+                jobs += await compile_all(self._plan, index, [value])
+        return jobs
+
+    def interrupt(self, why: str) -> list[AgentResult[object]]:
+        """End the rows whose results are not recorded, and return their results."""
+        results = []
+        for index in [index for index in self.live if index in self._leases.held]:
+            agent = self.live.pop(index)
+            agent.fail(Interrupted(why))
+            results.append(agent.result())
+        return results
+
+    def _drop(self, index: int) -> None:
+        """End a row that another process took over: nothing more of it is recorded, and it has no result here."""
+        agent = self.live.pop(index, None)
+        if agent is not None:
+            for task in agent.tasks:
+                task.cancel()
+            agent.fail(Interrupted("another process works on this row now"))
+            self._tell(agent.result())
+
+    # Control
+
+    def cancel_row(self, row: str | int) -> None:
+        """Cancel a running row. Raises SpecError if it is not running."""
+        self._agent(row).stop(Cancelled("this row was cancelled by the user"))
+
+    def retry_row(self, row: str | int) -> None:
+        """Start a running row again. Raises SpecError if it is not running."""
+        agent = self._agent(row)
+        agent.stop(Cancelled("this row was restarted by the user"))
+        self._again.add(agent.job.index)
+
+    def conversation(self, row: str | int) -> JsonObject:
+        """Return the conversation of a running row. Raises SpecError if it is not running."""
+        return self._agent(row).conversation()
+
+    def _agent(self, row: str | int) -> Agent:
+        """Return the agent of a row, by its id or its index."""
+        name = str(row)
+        agent = next((live for live in self.live.values() if live.job.job_id == name), None)
+        if agent is None and name.isdecimal():
+            agent = self.live.get(int(name))
+        if isinstance(agent, Parts):
+            raise SpecError(f"row {row} is processed in parts, which cannot be controlled one by one")
+        if agent is None or agent.recorded is not None:
+            raise SpecError(
+                f"row {row} is not running: it has not begun, or it has its result; batch-agent retry-failed retries "
+                "failed rows after the run has ended"
+            )
+        return agent
+
+    # Rows
+
+    async def _trail(self, held: HeldRow, job: Job) -> Trail:
+        if self._journal.in_memory:
+            return self._nowhere
+        row = held.row
+        if row.key:
+            identity = LeasedIdentity(row.key, row.content, row.lease)
+        else:
+            own = self._keys.identity(job, self._plan.question(job))
+            identity = LeasedIdentity(own.key, own.row, row.lease)
+        past = held.past(identity, row.steps) if row.steps else None
+        return Trail(self._journal, identity, past, retried=held.retries(past), checks=row.checks)
+
+    async def _begin(self, held: HeldRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
+        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        if isinstance(job, AgentResult):
+            self._publish(held, job)
+            return
+        trail = await self._trail(held, job)
+        if trail.ended:
+            await self._following.acquire()
+        if self._r.prewarm is not None and not trail.has_past:  # else it replays its own record
+            await self._r.prewarm.begin(job, self._plan.question(job))
+        agent = self.live[job.index] = Agent(job, self._r, trail, self._function)
+        ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
+        task = agents.create_task(self._accompany(held, agent, ticket))
+        agent.tasks = (task,)
+        if ticket is not None:
+            if (lead := self._lead) is not None:
+                self._lead = None
+                await lead.wait()
+            return
+        if trail.ended:
+            task.add_done_callback(lambda _: self._following.release())
+        await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
+
+    async def _accompany(self, held: HeldRow, agent: Agent, ticket: Ticket | None) -> None:
+        """Run one agent from its first turn until its result is recorded."""
+        try:
+            result = await agent.run(ticket)
+            agent.record_end(result)
+            while agent.job.index in self._again and agent.stopped_by is not None:
+                self._again.discard(agent.job.index)
+                agent = self.live[agent.job.index] = agent.anew(self._r)
+                result = await agent.run(None)
+                agent.record_end(result)
+            self._publish(held, result)
+            await agent.settle()
+            if self.live.get(agent.job.index) is agent:
+                del self.live[agent.job.index]
+        finally:
+            if self._r.prewarm is not None:
+                self._r.prewarm.end(agent.job.index)
+            self._r.dispatcher.end_agent(agent.progress, agent.turns)
+
+    # Rows in parts
+
+    async def _begin_parts(self, held: HeldRow, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
+        """Start an agent for each part when there is room. Later rows wait for this no longer than for other agents."""
+        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        row = self.live[job.index] = Parts(job)
+        row.tasks.append(agents.create_task(self._accompany_parts(held, row)))
+        try:
+            trails = await self._part_trails(held, job.parts, [self._plan.question(part) for part in job.parts])
+            for place, (part, trail) in enumerate(zip(job.parts, trails, strict=True)):
+                if row.error is not None or not await self._feed.wait_room():
+                    break
+                if rows_left is not None:
+                    self._feed.expect(rows_left + len(trails) - place - 1)
+                agent = Agent(part, self._r, trail, self._function)
+                ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
+                row.tasks.append(agents.create_task(self._accompany_part(row, row.begin(), agent, ticket)))
+                if ticket is None:
+                    await asyncio.sleep(0)
+        finally:
+            row.close()
+
+    async def _accompany_part(self, row: Parts, place: int, agent: Agent, ticket: Ticket | None) -> None:
+        row.end(place, await self._work_on(agent, ticket))
+
+    async def _accompany_parts(self, held: HeldRow, row: Parts) -> None:
+        await row.wait()
+        schema = self._r.schema
+        answers = row.answers(schema) if row.error is None else []
+        while row.error is None:
+            jobs = self._plan.merging(row.job, answers)
+            trails = await self._part_trails(held, jobs, [job.prompt for job in jobs])
+            merging = [Agent(job, self._r, trail, tool_loop) for job, trail in zip(jobs, trails, strict=True)]
+            async with asyncio.TaskGroup() as level:
+                tasks = [level.create_task(self._work_on(agent, self._claim(agent))) for agent in merging]
+            answers = row.merged([task.result() for task in tasks], schema)
+            if len(answers) == 1:
+                break
+        result = row.result()
+        self._publish(held, result)
+        if self.live.get(row.job.index) is row:
+            del self.live[row.job.index]
+
+    async def _work_on(self, agent: Agent, ticket: Ticket | None) -> AgentResult[object]:
+        """Run an agent to its end, and wait until that is on disk."""
+        try:
+            result = await agent.run(ticket)
+            agent.record_end(result)
+            await agent.settle()
+            return result
+        finally:
+            self._r.dispatcher.end_agent(agent.progress, agent.turns)
+
+    def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
+        """Count an agent as started. With ``asks_first``, also request its slot and return the ticket."""
+        if asks_first:
+            return self._r.dispatcher.start_agent(agent.progress)
+        self._r.dispatcher.scheduler.start_agent()
+        return None
+
+    async def _part_trails(self, held: HeldRow, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
+        if self._journal.in_memory:
+            return [self._nowhere] * len(jobs)
+        identities: list[LeasedIdentity] = []
+        for job, question in zip(jobs, questions, strict=True):
+            own: Identity = self._part_keys.identity(job, question)
+            identities.append(LeasedIdentity(own.key, own.row, held.lease))
+        found = await self._leases.claim(held, identities)
+        return [
+            Trail(self._journal, identity, past, retried=held.retries(past), checks=held.row.checks)
+            for identity, past in zip(identities, found, strict=True)
+        ]
+
+    # Results
+
+    def _publish(self, held: HeldRow, result: AgentResult[object]) -> None:
+        """Record a result. The feeder delivers it after the commit."""
+        if self._tells:
+            self._tell(result)
+        if is_interrupted(result):
+            self._unfinished(result)
+        else:
+            self._leases.ending.add(held.lease.index)
+            self._journal.publish(held.lease, result)
+
+    def _tell(self, result: AgentResult[object]) -> None:
+        if self._r.traces is not None:
+            self._r.traces.ended(self._r.run, result)
+        self._r.emit(JobFinished.of(result, self._r.clock(), self._r.run))
+
+
+def is_interrupted(result: AgentResult[object]) -> bool:
+    return result.error is not None and result.error.type == Interrupted.type
