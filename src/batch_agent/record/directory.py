@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Lock as ThreadLock
@@ -44,6 +45,7 @@ class DirectoryStore(MemoryStore):
         self._disk = ThreadLock()  # held while files are read or written
         self._has_past = False
         self._outlay = Outlay()
+        self._shares = False  # several workers share the budget
         self._numbers = count(1)  # of agents in the journal
         self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
 
@@ -191,8 +193,8 @@ class DirectoryStore(MemoryStore):
         own = worker in self._own_workers
         with self._disk:
             steps = [step if own else self._renumbered(change, step) for change in changes for step in change.steps]
-            if outlay is not None:
-                self._outlay = outlay
+            if outlay is not None:  # with several workers, the table has what is spent
+                self._outlay = Outlay(learnt=outlay.learnt) if self._shares else outlay
             ended = [change for change in changes if change.result is not None]
             self._journal.commit(steps, self._progress(ended))
             results = [change.result for change in ended if isinstance(change.result, BaseResult)]
@@ -233,15 +235,20 @@ class DirectoryStore(MemoryStore):
         table, _ = self.table()
         return Outlay(tokens + table.spent_of(BUDGET_TOKENS), cost + table.spent_of(BUDGET_COST) / DOLLAR, None, learnt)
 
-    def share(self) -> None:
-        """Move what the sessions have spent into the table, from which several workers take their shares."""
+    def share(self) -> tuple[int, float]:
+        """Move what the sessions have spent into the table, from which several workers take their shares. Returns what
+        was moved of this session, in tokens and $."""
         with self._lock, self._disk:
+            moved = self._outlay
+            self._shares, self._outlay = True, Outlay(learnt=moved.learnt)
+            # This session is alive: its lease is not spent.
+            self._journal.commit((), replace(self._progress(), tokens=moved.tokens, cost=moved.cost))
             tokens, cost = self._journal.spent()
             for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, round(cost * DOLLAR))):
                 if amount:
                     self._table.spent[name] = self._table.spent.get(name, 0) + amount
-            self._outlay = Outlay(learnt=self._outlay.learnt)
             self._journal.fold(TABLE, to_json(self._table.to_json()).decode())
+            return moved.tokens, moved.cost or 0.0
 
     def _write_table(self, table: JsonObject) -> None:
         with self._disk:

@@ -28,7 +28,6 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
-from batch_agent import errors
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
 from batch_agent.messages import JsonObject
@@ -230,8 +229,7 @@ class ServedStore:
     def _call(self, method: str, *arguments: object) -> object:
         kind, value = self._exchange((self._stage, method, arguments))
         if kind:
-            error = getattr(errors, kind, StoreError)
-            raise error(str(value)) if issubclass(error, BatchAgentError) else StoreError(str(value))
+            raise (SpecError if kind == "SpecError" else StoreError)(str(value))
         return value
 
     def facts(self) -> JsonObject | None:

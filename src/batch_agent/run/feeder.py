@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import JobError
@@ -65,7 +65,6 @@ class Feeder:
         self._schema: OutputSchema[object] | None = None
         self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="batch-agent-feeder")
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
         self.alone = store.instant
@@ -84,6 +83,7 @@ class Feeder:
         self._held.set()
         self._stopping = asyncio.Event()
         self._draining = False  # the draining phase is set in the store
+        self._over = False
         self._position = "0"
         self.ok = self.failed = self.resumed = 0
 
@@ -107,7 +107,7 @@ class Feeder:
         self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
         self._position = self._sitting.position
         self._had_past = bool(self._sitting.previous)
-        store.listen(self._changed)
+        store.listen(on_this_loop(self._news.set))
 
     @property
     def sitting(self) -> int:
@@ -268,10 +268,15 @@ class Feeder:
             return self.store.keep_feed(self.sitting)
         return await self.run(partial(self.store.keep_feed, self.sitting))
 
+    def release(self) -> None:
+        """End ``keep``: the run is over."""
+        self._over = True
+        self._stopping.set()
+
     async def keep(self, lease: float) -> None:
-        """Renew the feeder's lease until cancelled. After ``stop``, set the draining phase once: workers then take no
-        rows."""
-        while True:
+        """Renew the feeder's lease until the run is over. After ``stop``, set the draining phase once: workers then
+        take no rows."""
+        while not self._over:
             if self._draining:
                 await asyncio.sleep(lease / 3)
             else:
@@ -291,14 +296,6 @@ class Feeder:
             self._held.clear()
         else:
             self._held.set()
-
-    def _changed(self) -> None:
-        """The store has changed. Called from any thread."""
-        if threading.get_ident() == self._thread:
-            self._news.set()
-        else:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._news.set)
 
     async def deliver(self, wait: float) -> None:
         """Deliver results until every fed row has one. After ``stop``: until no row is leased."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
+from batch_agent.blocking import on_this_loop
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import StoreError
 from batch_agent.record.base import Identity
@@ -122,12 +123,10 @@ class Leases:
     def begin(self) -> None:
         """Start to renew the leases."""
         self.on_need()
-        if not self.store.instant:
+        if self.store.instant:
+            self.store.listen(on_this_loop(self._news.set))
+        else:
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
-
-    def news(self) -> None:
-        """An instant store has changed: rows may be there, or the run may be over."""
-        self._news.set()
 
     async def next(self, most: int) -> list[HeldRow]:
         """Wait for rows and return at most ``most``; none if no more rows are taken."""

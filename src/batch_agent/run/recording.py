@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from batch_agent.agent.prepare import Prepared
 from batch_agent.errors import InputError, StoreError
-from batch_agent.job import UnreadableRow
+from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
 from batch_agent.record.address import StoreAddress, is_store_url
@@ -21,9 +21,9 @@ from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.row_json import encode_row
+from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import State
-from batch_agent.record.store import Resuming, RunStore
+from batch_agent.record.store import Resuming, RunStore, WorkStore
 from batch_agent.run.spec_json import pieces, spec_json
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
@@ -120,6 +120,14 @@ class StageAccount(Account):
     def leased(self, error: StoreError | None = None) -> None:
         if self._journal is not None:
             self._journal.touch()
+
+
+def encoder(store: WorkStore, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:
+    """Return the function that makes of a result what the store takes: JSON, if it is outside this process."""
+    if store.instant:
+        return lambda result: result
+    messages = prepared.spec.keep != "results"
+    return lambda result: encode_result(result, prepared.schema, worker=worker, messages=messages)
 
 
 def now_text() -> str:

@@ -15,32 +15,23 @@ import logging
 import os
 import platform
 import secrets
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar, cast, final
+from typing import Generic, Self, TypeVar, cast, final
 
 from pydantic import JsonValue
 
-from batch_agent.agent.agent import open_worker
-from batch_agent.agent.compaction import open_compactor
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
 from batch_agent.agent.loop_context import InnerWorker
-from batch_agent.agent.prefix_leader import PrefixLeader, lead_of
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
-from batch_agent.agent.resources import Resources
-from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
-from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.dispatch.spending import Spending
@@ -66,13 +57,10 @@ from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
-from batch_agent.record.row_json import encode_result
-from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
-from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.clock import Clock
-from batch_agent.run.control import Controls
+from batch_agent.run.control import Controls, Crew, Inside
 from batch_agent.run.crew import ProcessCrew, count_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
@@ -83,6 +71,7 @@ from batch_agent.run.recording import (
     ROWS,
     StageAccount,
     asked_json,
+    encoder,
     facts_for_workers,
     facts_of,
     now_text,
@@ -90,52 +79,22 @@ from batch_agent.run.recording import (
     resuming_of,
 )
 from batch_agent.run.rows import Rows
-from batch_agent.run.shared import Shared
+from batch_agent.run.serving import Serving
+from batch_agent.run.shared import Shared, open_dispatcher
+from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.spec_json import schema_json, spec_json
+from batch_agent.run.spec_json import schema_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
-from batch_agent.scheduler.budget import Amount
+from batch_agent.run.workshop import Workshop
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.pool import ToolPool, ToolStatistics
+from batch_agent.tools.pool import ToolStatistics
 
 T = TypeVar("T")
 R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
-
-
-class Inside(Protocol):
-    """What a run around other runs does instead of working on rows: the stages of a pipeline."""
-
-    names: Sequence[str]
-    schemas: Mapping[str, OutputSchema[object] | None]  # of the outputs of each stage
-
-    async def work(self, run: Run[object]) -> bool:
-        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
-        ...
-
-    def facts(self, prepared: Prepared) -> JsonObject:
-        """Return what workers in other processes need in addition."""
-        ...
-
-    def stop_feeding(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def stage_row(self, row: str | int) -> tuple[Run[object], str]:
-        """Return the run of the stage that a row is named after, and the name of the row in it. Raises SpecError."""
-        ...
-
-
-class Crew(Protocol):
-    """Brings worker processes: those of this machine, or of a cluster."""
-
-    def at_work(self, run: Run[object]) -> AbstractAsyncContextManager[None]:
-        """Return a context manager during which workers take rows from the record of the run."""
-        ...
 
 
 @final
@@ -189,6 +148,7 @@ class Run(Generic[T]):
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(spec.inputs)
+        self._first: object = None  # the first input
         if self._rows.channel is not None and not self._is_shared and not self._is_url:
             self._feed.take_from(self._rows.channel)
         self._store: WorkStore | None = work_on
@@ -196,9 +156,10 @@ class Run(Generic[T]):
         self._journal: Journal | None = None
         self._feeder: Feeder | None = None
         self._leases: Leases | None = None
-        self._worker: Worker | None = None
-        self._prewarm: ToolPrewarm | None = None
-        self._server: StoreServer | None = None
+        self._workshop: Workshop | None = None
+        self._ledger: Shares | None = None
+        self._tasks: asyncio.TaskGroup | None = None  # of the feeder
+        self._serving: Serving | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
         self._paused = self._cancelled = self._leaving = False
@@ -210,37 +171,16 @@ class Run(Generic[T]):
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
-        name = self._prepared.backend.name
-        dispatchers = {} if within is None else within.dispatchers
-        spending = self._new_spending(dispatchers) if within is None else within.spending
-        dispatcher = dispatchers.get(name)
-        if dispatcher is None:
-            dispatcher = dispatchers[name] = self._new_dispatcher()
-            dispatcher.spending = spending
+        prepared, on_limit, on_health = self._prepared, self._limit_changed, self._health_changed
         if within is not None:
-            return replace(within, emit=self._emit, dispatcher=dispatcher, pool=None)
-        run_dir = self._prepared.spec.run_dir
+            return within.inside(prepared, self._emit, on_limit, on_health)
+        dispatchers: dict[str, Dispatcher] = {}
+        run_dir = prepared.spec.run_dir
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
+        dispatcher = dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+        dispatcher.spending = spending = self._new_spending(dispatchers)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
-
-    def _new_dispatcher(self) -> Dispatcher:
-        prepared, backend = self._prepared, self._prepared.backend
-        dispatcher = Dispatcher(
-            backend,
-            prepared.max_inflight,
-            prepared.max_agents,
-            servers=backend.servers,
-            terms=prepared.terms,
-            max_outage=prepared.spec.max_outage,
-            on_limit=self._limit_changed,
-            on_health=self._health_changed,
-        )
-        if backend.capabilities.reports_load:
-            dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))
-        for endpoint in dispatcher.scheduler.endpoints:
-            endpoint.health.patient = backend.capabilities.patient
-        return dispatcher
 
     def _new_spending(self, dispatchers: Mapping[str, Dispatcher]) -> Spending:
         def time_is_up() -> None:
@@ -313,7 +253,8 @@ class Run(Generic[T]):
 
     def statistics(self) -> Statistics:
         statistics = self._metrics.statistics()
-        return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
+        prewarm = None if self._workshop is None else self._workshop.prewarm
+        return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
@@ -430,31 +371,24 @@ class Run(Generic[T]):
 
     @property
     def _worker_here(self) -> Worker:
-        if self._worker is None:
+        worker = None if self._workshop is None else self._workshop.worker
+        if worker is None:
             raise SpecError("the run has not begun its first row")
-        return self._worker
+        return worker
 
     # Workers in other processes
 
     def serve(self) -> Path:
         """Make the record available to other processes of this machine, and return the path of the socket. Raises
         SpecError if other processes cannot work on the run."""
-        if self._server is None:
-            self._server = StoreServer(self.desk())
-        return self._server.path
-
-    def desk(self) -> StoreDesk:
-        """Return what answers the calls of workers in other processes. Raises SpecError if they cannot work on it."""
-        store = self._opened
-        if not isinstance(store, MemoryStore):
-            raise SpecError("the record of this run is not in this process: workers reach it at its URL")
-        schemas = {"": self._prepared.schema} if self._inside is None else self._inside.schemas
-        return StoreDesk(store, schemas=schemas)
+        if self._serving is None:
+            raise SpecError("the run has not begun yet, or it has ended")
+        return self._serving.path
 
     def specs(self) -> list[JsonObject]:
         """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
-        inside = {} if self._inside is None else self._inside.facts(self._prepared).get("specs", {})
-        return [spec_json(self._prepared), *cast("dict[str, JsonObject]", inside).values()]
+        assert self._serving is not None
+        return self._serving.specs()
 
     @property
     def record_url(self) -> str | None:
@@ -534,7 +468,8 @@ class Run(Generic[T]):
     async def _check_first(self) -> None:
         """Check, before anything is sent, that there is an input and that it has the task's fields."""
         for value in await self._rows.peek():
-            self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
+            self._first = value.value if isinstance(value, Placed) else value
+            self._prepared.plan.check_first(self._first)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
@@ -550,17 +485,23 @@ class Run(Generic[T]):
             shared.lender, shared.journal = self._outer.lender, self._outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
+        if self._outer is None:
+            self._serving = Serving(store, prepared, self._first, self._inside, self.begin_sharing)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
-            await extent.enter_async_context(self._budget(prepared, number))
+            if self._outer is None:
+                self._ledger = self._shares(prepared, number)
+                await extent.enter_async_context(self._ledger.opened(is_shared=self._is_shared))
+            elif shared.lender is not None:
+                self._lend(shared.lender)
             if self._crew is not None and self._outer is None:
                 await extent.enter_async_context(self._crew.at_work(cast("Run[object]", self)))
             if self._inside is not None:
                 await self._work_inside(self._inside)
             elif self._feeder is None:
-                await self._work_here(prepared, number)
+                await self._work_here(prepared)
             else:
-                await self._feed_and_work(prepared, self._feeder, number)
+                await self._feed_and_work(prepared, self._feeder)
         await self._delivery.settle()
 
     async def _work_inside(self, inside: Inside) -> None:
@@ -574,9 +515,10 @@ class Run(Generic[T]):
         if complete and not self._feed.closed:
             self._feed.end()
 
-    async def _feed_and_work(self, prepared: Prepared, feeder: Feeder, number: int) -> None:
+    async def _feed_and_work(self, prepared: Prepared, feeder: Feeder) -> None:
         async with asyncio.TaskGroup() as tasks:
             keeping = filling = working = None
+            self._tasks = tasks
             delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
             if self._is_shared:
                 if self._cannot_continue:  # before this stage began
@@ -584,7 +526,7 @@ class Run(Generic[T]):
                 keeping = tasks.create_task(feeder.keep(self._lease))
                 self._reader = filling = tasks.create_task(feeder.keep_full())
             if self._works:
-                working = tasks.create_task(self._work_here(prepared, number))
+                working = tasks.create_task(self._work_here(prepared))
             if working is not None:
                 await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
             if feeder.alone and working is not None:
@@ -599,6 +541,7 @@ class Run(Generic[T]):
                 self._feed.end()
             for task in filter(None, (keeping, filling)):
                 task.cancel()
+            feeder.release()
             if self._leases is not None:
                 self._leases.leave()
 
@@ -606,114 +549,33 @@ class Run(Generic[T]):
     def _cannot_continue(self) -> bool:
         return self.shared.dispatcher.over is not None or bool(self.shared.spending.exhausted)
 
-    async def _work_here(self, prepared: Prepared, number: int) -> None:
+    async def _work_here(self, prepared: Prepared) -> None:
         """Work on rows in this process."""
-        spec, shared = prepared.spec, self.shared
         assert self._leases is not None and self._journal is not None
+        self._workshop = workshop = Workshop(
+            prepared, self.shared, self.id, self._emit, self._feed, self._leases, self._journal, self._feeder
+        )
         hold = partial(self._backlog, "the engine's queue")
-        touches = touches_for(prepared, shared.dispatcher) if self._loops else None
-        watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, self._emit, self.id, shared.clock, touches)
-        async with (
-            self._tools(prepared) as pool,
-            open_tool_prewarm(spec, pool) as prewarm,
-            poll_load(prepared.backend, shared.dispatcher, spec.backpressure_ceiling, hold, watch),
-            calibration(prepared.backend, shared.dispatcher, prepared.model or "", wanted=spec.calibrate_backend),
-            AsyncExitStack() as extent,
-        ):
-            shared.pool, self._prewarm = pool, prewarm
-            resources = Resources(
-                backend=prepared.backend,
-                dispatcher=shared.dispatcher,
-                policy=Policy(
-                    spec.max_retries,
-                    timeout=prepared.turn_limit_seconds,
-                    timeout_option="timeout_per_turn",
-                    hedge=spec.hedge,
-                ),
-                tools=pool,
-                schema=prepared.schema,
-                shared=prepared.plan.shared,
-                shapes=prepared.shapes,
-                emit=self._emit,
-                run=self.id,
-                clock=shared.clock,
-                max_turns=spec.turn_limit if self._loops else spec.max_turns,
-                timeout_per_agent=spec.timeout_per_agent,
-                early_tools=(
-                    spec.streaming_tool_dispatch
-                    and prepared.backend.capabilities.streaming
-                    and any(pool.can_start_early(tool.name) for tool in prepared.tools)
-                ),
-                ends_with_answer=self._loops,
-                keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
-                prewarm=prewarm,
-                touches=touches if shared.dispatcher.scheduler.parts.touch else None,
-                lead=self._lead(prepared),
-                traces=shared.observers.traces,
-                hints=spec.nvext_agent_hints,
-            )
-            resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
-            function = await extent.enter_async_context(open_worker(prepared, self._function, shared.spending))
-            feeder = self._feeder
-            self._worker = worker = Worker(
-                self._leases,
-                self._journal,
-                prepared.plan,
-                resources,
-                self._feed,
-                function,
-                asks_first=self._loops,
-                keys=Keys(rows_under(prepared, self._function)),
-                part_keys=Keys(rows_under(prepared, self._function, part=True)),
-                row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
-                left=lambda: None if feeder is None else feeder.left,
-                tells=feeder is None,
-                unfinished=self._row_unfinished,
-            )
-            if self._leaving or shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up before
-                self._leases.leave()
-            self._leases.begin()
-            try:
+        try:
+            async with workshop.opened(self._function, hold) as worker:
+                worker.row_schema = None if self._row_schema is None else OutputSchema.of(self._row_schema)
+                worker.on_unfinished = self._row_unfinished
+                if self._leaving or self.shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up
+                    self._leases.leave()
+                self._leases.begin()
                 async with asyncio.TaskGroup() as agents:
                     task = agents.create_task(worker.work(agents))
                     if self._reader is None or self._reader.done():
                         self._reader = task
-                watch.tell()
-            finally:
-                if not self._cancelled:
-                    await self._leave()
+        finally:
+            if not self._cancelled:
+                await self._leave()
 
     def _row_unfinished(self, result: AgentResult[object]) -> None:
         """A row was interrupted. If the run stopped early, unfinished rows have no result."""
         if self._feeder is not None:
             stopped = self.shared.dispatcher.over is not None
             self._feeder.finish_unrecorded(result, (lambda _: None) if stopped else self._delivery.deliver)
-
-    def _lead(self, prepared: Prepared) -> PrefixLeader | None:
-        """Return the prefix leader, or None. A user's worker may send other requests first, or none."""
-        if not self._loops:
-            return None
-        return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
-
-    @asynccontextmanager
-    async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
-        """Yield the outer run's tool pool if it has the same tools, so that calls are shared; else a new one."""
-        outer = None if self._outer is None else self._outer.pool
-        if outer is not None and outer.has(prepared.tools):
-            yield outer
-            return
-        spec, lender = prepared.spec, self.shared.lender
-        async with ToolPool(
-            prepared.tools,
-            timeout=spec.timeout_per_tool,
-            spawn=asyncio.get_running_loop().create_task,
-            on_waiting=self.shared.dispatcher.set_at_tools,
-            prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
-            once=None if lender is None else lender.once,
-        ) as pool:
-            if self._outer is not None and self._outer.pool is None:
-                self._outer.pool = pool
-            yield pool
 
     # Its record
 
@@ -728,7 +590,7 @@ class Run(Generic[T]):
 
     async def _begin_record(self, prepared: Prepared) -> int:
         """Begin the session of the feeder, and join as a worker. Returns the number of the worker, or 0."""
-        store, spec = self._opened, prepared.spec
+        store = self._opened
         if self._outer is None:
             self.shared.store = self._record
         fingerprint = fingerprint_of(prepared, self._function)
@@ -753,20 +615,13 @@ class Run(Generic[T]):
             )
             if self._is_shared:
                 self._leases.alone = False
-            messages = spec.keep != "results"
-
-            def encoded(result: AgentResult[object]) -> object:
-                if store.instant:
-                    return result
-                return encode_result(result, prepared.schema, worker=number, messages=messages)
-
             overdue = partial(self.shared.set_overdue, self.id)
             self._journal = Journal(
                 store,
                 number,
                 in_memory=in_memory,
                 account=self._account(),
-                encoded=encoded,
+                encoded=encoder(store, prepared, number),
                 on_committed=self._leases.committed,
                 on_backlog=partial(self._backlog, "journal"),
                 on_overdue=overdue,
@@ -774,27 +629,12 @@ class Run(Generic[T]):
             self._leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
             if self._feeder is not None:
                 self._feeder.worker = number
-                store.listen(self._leases_changed())
             if self._outer is None:
                 self.shared.journal = self._journal
         if self._feeds and isinstance(store, DirectoryStore) and self._journal is not None:
             where = store.path
             await self._watch.begin(self._journal, where, asked_json(prepared), self.shared.clock())
         return number
-
-    def _leases_changed(self) -> Callable[[], None]:
-        loop, here, leases = asyncio.get_running_loop(), threading.get_ident(), self._leases
-        assert leases is not None
-
-        def changed() -> None:
-            if leases.alone:
-                return
-            if threading.get_ident() == here:
-                leases.news()
-            else:
-                loop.call_soon_threadsafe(leases.news)
-
-        return changed
 
     async def _begin_feed(self, prepared: Prepared, store: RunStore, fingerprint: bytes) -> None:
         spec, inputs = prepared.spec, prepared.spec.inputs
@@ -817,9 +657,7 @@ class Run(Generic[T]):
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
-            first = next(iter(await self._rows.peek()), None)
-            value = first.value if isinstance(first, Placed) else first
-            facts |= facts_for_workers(prepared, value)
+            facts |= facts_for_workers(prepared, self._first)
             facts |= {"lease": spec.lease, "keep": spec.keep}
             if self._row_schema is not None:
                 facts[ROWS] = schema_json(self._row_schema)
@@ -839,42 +677,49 @@ class Run(Generic[T]):
             return StageAccount(self._metrics, self._outer.journal)
         return self.shared.spending
 
-    @asynccontextmanager
-    async def _budget(self, prepared: Prepared, number: int) -> AsyncIterator[None]:
-        """Start the ledger: that of this run, or the shares of one of several workers."""
-        shared, store, record = self.shared, self._opened, self._record
-        if self._outer is not None:
-            if shared.lender is not None:
-                shared.lender.share_answers(prepared.backend)
-                shared.lender.count_stage(self._stage, self._metrics.spent)
-            yield
-            return
-        spending = shared.spending
+    def _shares(self, prepared: Prepared, number: int) -> Shares:
+        """Return the ledger and the limits of an outermost run."""
+        return Shares(
+            self.shared,
+            self._controls,
+            prepared.backend,
+            self._opened,
+            self._record,
+            lease=self._lease,
+            number=number,
+            feeder=self._feeder,
+            leases=self._leases,
+            journal=self._journal,
+        )
+
+    async def begin_sharing(self, lender: Lending | None = None) -> None:
+        """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
+        outer run of a stage."""
         if self._is_shared:
-            name = str(number) if self._feeder is None else f"feeder-{self._feeder.sitting}"
-            shared.lender = lender = Lending(store, name, self._lease)
-            if self._feeder is not None:
-                if isinstance(record, DirectoryStore):
-                    await _in_thread(record.share)
-                await lender.begin(prepared.backend)
-            if self._leases is not None:
-                self._leases.on_need = lender.soon
-            spending.start(commit=lender.soon)
-            try:
-                async with lender.at_work(shared, self._controls, prepared.backend):
-                    yield
-            finally:
-                spending.close()
             return
-        if record is None or self._journal is None or self._journal.in_memory:
-            spending.start()
-        else:
-            before = await _in_thread(record.spent)
-            spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, self._journal.touch)
-        try:
-            yield
-        finally:
-            spending.close()
+        self._is_shared = True
+        if self._ledger is not None:
+            await self._ledger.begin_sharing()
+        elif lender is not None:
+            self.shared.lender = lender
+            self._lend(lender)
+        if self._leases is not None:
+            self._leases.alone = False
+        if self._feeder is not None and self._tasks is not None:
+            self._feeder.alone = False
+            self._tasks.create_task(self._feeder.keep(self._lease))
+            self._tasks.create_task(self._feeder.keep_full())
+        if self._inside is not None and self.shared.lender is not None:
+            await self._inside.begin_sharing(self.shared.lender)
+
+    def _lend(self, lender: Lending) -> None:
+        """Use the shares of the outer run in this stage."""
+        lender.share_answers(self._prepared.backend)
+        lender.count_stage(self._stage, self._metrics.spent)
+        if self._leases is not None:
+            self._leases.on_need = lender.soon
+        if self.shared.pool is not None:
+            self.shared.pool.once = lender.once
 
     async def _call(self, function: Callable[[], R]) -> R:
         return function() if self._opened.instant else await _in_thread(function)
@@ -886,9 +731,10 @@ class Run(Generic[T]):
             return
         if self._journal is not None and not self._journal.in_memory:
             await to_its_end(self._journal.flush())
-        if self._feeder is not None and self._worker is not None:
+        worker = None if self._workshop is None else self._workshop.worker
+        if self._feeder is not None and worker is not None:
             self._feeder.deliver_recorded(callback=False)
-            for result in self._worker.interrupt("the run was cancelled before this job finished"):
+            for result in worker.interrupt("the run was cancelled before this job finished"):
                 self._feeder.finish_unrecorded(result, self._delivery.put)
         await self._delivery.cancel()
 
@@ -905,8 +751,8 @@ class Run(Generic[T]):
         if store is None:
             return None
         failed: BaseException | None = None
-        if self._server is not None:
-            self._server.close()
+        if self._serving is not None:
+            self._serving.close()
         await self._watch.end()
         if self._journal is not None:
             failed = await self._journal.end()
