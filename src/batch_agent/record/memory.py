@@ -21,6 +21,7 @@ from threading import Condition, RLock
 from typing import TypeVar
 
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.job import BaseResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
@@ -377,9 +378,10 @@ class MemoryStore:
                     continue
                 ended = True
                 self._position += 1
-                self._results.append(
-                    SharedResult(str(self._position), change.lease.row, change.lease.index, change.result, True)
-                )
+                lease, result = change.lease, change.result
+                if worker not in self._own_workers and isinstance(result, BaseResult):  # it came as JSON
+                    result = replace(result, input=queued.new.value)
+                self._results.append(SharedResult(str(self._position), lease.row, lease.index, result, True, worker))
                 if queued.order in self._queued:
                     self._drop([queued])
                 self._ok += not change.error

@@ -115,6 +115,7 @@ class SharedResult:
     index: int
     result: object
     own: bool
+    worker: int = 0  # number of the worker, if the store knows it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
@@ -30,6 +30,9 @@ from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStandin
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, compile_all, unplaced
 
+if TYPE_CHECKING:
+    from batch_agent.observe.telemetry import Traces
+
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
@@ -41,8 +44,7 @@ CALLS = 4  # most concurrent calls of the store
 
 
 class Feeder:
-    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``tell`` is called with
-    the result of each row, before it is delivered. ``originals`` are the inputs, which results of other processes get
+    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``originals`` are the inputs, which results of other processes get
     instead of their JSON form; rows of another stage are kept in it while they are in progress."""
 
     def __init__(
@@ -55,13 +57,13 @@ class Feeder:
         emit: Sink,
         clock: Callable[[], float],
         delivery: Delivery[object],
-        tell: Callable[[AgentResult[object]], None],
+        traces: Traces | None,
         originals: Sequence[object] | dict[int, object] | None,
         row_schema: OutputSchema[object] | None,
     ) -> None:
         self.store, self._rows, self._plan = store, rows, plan
         self._run, self._emit, self._clock = run, emit, clock
-        self._delivery, self._tell, self._originals, self._row_schema = delivery, tell, originals, row_schema
+        self._delivery, self._traces, self._originals, self._row_schema = delivery, traces, originals, row_schema
         self._schema: OutputSchema[object] | None = None
         self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="batch-agent-feeder")
         self._loop = asyncio.get_running_loop()
@@ -323,10 +325,9 @@ class Feeder:
             self._position = each.position
             if not each.own:
                 continue
-            if isinstance(each.result, BaseResult):
-                self._finish(each.result)  # type: ignore[arg-type]
-                continue
-            result, worker = decode_result(each.result, each.index, self._schema, resumed=False)  # type: ignore[arg-type]
+            result, worker = cast("AgentResult[object]", each.result), each.worker
+            if isinstance(each.result, bytes):
+                result, worker = decode_result(each.result, each.index, self._schema, resumed=False)
             if worker != self.worker:
                 self._emit_row(result)
             self._finish(result)
@@ -357,7 +358,8 @@ class Feeder:
         (self._delivery.deliver if callback else self._delivery.put)(result)
 
     def _tell_end(self, result: AgentResult[object]) -> None:
-        self._tell(result)
+        if self._traces is not None:
+            self._traces.ended(self._run, result)
         self._emit(JobFinished.of(result, self._clock(), self._run))
 
     def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import JsonValue
 
@@ -18,7 +21,7 @@ from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.base import Account
 from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
-from batch_agent.record.journal import Journal
+from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
@@ -28,6 +31,7 @@ from batch_agent.run.spec_json import pieces, spec_json
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
+R = TypeVar("R")
 # How a run ends, as its record calls it.
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
@@ -49,6 +53,36 @@ def open_record(spec: BatchSpec) -> RunStore:
     address = StoreAddress.parse(str(spec.run_dir))
     address.refuse_stage()
     return RedisRunStore.at(address)
+
+
+async def open_to_feed(
+    spec: BatchSpec, open_record: Callable[[BatchSpec], RunStore], outer: RunStore | None, stage: str
+) -> RunStore:
+    """Return the opened record of a run: its own, or that of a stage of the outer run."""
+    if outer is not None and stage:
+        store = outer.stage(stage)
+    elif spec.run_dir is None:
+        store = open_record(spec)
+    else:
+        store = await in_thread(lambda: open_record(spec))
+    if type(store) is MemoryStore:
+        return store
+    try:
+        await in_thread(partial(store.open, resuming_of(spec)))
+    except BaseException:
+        await in_thread(store.close)
+        raise
+    return store
+
+
+async def in_thread(function: Callable[[], R]) -> R:
+    """Run a call of the store that may block in a thread. A cancellation waits for its end."""
+    calling = asyncio.get_running_loop().run_in_executor(None, function)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        await to_its_end(calling)
+        raise
 
 
 def resuming_of(spec: BatchSpec) -> Resuming:

@@ -60,8 +60,8 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.run.clock import Clock
-from batch_agent.run.control import Controls, Crew, Inside
-from batch_agent.run.crew import ProcessCrew, count_of
+from batch_agent.run.control import Controls, Inside
+from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.leases import Leases, Over
@@ -74,8 +74,10 @@ from batch_agent.run.recording import (
     encoder,
     facts_for_workers,
     facts_of,
+    in_thread,
     now_text,
     open_record,
+    open_to_feed,
     resuming_of,
 )
 from batch_agent.run.rows import Rows
@@ -93,7 +95,6 @@ from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolStatistics
 
 T = TypeVar("T")
-R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
 
 
@@ -346,19 +347,13 @@ class Run(Generic[T]):
 
     def cancel_row(self, row: str | int) -> None:
         """End a running row, which fails as Cancelled. Raises SpecError if it is not running."""
-        if self._inside is not None:
-            run, row = self._inside.stage_row(row)
-            run.cancel_row(row)
-        else:
-            self._worker_here.cancel_row(row)
+        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+        run._worker_here.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
         """Start a running row again from its beginning. Raises SpecError if the row is not running."""
-        if self._inside is not None:
-            run, row = self._inside.stage_row(row)
-            run.retry_row(row)
-        else:
-            self._worker_here.retry_row(row)
+        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+        run._worker_here.retry_row(row)
 
     def stop(self) -> None:
         """Stop without results: no further request is sent, and all running work is cancelled."""
@@ -405,7 +400,9 @@ class Run(Generic[T]):
                 whole = self.id if self._inside is not None else ""
                 await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
             if self._feeds:
-                self._store = self._record = await self._open_store()
+                outer = None if self._outer is None else self._outer.store
+                opening = open_to_feed(self._prepared.spec, self._open_record, outer, self._stage)
+                self._store = self._record = await opening
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
@@ -441,23 +438,6 @@ class Run(Generic[T]):
             if self._outer is None:
                 await self.shared.observers.close()
             self._delivery.close(failure)
-
-    async def _open_store(self) -> RunStore:
-        """Return the opened record of this run."""
-        spec = self._prepared.spec
-        outer = None if self._outer is None else self._outer.store
-        if outer is not None and self._stage:
-            store = outer.stage(self._stage)
-        elif spec.run_dir is None and self._open_record is open_record:
-            return MemoryStore()
-        else:
-            store = await _in_thread(lambda: self._open_record(spec))
-        try:
-            await _in_thread(partial(store.open, resuming_of(spec)))
-        except BaseException:
-            await _in_thread(store.close)
-            raise
-        return store
 
     def _emit_start(self) -> None:
         """Emit the start events, before the backend loads an engine's weights: that is part of the run's time."""
@@ -598,42 +578,38 @@ class Run(Generic[T]):
             store.schema = prepared.schema
         if self._record is not None:
             await self._begin_feed(prepared, self._record, fingerprint)
-        in_memory = type(store) is MemoryStore
-        number = 0
-        if self._works or (store.instant and self._inside is not None):
-            here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
-            number = await self._call(partial(store.join, here))
-            standing = await self._call(store.standing)
-            generation = standing.generation
-            self._leases = Leases(
+        if self._feeds and not self._works and not store.instant:
+            return 0  # it neither works nor has files
+        here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
+        number = store.join(here) if store.instant else await in_thread(partial(store.join, here))
+        if self._works:
+            standing = store.standing() if store.instant else await in_thread(store.standing)
+            self._leases = leases = Leases(
                 store,
                 number,
                 lease=self._lease,
-                generation=generation,
+                generation=standing.generation,
                 source=self._feeder,
                 patience=self._patience,
             )
-            if self._is_shared:
-                self._leases.alone = False
-            overdue = partial(self.shared.set_overdue, self.id)
-            self._journal = Journal(
-                store,
-                number,
-                in_memory=in_memory,
-                account=self._account(),
-                encoded=encoder(store, prepared, number),
-                on_committed=self._leases.committed,
-                on_backlog=partial(self._backlog, "journal"),
-                on_overdue=overdue,
-            )
-            self._leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
-            if self._feeder is not None:
-                self._feeder.worker = number
-            if self._outer is None:
-                self.shared.journal = self._journal
-        if self._feeds and isinstance(store, DirectoryStore) and self._journal is not None:
-            where = store.path
-            await self._watch.begin(self._journal, where, asked_json(prepared), self.shared.clock())
+            leases.alone = leases.alone and not self._is_shared
+            leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
+        self._journal = Journal(
+            store,
+            number,
+            in_memory=type(store) is MemoryStore,
+            account=self.shared.spending if self._outer is None else StageAccount(self._metrics, self._outer.journal),
+            encoded=encoder(store, prepared, number),
+            on_committed=(lambda lost, ended: None) if self._leases is None else self._leases.committed,
+            on_backlog=partial(self._backlog, "journal"),
+            on_overdue=partial(self.shared.set_overdue, self.id),
+        )
+        if self._feeder is not None:
+            self._feeder.worker = number
+        if self._outer is None:
+            self.shared.journal = self._journal
+        if self._feeds and isinstance(store, DirectoryStore):
+            await self._watch.begin(self._journal, store.path, asked_json(prepared), self.shared.clock())
         return number
 
     async def _begin_feed(self, prepared: Prepared, store: RunStore, fingerprint: bytes) -> None:
@@ -649,7 +625,7 @@ class Run(Generic[T]):
             emit=self._emit,
             clock=self.shared.clock,
             delivery=self._delivery,
-            tell=self._tell_end,
+            traces=self.shared.observers.traces,
             originals=originals,
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
@@ -667,15 +643,6 @@ class Run(Generic[T]):
         await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
         if self._leaving:
             feeder.stop()
-
-    def _tell_end(self, result: AgentResult[object]) -> None:
-        if self.shared.observers.traces is not None:
-            self.shared.observers.traces.ended(self.id, result)
-
-    def _account(self) -> StageAccount | Spending:
-        if self._outer is not None:
-            return StageAccount(self._metrics, self._outer.journal)
-        return self.shared.spending
 
     def _shares(self, prepared: Prepared, number: int) -> Shares:
         """Return the ledger and the limits of an outermost run."""
@@ -720,9 +687,6 @@ class Run(Generic[T]):
             self._leases.on_need = lender.soon
         if self.shared.pool is not None:
             self.shared.pool.once = lender.once
-
-    async def _call(self, function: Callable[[], R]) -> R:
-        return function() if self._opened.instant else await _in_thread(function)
 
     async def _deliver_interrupted(self) -> None:
         """Deliver the rows of a run that was cancelled: those that are recorded, and the others as Interrupted."""
@@ -771,7 +735,7 @@ class Run(Generic[T]):
         if self._journal is not None:
             self._journal.close()
         if self._record is not None:
-            failed = await to_its_end(asyncio.ensure_future(_in_thread(store.close))) or failed
+            failed = await to_its_end(asyncio.ensure_future(in_thread(store.close))) or failed
         return failure or failed
 
     # How it ends
@@ -835,20 +799,3 @@ class Run(Generic[T]):
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._feeder is not None and health.state != "on trial":
             self._feeder.set_trouble(health.reason if health.is_down else None, since)
-
-
-async def _in_thread(function: Callable[[], R]) -> R:
-    """Run a call of the store that may block in a thread. A cancellation waits for its end."""
-    calling = asyncio.get_running_loop().run_in_executor(None, function)
-    try:
-        return await asyncio.shield(calling)
-    except asyncio.CancelledError:
-        await to_its_end(calling)
-        raise
-
-
-def crew_of(spec: BatchSpec) -> Crew | None:
-    """Return what brings the worker processes of a run; None if the run works in its own process."""
-    if spec.cluster is not None:
-        return cast(Crew, spec.cluster)
-    return None if spec.processes is None else ProcessCrew(count_of(spec.processes))
