@@ -36,6 +36,8 @@ FACTS, TABLE = "facts", "table"  # names of facts in the journal
 class DirectoryStore(MemoryStore):
     """``schema`` is that of the outputs, for the lines of the result files."""
 
+    writes = True
+
     def __init__(self, path: Path, *, open_journal: OpenJournal = SqliteJournal.open) -> None:
         super().__init__()
         self.path = path

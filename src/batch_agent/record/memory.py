@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -79,6 +79,7 @@ class MemoryStore:
     """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
 
     instant = True
+    writes = False  # commits write files, which may take long
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall
@@ -97,9 +98,11 @@ class MemoryStore:
         self._lease_seconds = LEASE
         self._order = self._token = self._workers = self._position = 0
         self._own_workers: set[int] = set()  # in this process: their leases do not end
+        self._is_alone = False  # no worker of another process has joined, so nothing waits in another thread
         self._queued: dict[int, QueuedRow] = {}  # by order
-        self._waiting: list[int] = []  # orders of rows without a lease; outdated entries are skipped
-        self._held: OrderedDict[str, QueuedRow] = OrderedDict()  # by place; the lease that ends first comes first
+        self._fresh: deque[int] = deque()  # orders of rows that were never leased; those of dropped rows are skipped
+        self._returned: list[int] = []  # orders of rows whose lease has ended
+        self._held: dict[str, QueuedRow] = {}  # by place
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
@@ -166,8 +169,9 @@ class MemoryStore:
         self._listeners.append(changed)
 
     def _changed(self) -> None:
-        self._rows_changed.notify_all()
-        self._results_changed.notify_all()
+        if not self._is_alone:
+            self._rows_changed.notify_all()
+            self._results_changed.notify_all()
         for listener in self._listeners:
             listener()
 
@@ -206,8 +210,9 @@ class MemoryStore:
                 self._order += 1
                 queued = QueuedRow(new, self._order, sitting, [] if past is None else past[place])
                 self._queued[self._order] = queued
-                heappush(self._waiting, self._order)
-            self._rows_changed.notify_all()
+                self._fresh.append(self._order)
+            if not self._is_alone:
+                self._changed()
             return [None] * len(rows)
 
     def end_inputs(self, sitting: int) -> None:
@@ -272,10 +277,16 @@ class MemoryStore:
             self._workers += 1
             if description.get("feeder"):
                 self._own_workers.add(self._workers)
+            self._is_alone = self._workers == len(self._own_workers)
             return self._workers
 
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(worker << NUMBERS | 1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is there to be leased, apart from those whose lease has expired."""
+        return not (self._fresh or self._returned)
 
     def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
         with self._lock:
@@ -284,16 +295,16 @@ class MemoryStore:
                 return rows
             until = self._clock() + wait
             while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
-                first = next(iter(self._held.values()), None)
-                self._rows_changed.wait(left if first is None else min(left, max(0.0, first.until - self._clock())))
+                first = min((row.until for row in self._held.values()), default=float("inf"))
+                self._rows_changed.wait(min(left, max(0.0, first - self._clock())))
                 rows = self._take(worker, most)
             return rows
 
     def _take(self, worker: int, most: int) -> list[LeasedRow]:
         self._end_leases()
         rows: list[LeasedRow] = []
-        while len(rows) < most and self._waiting:
-            queued = self._queued.get(heappop(self._waiting))
+        while len(rows) < most and (self._returned or self._fresh):
+            queued = self._queued.get(heappop(self._returned) if self._returned else self._fresh.popleft())
             if queued is not None and queued.lease is None:
                 rows.append(self._lease(queued, worker))
         return rows
@@ -306,8 +317,6 @@ class MemoryStore:
         queued.lease, queued.worker = lease, worker
         queued.until = float("inf") if own else self._clock() + self._lease_seconds
         self._held[lease.place] = queued
-        if own and len(self._own_workers) < self._workers:
-            self._held.move_to_end(lease.place)  # the lease that ends first comes first
         resuming = self._resuming
         more, checks = self._keeps_past(), not resuming.force
         steps = tuple(queued.steps) if queued.steps else ()
@@ -321,10 +330,10 @@ class MemoryStore:
         if queued.lease is not None:
             del self._held[queued.lease.place]
             queued.lease = None
-            heappush(self._waiting, queued.order)
+            heappush(self._returned, queued.order)
 
     def _end_leases(self) -> None:
-        if len(self._own_workers) == self._workers:
+        if self._is_alone:
             return
         now = self._clock()
         for queued in [row for row in self._held.values() if row.until <= now]:
@@ -349,6 +358,10 @@ class MemoryStore:
             return lost, self.standing()
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        own = worker in self._own_workers
+        if own and not self.writes:
+            with self._lock:
+                return self._apply(worker, [(change, self._holder(worker, change.lease)) for change in changes])
         with self._lock:
             latest = self._commits.get(worker)
             if latest is not None and latest[0] == number:
@@ -362,37 +375,44 @@ class MemoryStore:
         try:
             self._record(worker, valid, outlay)
         finally:
-            until = float("inf") if worker in self._own_workers else self._clock() + self._lease_seconds
+            until = float("inf") if own else self._clock() + self._lease_seconds
             with self._lock:
                 for _, queued in holders:
                     if queued is not None:
                         queued.until = until
         with self._lock:
-            ended = False
-            for change, queued in holders:
-                if queued is None:
-                    continue
-                if change.result is None:
-                    if worker not in self._own_workers:  # another worker may take the row over
-                        queued.steps.extend(change.steps)
-                    continue
-                ended = True
-                self._position += 1
-                lease, result = change.lease, change.result
-                if worker not in self._own_workers and isinstance(result, BaseResult):  # it came as JSON
-                    result = replace(result, input=queued.new.value)
-                self._results.append(SharedResult(str(self._position), lease.row, lease.index, result, True, worker))
-                if queued.order in self._queued:
-                    self._drop([queued])
-                self._ok += not change.error
-                self._failed += bool(change.error)
-                self._resumed += change.resumed
-            lost = {change.lease.place for change, queued in holders if queued is None}
-            if worker not in self._own_workers:
+            lost = self._apply(worker, holders)
+            if not own:
                 self._commits[worker] = number, lost
-            if ended:
-                self._changed()
             return lost
+
+    def _apply(self, worker: int, holders: Sequence[tuple[RowChange, QueuedRow | None]]) -> set[str]:
+        """Apply a commit that is written to the queue. Returns the places of rows that the worker does not hold."""
+        own, ended, lost = worker in self._own_workers, False, set()
+        for change, queued in holders:
+            if queued is None:
+                lost.add(change.lease.place)
+                continue
+            if change.result is None:
+                if not own:  # another worker may take the row over
+                    queued.steps.extend(change.steps)
+                continue
+            ended = True
+            self._position += 1
+            lease, result = change.lease, change.result
+            if not own and isinstance(result, BaseResult):  # it came as JSON
+                result = replace(result, input=queued.new.value)
+            self._results.append(SharedResult(str(self._position), lease.row, lease.index, result, True, worker))
+            if self._queued.pop(queued.order, None) is not None:
+                self._held.pop(lease.place, None)
+            if change.error:
+                self._failed += 1
+            else:
+                self._ok += 1
+            self._resumed += change.resumed
+        if ended:
+            self._changed()
+        return lost
 
     def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
         with self._lock:

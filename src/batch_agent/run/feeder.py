@@ -25,6 +25,7 @@ from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Job, P
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
+from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
 from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStanding, RunStore
 from batch_agent.run.delivery import Delivery
@@ -44,8 +45,9 @@ CALLS = 4  # most concurrent calls of the store
 
 
 class Feeder:
-    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``originals`` are the inputs, which results of other processes get
-    instead of their JSON form; rows of another stage are kept in it while they are in progress."""
+    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``originals`` are the
+    inputs, which results of other processes get instead of their JSON form; rows of another stage are kept in it while
+    they are in progress."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Feeder:
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
         self._sitting: FeederSitting | None = None
-        self._had_past = False
+        self._had_past, self._identifies = False, True
         self._reads_documents = False
         self._reading = asyncio.Lock()
         self._moved = asyncio.Event()  # set when a result arrives
@@ -109,6 +111,7 @@ class Feeder:
         self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
         self._position = self._sitting.position
         self._had_past = bool(self._sitting.previous)
+        self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
         store.listen(on_this_loop(self._news.set))
 
     @property
@@ -160,25 +163,30 @@ class Feeder:
 
     async def refill(self) -> bool:
         """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
+        if self.alone:
+            return await self._read()
+        async with self._reading:  # the worker in this process may ask for rows too
+            return await self._read()
+
+    async def _read(self) -> bool:
         if self._stopping.is_set() or self.fed:
             return False
-        async with self._reading:
+        try:
             if self.alone:
                 count = AT_ONCE if self._had_past else READERS if self._reads_documents else 1
-                reading = self._rows.read(count)
+                values = await self._rows.read(count)
             else:
-                reading = self._rows.read_ready(AT_ONCE)
-            try:
-                values = await reading
-            except Exception as error:
-                self.failure = error
-                self.stop()
-                return False
-            if not values:
-                await self._end_inputs()
-                return False
-            await self._feed(values)
-            return True
+                values = await self._rows.read_ready(AT_ONCE)
+        except Exception as error:
+            self.failure = error
+            self.stop()
+            return False
+        if not values:
+            await self._end_inputs()
+            return False
+        first, self.read = self.read, self.read + len(values)
+        await (self._feed_here(first, values) if self.store.instant else self._send(first, values))
+        return True
 
     async def _end_inputs(self) -> None:
         if self.store.instant:
@@ -188,28 +196,20 @@ class Feeder:
         self.fed = True
         self._news.set()
 
-    async def _feed(self, values: Sequence[object]) -> None:
-        first, self.read = self.read, self.read + len(values)
-        if self.store.instant:
-            await self._feed_here(first, values)
-        else:
-            await self._send(first, values)
-
     async def _feed_here(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store in this process: their objects, and the jobs made of them."""
-        plan = self._plan
-        for value in values:
-            plan.check_first(unplaced(value))
-        if not self._reads_documents and plan.reads(unplaced(values[0])):
+        plan, bare_values = self._plan, [unplaced(value) for value in values]
+        for bare in bare_values:
+            plan.check_first(bare)
+        if not self._reads_documents and plan.reads(bare_values[0]):
             self._reads_documents = True
         new = []
-        for job, value in zip(await compile_all(plan, first, values), values, strict=True):
-            bare = unplaced(value)
-            if isinstance(job, Job):
+        for job, bare in zip(await compile_all(plan, first, values), bare_values, strict=True):
+            if isinstance(job, Job) and self._identifies:
                 identity = self.keys.identity(job, plan.question(job))
                 new.append(NewRow(job.index, identity.key, identity.row, bare, job))
             else:
-                new.append(NewRow(job.index, b"", b"", None, job))
+                new.append(NewRow(job.index, b"", b"", bare, job))
         self.outstanding += len(new)
         if self._had_past:
             await self.run(partial(self.store.feed, self.sitting, new))

@@ -382,8 +382,7 @@ class Run(Generic[T]):
 
     def specs(self) -> list[JsonObject]:
         """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
-        assert self._serving is not None
-        return self._serving.specs()
+        return [] if self._serving is None else self._serving.specs()
 
     @property
     def record_url(self) -> str | None:
@@ -592,7 +591,8 @@ class Run(Generic[T]):
                 source=self._feeder,
                 patience=self._patience,
             )
-            leases.alone = leases.alone and not self._is_shared
+            if self._is_shared:
+                leases.share()
             leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
         self._journal = Journal(
             store,
@@ -671,7 +671,7 @@ class Run(Generic[T]):
             self.shared.lender = lender
             self._lend(lender)
         if self._leases is not None:
-            self._leases.alone = False
+            self._leases.share()
         if self._feeder is not None and self._tasks is not None:
             self._feeder.alone = False
             self._tasks.create_task(self._feeder.keep(self._lease))
