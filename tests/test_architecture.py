@@ -96,7 +96,7 @@ SAME_NAME = {
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Line", "Model"),
+    *("Answer", "Batch", "Budget", "Engine", "Entry", "History", "Model"),
     *("Options", "Outcome", "Part", "Progress", "Rates", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }

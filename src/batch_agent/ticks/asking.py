@@ -109,15 +109,15 @@ class Asking:
 
     # Asking
 
-    async def ask(self, make: Make, wants_again: Callable[[], bool] = lambda: True) -> Reply:
+    async def ask(self, make: Make, wants_again: Callable[[BackendError], bool] = lambda error: True) -> Reply:
         """Return the answer, cut off or not. Raises the final error. ``wants_again`` is called after a failed attempt,
         and returns whether a retry is worth it."""
         dispatcher = await self.open()
         if self._together:
             try:
                 return await self._ask_together(dispatcher, make)
-            except BackendError:  # another request of the call may have caused it
-                if not wants_again():
+            except BackendError as error:  # another request of the call may have caused it
+                if not wants_again(error):
                     raise
         policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, timeout_option="timeout", wanted=wants_again)
         return await dispatcher.ask(_Alone(self, make), policy, observer=self._observer)

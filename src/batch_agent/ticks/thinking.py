@@ -16,7 +16,7 @@ from hashlib import blake2b
 from math import inf
 
 from batch_agent.backends.base import ModelRequest
-from batch_agent.errors import BatchAgentError, OutputError, Timeout, WorkerFailed
+from batch_agent.errors import BackendError, BatchAgentError, OutputError, Timeout, WorkerFailed
 from batch_agent.foreign import describe, encodable
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
@@ -118,7 +118,7 @@ class Thinker:
             thought.sent_at = loop.time()
             return request
 
-        def wants_again() -> bool:
+        def wants_again(error: BackendError) -> bool:
             thought.sent_at = inf  # it was answered, with an error
             return thought.awaited
 
