@@ -62,11 +62,14 @@ class Scatter:
 
     async def run(self, work: Iterable[Coroutine[object, object, None]]) -> list[Response]:
         """Run all work at once and return the responses. Unfinished work fails at the deadline."""
-        limit = asyncio.timeout(self._options.deadline)
+        limit, all_work = asyncio.timeout(self._options.deadline), list(work)
         try:
-            async with limit, asyncio.TaskGroup() as tasks:
-                for each in work:
-                    tasks.create_task(each)
+            if len(all_work) == 1 and self._options.deadline is None:  # as for each prompt of a large call
+                await all_work[0]
+            else:
+                async with limit, asyncio.TaskGroup() as tasks:
+                    for each in all_work:
+                        tasks.create_task(each)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -15,6 +15,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import inf
 from typing import Self
 
@@ -57,17 +58,15 @@ class PoolServer:
         self.context: int | None = None  # in tokens, once it is known
         self.context_asked = 0  # how often it was asked for
         self._transport, self._api_key = transport, api_key
-        self._client: HttpClient | None = None
+        self.route = cache(self._route)  # by method and path
 
-    @property
+    @cached_property
     def client(self) -> HttpClient:
         """Return the client, created on first use: a pool of thousands is ready at once."""
-        if self._client is None:
-            base = self.endpoint.url.removesuffix("/v1") + "/v1"
-            self._client = HttpClient(base, api_key=self._api_key, transport=self._transport)
-        return self._client
+        base = self.endpoint.url.removesuffix("/v1") + "/v1"
+        return HttpClient(base, api_key=self._api_key, transport=self._transport)
 
-    def route(self, method: str, path: str) -> Route:
+    def _route(self, method: str, path: str) -> Route:
         return self.client.route(method, path.removeprefix("/v1"), beside=not path.startswith("/v1"))
 
 
