@@ -43,7 +43,7 @@ async def ask(dispatcher: Dispatcher, answer: Callable[[], Reply]) -> str:
 
 
 @virtual_clock
-async def test_a_policy_limits_the_requests_whoever_caused_the_failures() -> None:
+async def test_a_policy_limits_the_requests_whatever_the_cause_of_failures() -> None:
     sent = 0
 
     def overloaded() -> Reply:

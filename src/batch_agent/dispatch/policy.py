@@ -19,7 +19,7 @@ class Policy:
 
     max_retries: int = 3
     _: KW_ONLY
-    max_attempts: int | None = None  # requests that are sent at most, whoever caused the failures; None: no limit
+    max_attempts: int | None = None  # requests that are sent at most, whatever the cause of failures; None: no limit
     wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
     wait_until: float | None = None  # loop time after which no outage is waited out; None: no limit
     timeout: float | None = None

@@ -230,7 +230,7 @@ class Servers:
             await self.open()
             asked = server.context_asked
             async with self._context_locks[server]:
-                if server.context_asked == asked:  # nobody else has asked meanwhile
+                if server.context_asked == asked:  # no other caller has asked meanwhile
                     server.context = await self._ask_context(server, model, min(limit * CONTEXT_SHARE, CONTEXT_SECONDS))
                     server.context_asked += 1
         return server.context or DEFAULT_CONTEXT

@@ -31,7 +31,7 @@ from batch_agent.swarm.options import (
 )
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
-from batch_agent.swarm.servers import Exchange, PoolServer
+from batch_agent.swarm.servers import PoolServer
 
 DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
 DEFAULT_PER_SEQUENCE = 60.0  # seconds
@@ -148,79 +148,52 @@ class VLLMPool(AgentPool):
         server = self._servers[agent_index]
         (tokens,) = await self._token_limits(server, [prompt], max_tokens, options)
         limit = self.timeout if form is CHAT else self._list_limit(1)
-        exchange = await self._send(form, server, [prompt], tokens, options, limit, once=once)
+        send = self._net.ask_once if once else self._net.ask
+        exchange = await send(server, form.path, self._body(form, [prompt], tokens, options), limit)
         responses = read_choices(exchange, agent_index, [prompt], options.n, form.text_of)
         return [options.read(response) for response in responses]
 
-    async def _send(
-        self,
-        form: Form,
-        server: PoolServer,
-        prompts: Sequence[str],
-        tokens: int,
-        options: CallOptions,
-        limit: float,
-        *,
-        once: bool = False,
-    ) -> Exchange:
+    def _body(self, form: Form, prompts: Sequence[str], tokens: int, options: CallOptions) -> JsonObject:
         written = form.write(prompts, options.system)
-        body: JsonObject = {"model": self._model, form.field: written, "max_tokens": tokens, **options.fields()}
-        return await (self._net.ask_once if once else self._net.ask)(server, form.path, body, limit)
+        return {"model": self._model, form.field: written, "max_tokens": tokens, **options.fields()}
 
     async def _post_list(
         self, scatter: Scatter, agent_index: int, items: Sequence[Item], max_tokens: int | None, options: CallOptions
     ) -> None:
-        """Send one agent its prompts, in as few requests as possible."""
+        """Send one agent its prompts, in as few requests as possible: those with equal token limits and seeds together.
+        The halves of a refused list are sent again."""
         if missing := self._missing(agent_index):
             for index, _ in items:
                 await scatter.put(index, [Response.failed(missing, agent_index) for _ in range(options.n)])
             return
-        prompts = [prompt for _, prompt in items]
-        limits = await self._token_limits(self._servers[agent_index], prompts, max_tokens, options)
-        alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
-        for item, tokens in zip(items, limits, strict=True):
-            alike[tokens, options.seed_of(item[0])].append(item)
-        seconds = self._list_limit(len(items))
-        await asyncio.gather(
-            *(
-                self._send_list(scatter, agent_index, some, tokens, options.alone(some[0][0]), seconds)
-                for (tokens, _), some in alike.items()
-            )
-        )
+        server, n, seconds = self._servers[agent_index], options.n, self._list_limit(len(items))
+        form = CHAT_LIST if options.is_chat else COMPLETIONS
 
-    async def _send_list(
-        self,
-        scatter: Scatter,
-        agent_index: int,
-        items: Sequence[Item],
-        tokens: int,
-        options: CallOptions,
-        limit: float,
-    ) -> None:
-        server, n = self._servers[agent_index], options.n
-
-        async def chat(index: int, prompt: str) -> None:
-            await scatter.put(index, await self.ask(agent_index, prompt, tokens, options))
-
-        async def send(items: Sequence[Item]) -> None:
-            form = CHAT_LIST if options.is_chat else COMPLETIONS
+        async def send(items: Sequence[Item], tokens: int, own: CallOptions) -> None:
             if form is CHAT_LIST and (not server.takes_chat_lists or n > 1 or len(items) == 1):
-                await asyncio.gather(*(chat(index, prompt) for index, prompt in items))
+                await asyncio.gather(*(chat(index, prompt, tokens, own) for index, prompt in items))
                 return
             prompts = [prompt for _, prompt in items]
-            exchange = await self._send(form, server, prompts, tokens, options, limit)
+            exchange = await self._net.ask(server, form.path, self._body(form, prompts, tokens, own), seconds)
             if form is CHAT_LIST and exchange.error is not None and exchange.error.status in NOT_THERE:
                 server.takes_chat_lists = False
-                await send(items)
+                await send(items, tokens, own)
             elif parts := halves(items, exchange.error):
-                await asyncio.gather(*map(send, parts))
+                await asyncio.gather(*(send(part, tokens, own) for part in parts))
             else:
                 responses = read_choices(exchange, agent_index, prompts, n, form.text_of)
                 for place, (index, _) in enumerate(items):
-                    own = responses[place * n : (place + 1) * n]
-                    await scatter.put(index, [options.read(response) for response in own])
+                    await scatter.put(index, [own.read(each) for each in responses[place * n : (place + 1) * n]])
 
-        await send(items)
+        async def chat(index: int, prompt: str, tokens: int, own: CallOptions) -> None:
+            await scatter.put(index, await self.ask(agent_index, prompt, tokens, own))
+
+        limits = await self._token_limits(server, [prompt for _, prompt in items], max_tokens, options)
+        alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
+        for item, tokens in zip(items, limits, strict=True):
+            alike[tokens, options.seed_of(item[0])].append(item)
+        lists = [(some, tokens, options.alone(some[0][0])) for (tokens, _), some in alike.items()]
+        await asyncio.gather(*(send(*each) for each in lists))
 
     async def _token_limits(
         self, server: PoolServer, prompts: Sequence[str], max_tokens: int | None, options: CallOptions

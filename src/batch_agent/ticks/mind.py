@@ -20,7 +20,7 @@ from math import inf
 
 from batch_agent.errors import JobError
 from batch_agent.messages import Usage
-from batch_agent.ticks.action import Decision, Source
+from batch_agent.ticks.action import Decision, ActionSource
 from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.plain import guarded
 
@@ -187,7 +187,7 @@ class Mind:
 
     def _give(self, thought: Thought, tick: int) -> Given:
         self._spare = None
-        source: Source = "answer" if thought.tick == tick else "late"
+        source: ActionSource = "answer" if thought.tick == tick else "late"
         why = "" if source == "answer" else f"it answers tick {thought.tick}"
         latency = thought.ended_at - thought.began
         self._last = Decision(thought.action, source, thought.tick, thought.usage, latency, why)

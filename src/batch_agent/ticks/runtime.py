@@ -43,7 +43,7 @@ logger = logging.getLogger("batch_agent")
 WORKERS = 4
 
 
-class _Step(Awaitable[None]):
+class _Awaitable(Awaitable[None]):
     """Returned by ``start`` and ``stop``: the part without an event loop is done, awaiting it does the rest."""
 
     def __init__(self, rest: Callable[[], Awaitable[None]]) -> None:
@@ -282,14 +282,14 @@ class TickRuntime(Generic[A]):
     def start(self) -> Awaitable[None]:
         """Allow ticks. Awaiting it opens the backend, or raises its error."""
         self.running, self._stopped = True, False
-        return _Step(self._open_now)
+        return _Awaitable(self._open_now)
 
     def stop(self) -> Awaitable[None]:
         """End thoughts, and the running ticks with them. Awaiting it closes everything."""
         self.running, self._stopped = False, True
         if self._thinker is not None:
             self._thinker.close()
-        return _Step(self._wait_closed)
+        return _Awaitable(self._wait_closed)
 
     async def __aenter__(self) -> Self:
         await self.start()
