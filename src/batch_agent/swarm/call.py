@@ -122,7 +122,10 @@ class RecordedCall:
         (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, once=once)
         return response
 
-    async def run(self, scatter: Scatter) -> None:
+    async def run(self, scatter: Scatter) -> list[Response]:
+        return await scatter.run([self._run(scatter)])
+
+    async def _run(self, scatter: Scatter) -> None:
         """Run the rows and put an answer for each."""
         options, n = self.options, self.options.n
         rows = [options.row(prompt, index, sample) for index, prompt in enumerate(self.prompts) for sample in range(n)]

@@ -16,7 +16,7 @@ from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import read_generated
-from batch_agent.swarm.call import AskOne, RecordedCall, Scatter, Sink
+from batch_agent.swarm.call import RecordedCall, Scatter, Sink
 from batch_agent.swarm.options import CallOptions, SwarmOptions, texts_of
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.servers import Members, Servers
@@ -100,7 +100,8 @@ class AgentPool(Members):
             return []
         scatter = self._scatter(prompts, options, sink)
         if options.runs and self.size:
-            return await self._run(prompts, max_tokens, options, scatter, self.ask, self._path)
+            facts = self._facts(self._path, max_tokens, options)
+            return await RecordedCall(self, self.ask, prompts, max_tokens, options, facts).run(scatter)
         return await scatter.run(
             self._one(scatter, index, prompt, max_tokens, options) for index, prompt in enumerate(prompts)
         )
@@ -121,22 +122,9 @@ class AgentPool(Members):
         options.check_lengths(len(prompts))
         return Scatter(len(prompts), self.turn, options, sink)
 
-    async def _run(
-        self,
-        prompts: Sequence[str],
-        max_tokens: int | None,
-        options: CallOptions,
-        scatter: Scatter,
-        ask: AskOne,
-        path: str,
-    ) -> list[Response]:
-        """Do the call as a run of the engine, which retries failures at another server."""
-        facts = {"path": path, **self._facts(max_tokens, options)}
-        return await scatter.run([RecordedCall(self, ask, prompts, max_tokens, options, facts).run(scatter)])
-
-    def _facts(self, max_tokens: int | None, options: CallOptions) -> JsonObject:
+    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
         """Return what an answer depends on beside its prompt and its seed."""
-        return replace(options, seed=None).fields()
+        return {"path": path, **replace(options, seed=None).fields()}
 
     async def ask(
         self, agent_index: int, prompt: str, max_tokens: int | None, options: CallOptions, *, once: bool = False

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import Item, TextOf, chat_text, completion_text, halves, read_choices
-from batch_agent.swarm.call import Scatter
+from batch_agent.swarm.call import RecordedCall, Scatter
 from batch_agent.swarm.options import (
     CallOptions,
     SwarmOptions,
@@ -124,7 +124,8 @@ class VLLMPool(AgentPool):
         scatter = self._scatter(prompts, asked)
         if asked.runs and self.size:
             form = CHAT if asked.is_chat else COMPLETIONS
-            return await self._run(prompts, max_tokens, asked, scatter, partial(self.ask, form=form), form.path)
+            ask, facts = partial(self.ask, form=form), self._facts(form.path, max_tokens, asked)
+            return await RecordedCall(self, ask, prompts, max_tokens, asked, facts).run(scatter)
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             groups[self.turn(index)].append((index, prompt))
@@ -211,6 +212,7 @@ class VLLMPool(AgentPool):
         limit = max(self.timeout, waves * self._timeout_per_sequence)
         return limit if self._batch_timeout_cap is None else min(limit, self._batch_timeout_cap)
 
-    def _facts(self, max_tokens: int | None, options: CallOptions) -> JsonObject:
-        own: JsonObject = {"model": self._model, "max_tokens": max_tokens or self.answer_tokens}
-        return super()._facts(max_tokens, options) | own | {"system": options.system}
+    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
+        tokens = max_tokens or self.answer_tokens
+        own: JsonObject = {"model": self._model, "max_tokens": tokens, "system": options.system}
+        return super()._facts(path, max_tokens, options) | own
