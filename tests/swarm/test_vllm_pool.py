@@ -199,6 +199,22 @@ async def test_an_unreachable_server_is_asked_for_its_context_once_by_all_that_w
     assert [asked.body["max_tokens"] for asked in agent.asked] == [700 - 10 - 512]
 
 
+@pytest.mark.parametrize("way", ["send_all", "send_all_batched"])
+async def test_a_pool_that_is_closed_during_the_question_for_a_context_sends_no_prompt(way: str) -> None:
+    agent = Agent()
+    agent.tells_models.clear()
+    async with agents(agent) as endpoints:
+        pool = VLLMPool(endpoints)
+        asking = asyncio.create_task(getattr(pool, way)(["x", "y"]))
+        while not agent.model_questions:
+            await asyncio.sleep(0)
+        await pool.close()
+        async with asyncio.timeout(5):
+            responses = await asking
+    assert all("the pool was closed" in (response.error or "") for response in responses)
+    assert agent.asked == []
+
+
 async def test_nobody_is_asked_for_a_context_that_is_given() -> None:
     agent = Agent()
     async with agents(agent) as endpoints:

@@ -43,6 +43,7 @@ from batch_agent.swarm.options import above_zero, whole
 ATTEMPTS = 5  # of one request, if the connection breaks or the server is overloaded
 LONGEST_PAUSE = 10.0  # seconds; a server that requests more is not retried
 PATIENCE_SECONDS = 10.0  # for a server that is down: it may be starting
+CLOSED = "the pool was closed before the answer arrived"
 DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not report its context
 CONTEXT_SECONDS, CONTEXT_SHARE = 10.0, 0.25  # for the question about the context; part of a request's time limit
 
@@ -188,7 +189,7 @@ class Servers:
         self._loop.bind()
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
-            dispatcher.refuse("the pool was closed before the answer arrived")
+            dispatcher.refuse(CLOSED)
             await self._transport.__aexit__(None, None, None)
             dispatcher.close()
         self._loop.release()
@@ -225,14 +226,16 @@ class Servers:
 
     async def context_of(self, server: PoolServer, model: str, limit: float) -> int:
         """Return the context of a server in tokens. Concurrent callers share one question, which is repeated after the
-        server was unreachable. A server that does not report it, or not in time, is not asked again."""
+        server was unreachable. A server that does not report it, or not in time, is not asked again. Raises Unavailable
+        if the pool is closed meanwhile."""
         if server.context is None:
-            await self.open()
-            asked = server.context_asked
+            dispatcher, asked = await self.open(), server.context_asked
             async with self._context_locks[server]:
                 if server.context_asked == asked:  # no other caller has asked meanwhile
                     server.context = await self._ask_context(server, model, min(limit * CONTEXT_SHARE, CONTEXT_SECONDS))
                     server.context_asked += 1
+            if self._dispatcher is not dispatcher:
+                raise Unavailable(CLOSED)
         return server.context or DEFAULT_CONTEXT
 
     async def _ask_context(self, server: PoolServer, model: str, limit: float) -> int | None:

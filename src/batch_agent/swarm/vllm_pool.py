@@ -16,6 +16,7 @@ from typing import Unpack
 
 from pydantic import JsonValue
 
+from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import Item, TextOf, chat_text, completion_text, halves, read_choices
@@ -31,7 +32,6 @@ from batch_agent.swarm.options import (
 )
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
-from batch_agent.swarm.servers import PoolServer
 
 DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
 DEFAULT_PER_SEQUENCE = 60.0  # seconds
@@ -144,10 +144,11 @@ class VLLMPool(AgentPool):
         form: Form = CHAT,
     ) -> list[Response]:
         """Send the prompt as a chat request, or as a list of one without the chat template."""
-        if missing := self._missing(agent_index):
-            return [Response.failed(missing, agent_index) for _ in range(options.n)]
+        try:
+            (tokens,) = await self._token_limits(agent_index, [prompt], max_tokens, options)
+        except BackendError as error:
+            return [Response.failed(error, agent_index) for _ in range(options.n)]
         server = self._servers[agent_index]
-        (tokens,) = await self._token_limits(server, [prompt], max_tokens, options)
         limit = self.timeout if form is CHAT else self._list_limit(1)
         send = self._net.ask_once if once else self._net.ask
         exchange = await send(server, form.path, self._body(form, [prompt], tokens, options), limit)
@@ -163,9 +164,11 @@ class VLLMPool(AgentPool):
     ) -> None:
         """Send one agent its prompts, in as few requests as possible: those with equal token limits and seeds together.
         The halves of a refused list are sent again."""
-        if missing := self._missing(agent_index):
+        try:
+            limits = await self._token_limits(agent_index, [prompt for _, prompt in items], max_tokens, options)
+        except BackendError as error:
             for index, _ in items:
-                await scatter.put(index, [Response.failed(missing, agent_index) for _ in range(options.n)])
+                await scatter.put(index, [Response.failed(error, agent_index) for _ in range(options.n)])
             return
         server, n, seconds = self._servers[agent_index], options.n, self._list_limit(len(items))
         form = CHAT_LIST if options.is_chat else COMPLETIONS
@@ -189,7 +192,6 @@ class VLLMPool(AgentPool):
         async def chat(index: int, prompt: str, tokens: int, own: CallOptions) -> None:
             await scatter.put(index, await self.ask(agent_index, prompt, tokens, own))
 
-        limits = await self._token_limits(server, [prompt for _, prompt in items], max_tokens, options)
         alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
         for item, tokens in zip(items, limits, strict=True):
             alike[tokens, options.seed_of(item[0])].append(item)
@@ -197,12 +199,15 @@ class VLLMPool(AgentPool):
         await asyncio.gather(*(send(*each) for each in lists))
 
     async def _token_limits(
-        self, server: PoolServer, prompts: Sequence[str], max_tokens: int | None, options: CallOptions
+        self, agent_index: int, prompts: Sequence[str], max_tokens: int | None, options: CallOptions
     ) -> list[int]:
-        """Return how many tokens each answer may have: what the server's context leaves beside its prompt."""
+        """Return how many tokens each answer may have: what the server's context leaves beside its prompt. Raises
+        BackendError if there is no such agent, or the pool is closed."""
+        if missing := self._missing(agent_index):
+            raise missing
         if max_tokens is not None:
             return [max_tokens] * len(prompts)
-        context = self._context or await self._net.context_of(server, self._model, self.timeout)
+        context = self._context or await self._net.context_of(self._servers[agent_index], self._model, self.timeout)
         beside = len(options.system or "")
         room = [context - (beside + len(prompt)) // CHARACTERS_PER_TOKEN - self._buffer for prompt in prompts]
         return [min(self.answer_tokens, max(LEAST_TOKENS, left)) for left in room]

@@ -24,10 +24,14 @@ from batch_agent.outputs.validate import parse_output
 from batch_agent.ticks.action import IDLE, Action
 from batch_agent.tools.base import Tool, resolve_tools
 
+FORM = '{"tool": "NAME", "params": {…}, "reasoning": "one short sentence"}'
+ANYTHING: JsonObject = {"type": "object"}
 # The first of each is what models are asked for. They learnt the others elsewhere.
 TOOL_KEYS = ("tool", "tool_name", "action", "name", "function")
 PARAMETER_KEYS = ("params", "parameters", "arguments", "args")
 REASONING_KEYS = ("reasoning", "thinking", "thought", "reason")
+
+Check = Callable[[JsonObject], JsonObject]
 
 _LABEL = re.compile(r"^[ \t*#]*(thinking|thought|reasoning|action|tool|params|parameters)[ \t*]*:[ \t*]*", re.I | re.M)
 _NAMED = re.compile(r"`?([A-Za-z0-9_-]{1,64})`?\s*(?:\(\s*\)|:)?\s*")
@@ -116,12 +120,6 @@ def _of_labels(labels: Mapping[str, str]) -> Action | None:
 
 def _object_in(text: str) -> JsonObject:
     return cast("JsonObject", parse_output(text, _form()).value) if text.strip() else {}
-
-
-FORM = '{"tool": "NAME", "params": {…}, "reasoning": "one short sentence"}'
-ANYTHING: JsonObject = {"type": "object"}
-
-Check = Callable[[JsonObject], JsonObject]
 
 
 @dataclass(frozen=True, slots=True)

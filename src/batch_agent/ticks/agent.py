@@ -24,8 +24,11 @@ from batch_agent.ticks.users_backend import GeneratesOne, arguments_for, result_
 
 KEPT = 10
 SHOWN_OBSERVATIONS, SHOWN_ACTIONS = 5, 3
+LAST_RESULT = "last_tool_result"
 
 T = TypeVar("T")
+Fallback = Action | Callable[[Any], Any]
+Priority = float | Callable[[Any], float]
 
 
 class Memory(Protocol):
@@ -90,12 +93,6 @@ class WindowMemory:
 
 def _last(items: list[T], count: int) -> list[T]:
     return items[-count:] if count else []
-
-
-LAST_RESULT = "last_tool_result"
-
-Fallback = Action | Callable[[Any], Any]
-Priority = float | Callable[[Any], float]
 
 
 class Agent:

@@ -20,7 +20,7 @@ from math import inf
 
 from batch_agent.errors import JobError
 from batch_agent.messages import Usage
-from batch_agent.ticks.action import Decision, ActionSource
+from batch_agent.ticks.action import ActionSource, Decision
 from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.plain import guarded
 
@@ -29,10 +29,17 @@ USUALLY = 2  # minimum wait, in usual request times
 LONG = 5.0  # seconds, used instead of the deadlines if ticks have none or a long one
 GUESS = 0.5  # assumed seconds of a request until more is known
 KEPT = 64
+UNSEEN = object()
 
 
 class Patience:
-    """What the answers of one backend say about how long to wait for the next."""
+    """Decides when a request to a backend counts as lost, so that its agent sends another.
+
+    A server may never answer a request: it restarted, or a proxy dropped the connection. The agent would repeat its
+    last action until the timeout. So a request that takes much longer than usual is abandoned: at once, if requests
+    sent at the same time or later are answered. If nothing is answered, the server may just be slow for everyone: one
+    request at a time is sent again, at growing intervals, and its answer is the signal for the others.
+    """
 
     def __init__(self, deadline: float | None) -> None:
         self._least = min(LONG, DEADLINES * (deadline or inf))
@@ -61,9 +68,6 @@ class Patience:
             self._tried = now
             self._tries += 1
         return True
-
-
-UNSEEN = object()
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,7 @@ CHARACTERS = 1_000_000  # of one text
 INTEGER_BITS = 4096  # Python refuses to write far longer ones
 CUT = "[...]"
 
+T = TypeVar("T")
 Items = dict[Any, Any] | list[Any]
 
 
@@ -122,9 +123,6 @@ def _opened(value: object) -> JsonValue | Items:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return _cut(str(value))
-
-
-T = TypeVar("T")
 
 
 def guarded(name: str, function: Callable[[], T]) -> T:

@@ -41,6 +41,7 @@ A = TypeVar("A", default=Action)
 logger = logging.getLogger("batch_agent")
 
 WORKERS = 4
+NOT_GIVEN: Any = object()
 
 
 class _Awaitable(Awaitable[None]):
@@ -367,9 +368,6 @@ def _priority(agent: Agent, observation: object) -> float:
     except BatchAgentError as error:
         logger.warning("agent %s: %s", text_of(agent.agent_id), error)
         return 0.0
-
-
-NOT_GIVEN: Any = object()
 
 
 class AgentRuntime(TickRuntime[Action]):

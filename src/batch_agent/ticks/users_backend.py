@@ -16,6 +16,8 @@ from batch_agent.messages import Reply, Usage, content_text
 from batch_agent.ticks.plain import called, guarded, text_of
 from batch_agent.tools.threads import Threads
 
+Arguments = tuple[str, dict[str, object]]  # the prompt, and the other arguments
+
 
 @dataclass(slots=True)
 class GenerationResult:
@@ -75,9 +77,7 @@ def _field(value: object, name: str) -> object:
     return guarded(f"the backend returned a {type(value).__name__} whose {name}", read)
 
 
-def arguments_for(
-    method: Callable[..., object], prompt: str, system: str, **options: object
-) -> tuple[str, dict[str, object]]:
+def arguments_for(method: Callable[..., object], prompt: str, system: str, **options: object) -> Arguments:
     """Return the prompt, and those options that the method has parameters for. The system prompt is among them as
     ``system_prompts``, a list of one, or as ``system_prompt``; if the method has neither, it is put before the
     prompt."""
@@ -96,9 +96,6 @@ def arguments_for(
     elif system:
         prompt = f"{system}\n\n{prompt}"
     return prompt, taken
-
-
-Arguments = tuple[str, dict[str, object]]  # the prompt, and the other arguments
 
 
 class UsersBackend(Backend):
