@@ -39,15 +39,15 @@ _NAMED = re.compile(r"`?([A-Za-z0-9_-]{1,64})`?\s*(?:\(\s*\)|:)?\s*")
 
 def read_call(text: str) -> Action:
     """Return the call in an answer. Raises NotJSON or Invalid with a message that a model can correct itself by."""
-    labels = _labelled(text)
     try:
         call = _of_object(cast("JsonObject", parse_output(text, _form(*TOOL_KEYS)).value))
     except (NotJSON, Invalid):
-        spoken = _of_labels(labels)
+        spoken = _of_labels(_labelled(text))
         if spoken is None:
             raise
         call = spoken
-    call.reasoning = call.reasoning or _first(labels, "thinking", "thought", "reasoning") or None
+    if not call.reasoning:
+        call.reasoning = _first(_labelled(text), "thinking", "thought", "reasoning") or None
     return call
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,7 +68,7 @@ class Thinker:
         self.loop = asyncio.get_running_loop()
         self.backends: dict[object, TickBackend] = {}  # by ``backend_key``
         self._prefix = lru_cache(PREFIXES)(lambda text: Conversation([Message("system", text)]))  # serialised once
-        self._patience: dict[TickBackend, Patience] = {}
+        self._patience: dict[TickBackend, Patience] = defaultdict(lambda: Patience(self.deadline))
         self._threads = Threads()
         self._free_workers = asyncio.Semaphore(self.workers)
         self._thoughts: set[asyncio.Task[None]] = set()
@@ -152,7 +153,7 @@ class Thinker:
     async def _ask(self, mind: Mind, thought: Thought, backend: TickBackend) -> object:
         clock = self.loop.time
         said: list[Message] = []  # answers that were not an action, each with the error shown to the model
-        patience = thought.patience = self._patience.setdefault(backend, Patience(self.deadline))
+        patience = thought.patience = self._patience[backend]
 
         def make() -> ModelRequest:
             request = guarded("its prompt", lambda: self._request(mind, thought, said, backend))
