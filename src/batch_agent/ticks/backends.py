@@ -108,6 +108,8 @@ class TickBackend:
             raise Timeout(f"{self.backend.name} did not list its models in {self._timeout or 0:g} s") from None
 
     async def close(self) -> None:
+        if self.dispatcher is not None:
+            self.dispatcher.refuse("the backend was closed before the answer arrived")
         for task in (self._opening, *self._calls):
             if task is not None:
                 task.cancel()
