@@ -95,7 +95,7 @@ SAME_NAME = {
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Asking", "Budget", "Call", "Engine", "Entry", "History", "Line", "Model"),
+    *("Answer", "Budget", "Engine", "Entry", "History", "Model"),
     *("Options", "Outcome", "Progress", "Rates", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }

@@ -695,10 +695,9 @@ class Run(Generic[T]):
             return
         if self._journal is not None and not self._journal.in_memory:
             await to_its_end(self._journal.flush())
-        worker = None if self._workshop is None else self._workshop.worker
-        if self._feeder is not None and worker is not None:
+        if self._feeder is not None and self._workshop is not None and self._workshop.worker is not None:
             self._feeder.deliver_recorded(callback=False)
-            for result in worker.interrupt("the run was cancelled before this job finished"):
+            for result in self._workshop.worker.interrupt("the run was cancelled before this job finished"):
                 self._feeder.finish_unrecorded(result, self._delivery.put)
         await self._delivery.cancel()
 
