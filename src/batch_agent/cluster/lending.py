@@ -24,6 +24,7 @@ from typing import TypeVar
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.forwarding import ForwardingBackend
+from batch_agent.cluster.live_rows import report_followed_rows
 from batch_agent.cluster.once import SharedOnce
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
@@ -160,6 +161,7 @@ class Lending:
             self._lost.cancel()
         self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
         await self._keep_hostfiles()
+        await report_followed_rows(self._store, controls, self._beside)
         self._apply(shared, beat)
         self._learn(shared, beat)
         self._steer(controls, beat.steering)

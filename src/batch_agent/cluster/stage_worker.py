@@ -79,6 +79,10 @@ class StagesRun(Run[object]):
         run, row = self._stage_row(row)
         run.retry_row(row)
 
+    def live_row(self, row: str | int) -> JsonObject:
+        run, row = self._stage_row(row)
+        return run.live_row(row)
+
     def _stage_row(self, row: str | int) -> tuple[WorkerRun, str]:
         stage, _, name = str(row).partition("/")
         if stage not in self._runs:

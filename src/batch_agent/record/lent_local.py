@@ -139,3 +139,9 @@ class LocalLent:
     def get_file(self, name: str) -> str | None:
         with self._changed:
             return self._files.get(name)
+
+    def followed_rows(self) -> list[str]:
+        return []  # viewers of a run directory ask its process
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        """Does nothing, for the same reason."""

@@ -25,7 +25,6 @@ from typing import NoReturn, cast
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Progress
 from batch_agent.record.lent_local import LocalLent
 from batch_agent.record.private import private
 from batch_agent.record.shared import (
@@ -423,20 +422,3 @@ class SqliteRunStore:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
-
-
-def shared_progress(path: Path) -> tuple[int, Progress]:
-    """Return the number of sessions of a run, and the progress of the latest. Zeros if the file does not exist."""
-    if not path.exists():
-        return 0, Progress()
-    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=60)
-    try:
-        sitting = db.execute("SELECT value FROM fact WHERE name = 'sitting'").fetchone()
-        query = "SELECT sum(error = ''), sum(error != '') FROM entry WHERE sitting = ?"
-        number = 0 if sitting is None else int(sitting[0])
-        ok, failed = db.execute(query, (number,)).fetchone()
-        return number, Progress(ok or 0, failed or 0)
-    except sqlite3.Error as error:
-        raise StoreError(f"{path} cannot be read: {error}") from None
-    finally:
-        db.close()

@@ -1,26 +1,21 @@
-"""The record of one run for the page.
+"""The record of one run for the page, as values that can be sent as JSON.
 
-Only this module of the page knows the layout of a run directory. It returns values that can be sent as JSON. Methods
-block. Use the object of a run in one thread only.
+Methods block. Use the object of a run in one thread only.
 """
 
 from __future__ import annotations
 
+import shlex
 import time
-from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import cast
 
 from pydantic import JsonValue
 
 from batch_agent.errors import BatchAgentError
-from batch_agent.files.results import from_json
 from batch_agent.messages import JsonObject
-from batch_agent.record.control import CONTROL
-from batch_agent.record.rundir import RUN, SUMMARY, RunView
-from batch_agent.record.timeline import Line, read_status, read_timeline
-from batch_agent.view.agents import RecordedAgents
+from batch_agent.record.reader import RunReader, RunView
+from batch_agent.record.timeline import Line, TimelineRecord
 from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.view.index import RowIndex
 from batch_agent.view.query import Query
@@ -29,16 +24,15 @@ SAMPLES_SHOWN = 600
 
 
 class RunRecord:
-    """The record of a run. ``key`` is its name in the URLs of the page."""
+    """The record of a run. ``key`` is its name in the URLs of the page. Closing it closes the reader."""
 
-    def __init__(self, key: str, path: Path) -> None:
-        self.key, self.path = key, path
-        self._agents = RecordedAgents(path)
+    def __init__(self, key: str, run: RunReader) -> None:
+        self.key, self.run = key, run
         self._asked: JsonObject | None = None
 
     @cached_property
     def index(self) -> RowIndex:
-        return RowIndex(self.path)
+        return RowIndex(self.run)
 
     def index_more(self) -> bool:
         """Take in the next rows; True while there is more to read. Makes the index in the thread that calls it."""
@@ -47,35 +41,40 @@ class RunRecord:
     def close(self) -> None:
         if "index" in vars(self):
             self.index.close()
+        self.run.close()
 
     # Pages
 
     def overview(self) -> JsonObject:
-        """Return the numbers of the run: from the run itself, from its rows, and rows that need attention."""
-        view = RunView.of(self.path)
-        glance = view.glance.latest
+        """Return the numbers of the run: from the run itself, from its rows, and rows that need attention.
+
+        ``progress`` has the rows, the tokens and the cost over all sessions; in a pipeline, of all stages.
+        """
+        view = self.run.view()
+        now = view.progress
+        timeline = self.run.timeline(spans=False)
         return {
             "run": self._identity(view),
             "progress": {
-                "total": view.facts.get("total"),
-                "ok": glance.ok,
-                "failed": glance.failed,
-                "resumed": glance.resumed,
-                "tokens": glance.tokens,
-                "cost": glance.cost,
+                "total": view.total,
+                "ok": now.ok,
+                "failed": now.failed,
+                "resumed": now.resumed,
+                "tokens": now.tokens,
+                "cost": now.cost,
             },
-            "unfinished": len(self._agents.unfinished()) if view.state == "interrupted" else 0,
-            "status": read_status(self.path),
-            "summary": self._summary(),
+            "unfinished": self.run.unfinished_count() if view.state == "interrupted" else 0,
+            "status": self.run.status(),
+            "summary": view.summary,
             "index": self.index.progress(),
             **self.index.numbers(),
-            "samples": self._samples(),
-            "changes": [*read_timeline(self.path, spans=False).changes[-200:]],
+            "samples": _thinned(timeline.samples),
+            "changes": [*timeline.changes[-200:]],
         }
 
     def in_short(self) -> JsonObject:
         """Return one line of the list of runs."""
-        view = RunView.of(self.path)
+        view = self.run.view()
         latest = view.progress
         progress: JsonObject = {"ok": latest.ok, "failed": latest.failed, "tokens": latest.tokens, "cost": latest.cost}
         return {**self._identity(view), **progress}
@@ -85,14 +84,15 @@ class RunRecord:
         return {**page, "index": self.index.progress()}
 
     def row(self, row: str) -> JsonObject:
-        """Return a finished row with its conversation. ``record`` is None if there is no result, or not in the index
-        yet."""
-        record = self.index.record(row)
-        if record is None:
+        """Return a finished row with its conversation, by its index or else by its id. ``record`` is None if there is
+        no result, or not in the index yet."""
+        found = (self.index.placed(int(row)) if row.isdecimal() else None) or self.index.placed(row)
+        if found is None:
             return {"record": None, "index": self.index.progress()}
-        spans = self._spans_of(cast(int, record["index"]))
+        place, record = found
+        spans = [span for span in self.run.timeline().spans if span[3] == record["index"]]
         try:
-            past = self._agents.of(record)
+            past = self.run.past(place, record)
         except BatchAgentError:
             past = None
         before, after = self.index.neighbours(cast(int, record["index"]))
@@ -103,11 +103,16 @@ class RunRecord:
             "failed_attempts": [*failed_attempts(spans)],
             "before": before,
             "after": after,
+            "command": self._named(),
         }
 
     def timeline(self, since: float | None, until: float | None, most: int) -> JsonObject:
-        """Return samples, changes, and at most ``most`` spans of a period."""
-        found = read_timeline(self.path)
+        """Return samples, changes, and at most ``most`` spans of a period. A span of a pipeline names its row as
+        STAGE/INDEX."""
+        found = self.run.timeline()
+        for stage in self.run.begun_stages():
+            with self.run.stage(stage) as part:
+                _add_stage(found, stage, part.timeline())
         lines = (*found.samples, *found.changes, *found.spans)
         first = min((cast(float, line[1]) for line in lines), default=None)
         ends = (*(line[1] for line in (*found.samples, *found.changes)), *(span[2] for span in found.spans))
@@ -124,33 +129,25 @@ class RunRecord:
             "cut": found.cut,
         }
 
-    # What a run directory holds
-
     def asked(self) -> JsonObject | None:
         """Return the recorded task and system prompt; None if the run did not record them."""
         if self._asked is None:
-            headers = read_timeline(self.path, spans=False).headers
+            headers = self.run.timeline(spans=False).headers
             self._asked = headers[-1] if headers else None
         return self._asked
 
-    def stages(self) -> list[str]:
-        """Return the names of the stages that have a record, in the order in which they started."""
-        found = [path.parent for path in self.path.glob(f"*/{RUN}")]
-        return [path.name for path in sorted(found, key=_started)]
-
-    @property
-    def control_dir(self) -> Path:
-        """The directory with the address of the control socket: a stage is controlled through its pipeline."""
-        return self.path if (self.path / CONTROL).exists() else self.path.parent
+    def _named(self) -> str:
+        """Return the run as an argument of a command line."""
+        return shlex.quote(self.run.whole)
 
     def _identity(self, view: RunView) -> JsonObject:
         facts = view.facts
-        status = read_status(self.path) or {}
-        graph = status.get("stages")
+        graph = (self.run.status() or {}).get("stages")
         return {
             "key": self.key,
-            "path": str(self.path),
-            "name": self.path.name,
+            "path": self.run.name,
+            "command": self._named(),
+            "name": self.run.title,
             "state": view.state,
             "why": facts.get("why"),
             "model": facts.get("model"),
@@ -160,32 +157,18 @@ class RunRecord:
             "session_started": facts.get("session_started"),
             "ended": facts.get("ended"),
             "trouble": facts.get("trouble") if view.state == "running" else None,
-            "sessions": view.glance.sessions,
-            "stages": [*self.stages()],
+            "sessions": view.sessions,
+            "stages": [*view.stages],
             "graph": graph if isinstance(graph, list) else None,
             "now": time.time(),
         }
 
-    def _summary(self) -> JsonObject | None:
-        try:
-            summary = from_json((self.path / SUMMARY).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return cast(JsonObject, summary) if isinstance(summary, dict) else None
 
-    def _samples(self) -> list[JsonValue]:
-        """Return the samples, reduced to the number that a chart can show."""
-        samples = read_timeline(self.path, spans=False).samples
-        step = max(1, len(samples) // SAMPLES_SHOWN)
-        return [*samples[:-1:step], *samples[-1:]]
-
-    def _spans_of(self, index: int) -> list[Line]:
-        return [span for span in read_timeline(self.path).spans if span[3] == index]
+def _thinned(samples: list[Line]) -> list[JsonValue]:
+    """Return the samples, reduced to the number that a chart can show."""
+    step = max(1, len(samples) // SAMPLES_SHOWN)
+    return [*samples[:-1:step], *samples[-1:]]
 
 
-def _started(path: Path) -> float:
-    try:
-        facts = RunView.of(path).facts
-        return datetime.fromisoformat(str(facts.get("started"))).timestamp()
-    except (BatchAgentError, ValueError):
-        return 0.0
+def _add_stage(whole: TimelineRecord, stage: str, part: TimelineRecord) -> None:
+    whole.spans.extend([*span[:3], f"{stage}/{span[3]}", *span[4:]] for span in part.spans)

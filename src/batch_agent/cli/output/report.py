@@ -18,7 +18,7 @@ from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import counted, harmless
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.recorded import look, place_of
+from batch_agent.record.reader import look, place_of
 from batch_agent.record.rundir import RUN
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics

@@ -16,9 +16,8 @@ from redis_servers import needs_redis
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
-from batch_agent.record.address import StoreAddress
+from batch_agent.record.reader import open_run
 from batch_agent.testing import Say, ScriptedServer
-from batch_agent.view.followed import follow
 from batch_agent.view.runs import ShownRun
 
 pytestmark = needs_redis
@@ -45,13 +44,11 @@ def options(server: ScriptedServer, url: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def shown(url: str) -> AsyncIterator[ShownRun]:
-    followed = await asyncio.to_thread(lambda: follow(StoreAddress.parse(url), waits=False))
-    run = ShownRun("run", followed.path, followed)
+    run = ShownRun("run", open_run(url))
     try:
         yield run
     finally:
         await run.close()
-        await followed.close()
 
 
 async def heard(run: ShownRun, condition: Any) -> dict[str, Any]:
