@@ -131,7 +131,8 @@ class Run(Steered, Generic[T]):
             run_dir, observers = self._prepared.spec.run_dir, Observers()
             directory = None if run_dir is None else Path(run_dir)
             rate_mark = None if directory is None else RateMark(directory)
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, observers)
+        models = {} if within is None else within.models
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, observers, models)
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend
@@ -266,6 +267,8 @@ class Run(Steered, Generic[T]):
         spec, shared = prepared.spec, self.shared
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
+        if prepared.model is not None:
+            shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         shapes = prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
         record = await self._begin_record(prepared)

@@ -7,7 +7,7 @@ limits. An inner run may have its own directory, for its journal and its results
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from batch_agent.backends.base import Backend
@@ -38,6 +38,7 @@ class Shared:
     directory: Path | None  # the run directory of the outermost run
     rate_mark: RateMark | None  # in that directory
     observers: Observers
+    models: dict[str, set[str]] = field(default_factory=dict)  # the models that runs use, by name of the backend
     pool: ToolPool | None = None
     session: RunSession | None = None
     _was_overdue: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,12 +14,11 @@ from batch_agent.events import DrainStarted
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
-from batch_agent.observe.status import sample_line, status_json
+from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.record.timeline import Line
 from batch_agent.run.batch import Batch
 from batch_agent.run.shared import Shared
 from batch_agent.run.sinks import Sinks
-from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.tools.pool import ToolStatistics
 
 
@@ -108,8 +106,16 @@ class Steered:
         """Return the conversation of a running row, with the text that is being streamed."""
         return self._steered_batch.conversation(row)
 
-    def _endpoints(self) -> Sequence[Endpoint]:
-        return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
+    def _endpoints(self) -> list[LabelledEndpoint]:
+        """Return the endpoints of all backends; for a run inside another, those of its own."""
+        own = self._prepared.backend.name
+        places = self.shared.dispatchers if self._outer is None else {own: self.shared.dispatcher}
+        models = {name: ", ".join(sorted(self.shared.models.get(name, ()))) for name in places}
+        return [
+            LabelledEndpoint(endpoint.name or name, models[name], endpoint)
+            for name, each in places.items()
+            for endpoint in each.scheduler.endpoints
+        ]
 
     def _slots(self) -> int | None:
         """Return the total slots of all backends; None: no limit."""

@@ -15,7 +15,8 @@ from pydantic import JsonValue
 from batch_agent.errors import BatchAgentError
 from batch_agent.messages import JsonObject
 from batch_agent.record.reader import RunReader, RunView
-from batch_agent.record.timeline import Line, TimelineRecord
+from batch_agent.record.rundir import stage_names
+from batch_agent.record.timeline import Line
 from batch_agent.view.conversation import conversation, failed_attempts
 from batch_agent.view.index import RowIndex
 from batch_agent.view.query import Query
@@ -29,6 +30,7 @@ class RunRecord:
     def __init__(self, key: str, run: RunReader) -> None:
         self.key, self.run = key, run
         self._asked: JsonObject | None = None
+        self._stages: dict[str, RunRecord] = {}  # the stages of a pipeline that have begun
 
     @cached_property
     def index(self) -> RowIndex:
@@ -36,9 +38,35 @@ class RunRecord:
 
     def index_more(self) -> bool:
         """Take in the next rows; True while there is more to read. Makes the index in the thread that calls it."""
-        return self.index.step()
+        if self.index.step() or any(stage.index.step() for stage in self._stages.values()):
+            return True
+        new = [name for name in self.run.begun_stages() if name not in self._stages]
+        self._stages |= {name: RunRecord(f"{self.key}/{name}", self.run.stage(name)) for name in new}
+        return bool(new)
+
+    def progress(self) -> JsonObject:
+        """Return how far the rows are indexed; for a pipeline, those of its stages."""
+        each = [stage.index.progress() for stage in self._stages.values()] or [self.index.progress()]
+        return {
+            "rows": sum(cast(int, one["rows"]) for one in each),
+            "complete": all(one["complete"] for one in each),
+            "share": min(cast(float, one["share"]) for one in each),
+        }
+
+    def _numbers(self) -> JsonObject:
+        """Return counts, failures and unusual rows; for a pipeline, those of its stages with ``stage``."""
+        if not self._stages:
+            return self.index.numbers()
+        each = {name: stage.index.numbers() for name, stage in self._stages.items()}
+        lists: JsonObject = {
+            kind: [{**row, "stage": name} for name, one in each.items() for row in cast("list[JsonObject]", one[kind])]
+            for kind in ("failures", "unusual")
+        }
+        return {**lists, "counts": _sum([cast(JsonObject, one["counts"]) for one in each.values()])}
 
     def close(self) -> None:
+        for stage in self._stages.values():
+            stage.close()
         if "index" in vars(self):
             self.index.close()
         self.run.close()
@@ -66,8 +94,8 @@ class RunRecord:
             "unfinished": self.run.unfinished_count() if view.state == "interrupted" else 0,
             "status": self.run.status(),
             "summary": view.summary,
-            "index": self.index.progress(),
-            **self.index.numbers(),
+            "index": self.progress(),
+            **self._numbers(),
             "samples": _thinned(timeline.samples),
             "changes": [*timeline.changes[-200:]],
         }
@@ -109,10 +137,12 @@ class RunRecord:
     def timeline(self, since: float | None, until: float | None, most: int) -> JsonObject:
         """Return samples, changes, and at most ``most`` spans of a period. A span of a pipeline names its row as
         STAGE/INDEX."""
-        found = self.run.timeline()
-        for stage in self.run.begun_stages():
-            with self.run.stage(stage) as part:
-                _add_stage(found, stage, part.timeline())
+        found, view = self.run.timeline(), self.run.view()
+        found.spans[:] = [_labelled(span, span[3], view.facts.get("backend")) for span in found.spans]
+        for stage, part in view.stages.items():
+            server = f"{part.facts.get('backend')}, {part.facts.get('model')}"
+            with self.run.stage(stage) as reader:
+                found.spans.extend(_labelled(span, f"{stage}/{span[3]}", server) for span in reader.timeline().spans)
         lines = (*found.samples, *found.changes, *found.spans)
         first = min((cast(float, line[1]) for line in lines), default=None)
         ends = (*(line[1] for line in (*found.samples, *found.changes)), *(span[2] for span in found.spans))
@@ -136,13 +166,26 @@ class RunRecord:
             self._asked = headers[-1] if headers else None
         return self._asked
 
+    def _graph(self, view: RunView) -> list[JsonObject]:
+        """Return the stages of a pipeline with the rows of each. A run in Redis does not record what follows what: its
+        stages are shown in order."""
+        known = (self.run.status() or {}).get("stages")
+        nodes = [cast(JsonObject, node) for node in known] if isinstance(known, list) else []
+        names = stage_names(view.facts)
+        if not nodes:
+            befores = [None, *names[:-1]]
+            nodes = [
+                {"name": name, "kind": "", "after": [] if before is None else [before]}
+                for name, before in zip(names, befores, strict=False)
+            ]
+        return [{**node, "status": _standing(view.stages.get(str(node["name"])))} for node in nodes]
+
     def _named(self) -> str:
         """Return the run as an argument of a command line."""
         return shlex.quote(self.run.whole)
 
     def _identity(self, view: RunView) -> JsonObject:
         facts = view.facts
-        graph = (self.run.status() or {}).get("stages")
         return {
             "key": self.key,
             "path": self.run.name,
@@ -159,9 +202,17 @@ class RunRecord:
             "trouble": facts.get("trouble") if view.state == "running" else None,
             "sessions": view.sessions,
             "stages": [*view.stages],
-            "graph": graph if isinstance(graph, list) else None,
+            "graph": [*self._graph(view)] or None,
             "now": time.time(),
         }
+
+
+def _standing(stage: RunView | None) -> JsonObject | None:
+    if stage is None:
+        return None
+    now = stage.progress
+    rows: JsonObject = {"total": stage.total, "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed}
+    return {"state": stage.state, "rows": rows}
 
 
 def _thinned(samples: list[Line]) -> list[JsonValue]:
@@ -170,5 +221,19 @@ def _thinned(samples: list[Line]) -> list[JsonValue]:
     return [*samples[:-1:step], *samples[-1:]]
 
 
-def _add_stage(whole: TimelineRecord, stage: str, part: TimelineRecord) -> None:
-    whole.spans.extend([*span[:3], f"{stage}/{span[3]}", *span[4:]] for span in part.spans)
+def _sum(counts: list[JsonObject]) -> JsonObject:
+    """Return the counts of several stages together. Times per row of different stages have no common mean."""
+    whole: JsonObject = {"seconds": None}
+    for name, value in counts[0].items():
+        if isinstance(value, dict):
+            whole[name] = _sum([cast(JsonObject, each[name]) for each in counts])
+        elif name != "seconds":
+            known = [each[name] for each in counts if each[name] is not None]
+            whole[name] = sum(cast("list[float]", known)) if known else None
+    return whole
+
+
+def _labelled(span: Line, row: JsonValue, server: JsonValue) -> Line:
+    """Return a span with the name of its row, and of its endpoint if the backend has only one."""
+    label = span[5] or server if span[0] == "turn" else span[5]
+    return [*span[:3], row, span[4], label, *span[6:]]

@@ -52,7 +52,7 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 
 def report_html(runs: Sequence[RunReader], which: Which) -> tuple[bytes, int]:
     """Return the file, and the number of rows in it with their conversations; for a pipeline, of all its stages. Two
-    runs are compared. Their readers stay open."""
+    runs are compared. Their readers are closed."""
     rows, data = 0, list[JsonValue]()
     with ExitStack() as stack:
         records = [stack.enter_context(_indexed(key, run)) for key, run in zip(_keys(runs), runs, strict=True)]
@@ -91,11 +91,11 @@ def _keys(runs: Sequence[RunReader]) -> list[str]:
 def _indexed(key: str, run: RunReader) -> Iterator[RunRecord]:
     record = RunRecord(key, run)
     try:
-        while record.index.step():
+        while record.index_more():
             pass
         yield record
     finally:
-        record.index.close()
+        record.close()
 
 
 def _data(record: RunRecord, which: Which) -> tuple[JsonObject, int]:

@@ -109,7 +109,7 @@ class ShownRun:
         return self._known
 
     def _now(self) -> JsonObject:
-        return {"index": self.record.index.progress(), "state": self.record.run.view().state}
+        return {"index": self.record.progress(), "state": self.record.run.view().state}
 
 
 class ShownRuns:

@@ -113,5 +113,6 @@ def _lines(status: JsonObject) -> list[str]:
         limit = "no limit" if endpoint["limit"] is None else f"{endpoint['limit']}"
         reason = f": {endpoint['reason']}" if endpoint["reason"] else ""
         name = endpoint["name"] or status["backend"]
+        name = f"{name}, {endpoint['model']}" if endpoint.get("model") else name
         lines.append(("server", f"{name}: {endpoint['inflight']} of {limit} in flight, {endpoint['state']}{reason}"))
     return [f"  {label:<8} {harmless(text)}" for label, text in lines]

@@ -46,6 +46,12 @@ function escaped(character) {
   return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16).padStart(4, "0");
 }
 
+// The address of a row; one of another stage of a pipeline is named STAGE/INDEX.
+export function rowAt(key, row) {
+  const [stage, index] = String(row).split("/");
+  return index === undefined ? address("run", key, "row", stage) : address("run", `${key}/${stage}`, "row", index);
+}
+
 export const number = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en"));
 
 export function short(value) {

@@ -1,5 +1,5 @@
 // The table of rows: filtered, sorted and paged by the server.
-import { h, fill, text, number, seconds, dollars, short, address, link, selectable } from "./dom.js";
+import { h, fill, panel, text, number, seconds, dollars, short, address, link, selectable } from "./dom.js";
 import { get, exported, isReport } from "./source.js";
 
 const PAGE = 100;
@@ -7,6 +7,7 @@ const STATES = [["", "All"], ["ok", "ok"], ["failed", "failed"], ["repaired", "r
 const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"]];
 
 export async function rows({ key, page, go, onNews }) {
+  if (await stages(key, page)) return {};
   const hash = new URLSearchParams(location.hash.split("?")[1] || "");
   const asked = { offset: 0, sort: "index", dir: "asc", state: "", error: "", q: "", ...Object.fromEntries(hash) };
   asked.offset = Number(asked.offset);
@@ -80,6 +81,15 @@ export async function rows({ key, page, go, onNews }) {
     n: () => data && asked.offset + PAGE < data.total && load({ offset: asked.offset + PAGE }),
     p: () => asked.offset && load({ offset: Math.max(0, asked.offset - PAGE) }),
   }) };
+}
+
+// A pipeline has no rows of its own: show its stages instead.
+async function stages(key, page) {
+  const { run, counts } = await get("run", { run: key });
+  if (!run.stages.length) return false;
+  const lines = run.stages.map((name) => h("li", null, link(address("run", `${key}/${name}`, "rows"), text(name))));
+  fill(page, panel("Rows", `${number(counts.rows)} in all stages`, h("p", { class: "quiet" }, "Each stage has its own rows:"), h("ul", { class: "list" }, lines)));
+  return true;
 }
 
 function fields(list, part) {
