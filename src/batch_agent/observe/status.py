@@ -81,7 +81,13 @@ def status_json(
         "kv": None if now.kv is None else cache_json(now.kv),
         "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
         "errors": [
-            {"row": error.index, "type": error.type, "message": error.message, "count": error.count}
+            {
+                "row": error.index,
+                "job_id": error.job_id or str(error.index),
+                "type": error.type,
+                "message": error.message,
+                "count": error.count,
+            }
             for error in now.recent_errors
         ],
         "schema_note": now.schema_note or None,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.report import spent
 from batch_agent.cli.output.streams import put
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.files.results import to_json
@@ -94,7 +95,9 @@ def _numbers(view: RunView) -> JsonObject:
     now = view.progress
     counts: JsonObject = {"ok": now.ok, "failed": now.failed, "resumed": now.resumed}
     rows: JsonObject = {"total": view.total, "done": now.ok + now.failed, **counts}
-    return {"rows": rows, "tokens": now.tokens, "cost": now.cost}
+    done = now.ok + now.failed
+    per_row = None if now.cost is None or not done else now.cost / done
+    return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
 
 
 def _stage_json(name: str, stage: RunView | None) -> JsonObject:
@@ -128,9 +131,9 @@ def _text(view: RunView) -> str:
     lines.append(("started", f"{facts.get('started')}, session {view.sessions} {facts.get('session_started')}"))
     if facts.get("ended"):
         lines.append(("ended", str(facts["ended"])))
-    lines.append(("model", f"{facts.get('model')} at {facts.get('backend')}"))
-    cost = f", {dollars(now.cost)}" if now.cost is not None else ""
-    lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
+    asked = dict.fromkeys(f"{part.facts.get('model')} at {part.facts.get('backend')}" for part in view.parts.values())
+    lines += [("" if place else "model", words) for place, words in enumerate(asked)]
+    lines.append(("spent", f"{spent(view)}, in all sessions"))
     if view.state not in ALIVE and (view.state != "complete" or now.failed):
         command = f"batch-agent resume {shlex.quote(view.name)}"
         lines.append(("continue", command if facts.get("command") is not None else "run it again with resume=True"))

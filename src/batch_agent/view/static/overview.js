@@ -54,10 +54,10 @@ function tile(label, big, small, extra) {
 function tiles(data, live) {
   const status = now(data, live), counts = data.counts, progress = data.progress;
   // What the process reports is about its own session; the record has all sessions.
-  const own = live && data.run.sessions <= 1 && status, rows = own ? status.rows : progress;
+  const own = data.run.sessions <= 1 && status, rows = own && live ? status.rows : progress;
   const done = rows.ok + rows.failed, total = rows.total, agents = (live && status && status.agents) || {};
   const alive = (agents.running || 0) + (agents.queued || 0) + (agents.tools || 0) + (agents.backing_off || 0);
-  const tokens = own ? status.tokens : counts.tokens, cost = own ? status.cost : progress.cost;
+  const tokens = own ? status.tokens : counts.tokens, cost = own && live ? status.cost : progress.cost;
   const budget = (status && status.budget) || {}, took = status ? status.seconds : data.summary && data.summary.seconds;
   const rate = status ? (live ? status.rows_per_second : took ? (done - (rows.resumed || 0)) / took : 0) : 0;
   const points = rates(data.samples);

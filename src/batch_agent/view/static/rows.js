@@ -59,7 +59,7 @@ export async function rows({ key, page, go, onNews }) {
     const lines = data.rows.map((row) => h("tr", { class: "opens", onclick: (event) => event.target.tagName !== "A" && go("row", String(row.index)) },
       own.map(([name]) => cell(name, row, key)), shown.map(([part, name], place) => field(row, part, name, !place || shown[place - 1][0] !== part))));
     fill(body, h("div", { class: "scroll" }, h("table", { class: "rows" },
-      h("thead", null, h("tr", null, own.map(heading), shown.map(([part, name]) => h("th", { class: part }, text(name || part))))),
+      h("thead", null, h("tr", null, own.map(heading), shown.map(([part, name]) => h("th", { class: `${part} clip`, title: name }, text(name || part))))),
       h("tbody", null, lines))));
     Object.assign(keys, selectable(lines, (_, place) => go("row", String(data.rows[place].index))));
   };
