@@ -132,15 +132,20 @@ class RedisReader(RunReader):
         )
 
     def _finished(self) -> tuple[int, int]:
-        """Count the rows that have a result, whether or not they were fed again."""
-        states: Counter[bytes] = Counter()
+        """Count the rows that have a result, whether or not they were fed again. A row that was asked another question
+        before has two; the later one counts."""
+        latest: dict[int, tuple[int, int, bytes]] = {}
         cursor: object = 0
         while True:
             cursor, page = self.command("HSCAN", self.store.key("rows"), cursor, "COUNT", PAGE)
             values = page.values() if isinstance(page, dict) else page[1::2]
-            states.update(value.split(b" ", 3)[2] for value in values)
+            for _, index, state, place, *_ in (value.split(b" ") for value in values):
+                if state != b"q":
+                    at, number = map(int, place.split(b"-"))
+                    latest[int(index)] = max(latest.get(int(index), (0, 0, b"")), (at, number, state))
             if int(cast(int, cursor)) == 0:
-                return states[b"k"], states[b"f"]
+                ok = sum(state == b"k" for _, _, state in latest.values())
+                return ok, len(latest) - ok
 
     def stage(self, name: str) -> RedisReader:
         return RedisReader.at(self.address.at(self.address.name, name))

@@ -83,6 +83,7 @@ export const pace = (value) =>
   !value ? "–" : value >= 1 ? `${value.toFixed(value < 10 ? 1 : 0)} rows/s` : `${(value * 60).toFixed(1)} rows/min`;
 
 export function when(value) {
+  if (value === null || value === undefined) return "";
   const date = new Date(typeof value === "number" ? value * 1000 : value);
   return isNaN(date) ? String(value ?? "") : date.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }

@@ -38,7 +38,7 @@ function head({ run, index, unfinished }, live) {
   const status = live && live.status;
   const line = [run.model, run.backend].filter(Boolean).map((part) => h("span", { class: "clip", title: part }, text(part)));
   return h("div", { class: "line facts" }, line,
-    h("span", null, "started ", when(run.started)),
+    run.started ? h("span", null, "started ", when(run.started)) : null,
     run.sessions > 1 ? h("span", null, `session ${run.sessions}`) : null,
     run.ended && !live ? h("span", null, "ended ", when(run.ended)) : null,
     unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows have started and are not done; this continues them: `, h("code", null, "batch-agent resume ", text(run.command))) : null,
