@@ -440,7 +440,8 @@ class DirectoryReader(RunReader):
         own = [each for each in stages if isinstance(each, dict)] if isinstance(stages, list) else []
         found = next((each.get("status") for each in own if each.get("name") == self.stage_name), None)
         live = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        return {**answer, "status": found, "rows": [row for row in live if row.get("stage") == self.stage_name]}
+        rows = [{name: row[name] for name in row if name != "stage"} for row in live if row["stage"] == self.stage_name]
+        return {**answer, "status": found, "rows": [*rows]}
 
     def close(self) -> None:
         for stage in self._stages.values():
