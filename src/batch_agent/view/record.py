@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Iterable
 from functools import cached_property
 from typing import cast
 
@@ -40,7 +41,11 @@ class RunRecord:
         """Take in the next rows; True while there is more to read. Makes the index in the thread that calls it."""
         if self.index.step() or any(stage.index.step() for stage in self._stages.values()):
             return True
-        new = [name for name in self.run.begun_stages() if name not in self._stages]
+        return self._take_stages(self.run.begun_stages())
+
+    def _take_stages(self, begun: Iterable[str]) -> bool:
+        """Open the stages that have begun; returns whether there are new ones."""
+        new = [name for name in begun if name not in self._stages]
         self._stages |= {name: RunRecord(f"{self.key}/{name}", self.run.stage(name)) for name in new}
         return bool(new)
 
@@ -53,7 +58,7 @@ class RunRecord:
             "share": min(cast(float, one["share"]) for one in each),
         }
 
-    def _numbers(self) -> JsonObject:
+    def numbers(self) -> JsonObject:
         """Return counts, failures and unusual rows; for a pipeline, those of its stages with ``stage``."""
         if not self._stages:
             return self.index.numbers()
@@ -95,7 +100,7 @@ class RunRecord:
             "status": self.run.status(),
             "summary": view.summary,
             "index": self.progress(),
-            **self._numbers(),
+            **self.numbers(),
             "samples": _thinned(timeline.samples),
             "changes": [*timeline.changes[-200:]],
         }
@@ -139,10 +144,11 @@ class RunRecord:
         STAGE/INDEX."""
         found, view = self.run.timeline(), self.run.view()
         found.spans[:] = [_labelled(span, span[3], view.facts.get("backend")) for span in found.spans]
+        self._take_stages(view.stages)
         for stage, part in view.stages.items():
             server = f"{part.facts.get('backend')}, {part.facts.get('model')}"
-            with self.run.stage(stage) as reader:
-                found.spans.extend(_labelled(span, f"{stage}/{span[3]}", server) for span in reader.timeline().spans)
+            spans = self._stages[stage].run.timeline().spans
+            found.spans.extend(_labelled(span, f"{stage}/{span[3]}", server) for span in spans)
         lines = (*found.samples, *found.changes, *found.spans)
         first = min((cast(float, line[1]) for line in lines), default=None)
         ends = (*(line[1] for line in (*found.samples, *found.changes)), *(span[2] for span in found.spans))

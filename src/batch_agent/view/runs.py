@@ -80,7 +80,7 @@ class ShownRun:
             async for answer in answers:
                 status = cast(JsonObject, answer["status"])
                 if "turns" not in status:  # workers do not report the sums over finished rows
-                    counts = await self.do(lambda: cast(JsonObject, self.record.index.numbers()["counts"]))
+                    counts = await self.do(lambda: cast(JsonObject, self.record.numbers()["counts"]))
                     status = {**status, **{name: counts[name] for name in ("tokens", "turns", "retries")}}
                 yield {**answer, "status": status}
 
