@@ -11,8 +11,10 @@ import pytest
 from batch_agent import BatchAgent, Tool
 from batch_agent.agent.prepare import prepare
 from batch_agent.cli.main import main
+from batch_agent.cli.output.report import spent
 from batch_agent.cli.spec.resume_forecast import differences
 from batch_agent.messages import Usage
+from batch_agent.record.reader import look
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
@@ -121,6 +123,20 @@ def test_a_repair_is_shown_with_the_message_that_asked_for_it(capsys: pytest.Cap
     text = shown(capsys, "show", "mended", "--full")
     assert text.index("mud") < text.index("user, repair") < text.index("turn 2")
     assert "mood" in text[text.index("user, repair") : text.index("turn 2")]
+
+
+def test_the_end_of_a_resumed_run_names_the_totals_that_status_has(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.csv").write_text("text\none\ntwo\n")
+    arguments = ["--task", "Say {text}", "rows.csv", "--backend", "simulated://instant", "--output", "o.jsonl"]
+    assert main(["run", *arguments, "--run-dir", "run"]) == 0
+    first = capsys.readouterr().err
+    Path("rows.csv").write_text("text\none\ntwo\nthree\n")
+    assert main(["resume", "run"]) == 0
+    second = capsys.readouterr().err
+    totals = spent(look("run"))
+    assert "overall" not in first
+    assert f"overall  3 rows done: 3 ok, 0 failed; {totals}, in 2 sessions" in second
+    assert totals in shown(capsys, "status", "run")
 
 
 async def test_the_status_of_a_running_run_does_not_advise_to_resume_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,34 @@ async def test_status_and_export_agree_after_a_stopped_session(
     assert (view.latest.ok, view.latest.failed) == (exported, 0)
     if Path(place).exists():
         assert exported == 10  # a directory keeps the earlier answers in its result files
+
+
+@needs_redis
+async def test_rows_of_earlier_sessions_count_before_they_are_fed_again(url: str, tmp_path: Path) -> None:
+    class Rows:
+        """Rows that end, or that do not come."""
+
+        def __init__(self, count: int, *, ends: bool) -> None:
+            self.count, self.ends, self.waits = count, ends, asyncio.Event()
+
+        async def __aiter__(self) -> AsyncIterator[dict[str, str]]:
+            for row in range(self.count):
+                yield {"text": str(row)}
+            self.waits.set()
+            if not self.ends:
+                await asyncio.Event().wait()
+
+    async with ScriptedServer(lambda request: Say("fine"), models=["m"]) as server:
+        options: dict[str, Any] = {"task": "{text}", "backend": server.backend_url, "model": "m", "run_dir": url}
+        await BatchAgent.run(inputs=Rows(6, ends=True), **options)
+        rows = Rows(2, ends=False)
+        working = asyncio.create_task(BatchAgent.run(inputs=rows, resume=True, **options))
+        await rows.waits.wait()
+        working.cancel()
+        await asyncio.wait([working])
+    view = await asyncio.to_thread(look, url)
+    exported = await read(url, lambda reader: len(list(reader.records())))
+    assert view.latest.ok == exported == 6
 
 
 async def test_a_killed_session_is_counted_by_its_result_lines(tmp_path: Path) -> None:

@@ -413,9 +413,10 @@ class _RedisLines(RowLines):
         self._version: object = None
 
     def replaced(self) -> bool:
-        """A new session may leave out rows of the earlier one, which is known when all its rows are fed."""
-        run = self._reader.store.key("run")
-        before, self._version = self._version, self._reader.command("HMGET", run, "sitting", "fed", "fingerprint")
+        """A new session may leave out rows of the earlier one, which is known when all its rows are fed. After a run
+        was deleted, another one may have its name."""
+        session = self._reader.command("HMGET", self._reader.store.key("run"), "sitting", "fed")
+        before, self._version = self._version, (session, self._reader.facts().get("started"))
         return before is not None and before != self._version
 
     def progress(self) -> tuple[int, int]:
