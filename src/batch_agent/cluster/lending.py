@@ -161,13 +161,13 @@ class Lending:
             self._lost.cancel()
         self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
         await self._keep_hostfiles()
-        await report_followed_rows(self._store, controls, self._beside)
         self._apply(shared, beat)
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
         climbing = any(grant.search is not None and grant.search[1] for grant in beat.grants.values())
         every = EVERY / 4 if climbing else EVERY  # the number that is searched changes often
         self._every = min(every * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
+        await report_followed_rows(self._store, controls, self._beside)
 
     async def _leave(self, shared: Shared) -> None:
         """Return unused shares. If the store is unreachable, all of them count as used."""
