@@ -59,7 +59,7 @@ async def read(place: str, function: Callable[[Any], Any]) -> Any:
 
 def outputs_and_replies(reader: Any) -> list[tuple[str, str]]:
     """The output of each row, and the last answer of the agent that the reader finds for it."""
-    rows = [(record["output"], reader.past(where, record)) for where, record in reader.records().placed()]
+    rows = [(record["output"], reader.past(where, record)) for where, record in reader.rows.placed()]
     return [(output, past.turns[-1].reply.text) for output, past in rows]
 
 
@@ -142,7 +142,7 @@ async def test_rows_of_earlier_sessions_count_before_they_are_fed_again(url: str
         working.cancel()
         await asyncio.wait([working])
     view = await asyncio.to_thread(look, url)
-    exported = await read(url, lambda reader: len(list(reader.records())))
+    exported = await read(url, lambda reader: len(list(reader.rows)))
     assert view.latest.ok == exported == 6
 
 
@@ -158,7 +158,7 @@ async def test_a_killed_session_is_counted_by_its_result_lines(tmp_path: Path) -
     (tmp_path / f"{FAILURES}.new").write_bytes(b'{"index":1,"job_id":"1","type":"Timeout"}\n')
     view = look(tmp_path)
     with DirectoryReader(tmp_path) as reader:
-        records = list(reader.records())
+        records = list(reader.rows)
     assert (view.state, view.latest.ok, view.latest.failed) == ("interrupted", 2, 1)
     assert [record["ok"] for record in records].count(True) == 2
     assert len(records) == 3

@@ -315,7 +315,7 @@ async def test_a_pipeline_has_the_same_numbers_in_status_page_and_report(
     assert await asyncio.to_thread(main, ["report", str(place), "-o", str(report)]) == 0
     async with page_of(place) as page:
         async with asyncio.timeout(30):
-            while (told := await page.get("run", run="pipe"))["index"]["rows"] != 10:
+            while (told := await page.get("run", run="pipe"))["counts"]["rows"] != 10:
                 pass
         timeline = await page.get("timeline", run="pipe")
         judged = await page.get("run", run="pipe/judge")

@@ -81,7 +81,7 @@ class _Row:
 
 def _rows(reader: RunReader) -> Iterator[_Row]:
     """Yield the finished rows in input order, then those that have steps and are not done."""
-    for place, record in reader.records().placed():
+    for place, record in reader.rows.placed():
         yield _Row(cast(int, record["index"]), record.get("input"), record, reader.steps(place, record))
     for row in reader.unfinished():
         if row.steps:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sqlite3
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, TypeAlias, cast
 
@@ -23,7 +25,7 @@ from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
-from batch_agent.files.tables import InOrderOfInput, index_of, record_of
+from batch_agent.files.tables import record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.base import Progress
@@ -47,6 +49,7 @@ LiveRow: TypeAlias = tuple[JsonObject, Past | None]
 # A later file has the valid line of a row: drafts belong to the session that is running or was killed.
 LINE_FILES = (FAILURES, RESULTS, f"{FAILURES}.new", f"{RESULTS}.new")
 BLOCK = 1 << 18  # bytes read at once, so that a request of the page waits at most for one block
+ROWS_AT_ONCE = 500  # records read together
 AGENTS_AT_ONCE = 20_000  # journal records read in one transaction
 
 
@@ -124,7 +127,13 @@ class UnfinishedRow:
 
 
 class RowLines(ABC):
-    """The result lines of a run, in the order in which rows end. ``place`` is where ``read`` finds a line again."""
+    """The result lines of a run, in the order in which rows end. ``place`` is where ``read`` finds a line again. Of two
+    lines of a row the later one is valid."""
+
+    @property
+    def torn(self) -> int:
+        """Lines that are not complete."""
+        return 0
 
     @abstractmethod
     def replaced(self) -> bool:
@@ -135,33 +144,74 @@ class RowLines(ABC):
         """Return how much was read, and how much there is."""
 
     @abstractmethod
-    def block(self) -> list[tuple[str, Record]]:
-        """Return the next records; an empty list when all are read."""
+    def block(self) -> list[tuple[int, Record]]:
+        """Return the next records with their places; an empty list when all are read."""
 
     @abstractmethod
     def raw(self) -> Iterator[bytes]:
         """Yield all lines that were read so far."""
 
     @abstractmethod
-    def read(self, places: Sequence[str]) -> list[Record | None]:
+    def read(self, places: Sequence[int]) -> list[Record | None]:
         """Return the records at these places; None where there is none any more."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
-class Records(ABC):
-    """The finished rows of a run in input order. It can be iterated several times."""
+class FinishedRows:
+    """The finished rows of a run in input order. It can be iterated several times, also while the run continues. It
+    stores nine bytes for each row, its place and whether it is ok, and no records."""
 
-    failed = 0  # rows of the latest pass that failed
-    torn = 0  # lines of the latest pass that are not complete
-
-    @abstractmethod
-    def placed(self) -> Iterator[tuple[str, Record]]:
-        """Yield each row with its place."""
+    def __init__(self, open_lines: Callable[[], RowLines]) -> None:
+        self._open = open_lines
+        self._lines: RowLines | None = None
+        self._places, self._ok = array("q"), bytearray()
 
     def __iter__(self) -> Iterator[Record]:
         return (record for _, record in self.placed())
+
+    def placed(self) -> Iterator[tuple[int, Record]]:
+        """Yield each row with its place."""
+        lines = self._caught_up()
+        places = (place for place in self._places if place >= 0)
+        while some := list(islice(places, ROWS_AT_ONCE)):
+            yield from ((at, record) for at, record in zip(some, lines.read(some), strict=True) if record is not None)
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of rows that are ok, and of rows that failed."""
+        self._caught_up()
+        ok = self._ok.count(1)
+        return ok, len(self._places) - self._places.count(-1) - ok
+
+    def has(self, index: int) -> bool:
+        self._caught_up()
+        return index < len(self._places) and self._places[index] >= 0
+
+    @property
+    def torn(self) -> int:
+        """Lines that are not complete."""
+        return self._caught_up().torn
+
+    def _caught_up(self) -> RowLines:
+        if self._lines is None or self._lines.replaced():
+            self.close()
+            self._lines, self._places, self._ok = self._open(), array("q"), bytearray()
+            self._lines.replaced()
+        while page := self._lines.block():
+            for place, record in page:
+                index = cast(int, record["index"])
+                if index >= len(self._places):
+                    more = index + 1 - len(self._places)
+                    self._places.extend(repeat(-1, more))
+                    self._ok.extend(bytes(more))
+                self._places[index], self._ok[index] = place, bool(record["ok"])
+        return self._lines
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
 
 class RunReader(ABC):
@@ -169,6 +219,7 @@ class RunReader(ABC):
 
     def __init__(self, place: RunPlace, name: str, title: str, whole: str, stage_name: str) -> None:
         self.place = place
+        self.rows = FinishedRows(self.lines)
         self.name = name  # as given on a command line, without a password
         self.title = title  # the last part of it
         self.whole = whole  # the whole run for a command line in any directory: an absolute path, or the URL
@@ -198,13 +249,10 @@ class RunReader(ABC):
     # Rows
 
     @abstractmethod
-    def records(self) -> Records: ...
-
-    @abstractmethod
     def lines(self) -> RowLines: ...
 
     @abstractmethod
-    def steps(self, place: str, record: Record) -> list[KeptStep]:
+    def steps(self, place: int, record: Record) -> list[KeptStep]:
         """Return the recorded steps of a finished row; of its latest agent, if it had several."""
 
     @abstractmethod
@@ -215,14 +263,14 @@ class RunReader(ABC):
     def unfinished_count(self) -> int:
         """Return how many rows have started and are not done."""
 
-    def past(self, place: str, record: Record) -> Past | None:
+    def past(self, place: int, record: Record) -> Past | None:
         """Return the agent of a finished row; None if it is not recorded."""
         steps = self.steps(place, record)
         return past_of(steps) if steps else None
 
     def failures(self) -> Counter[str]:
         """Return the number of failed rows by type of error."""
-        return Counter(_error_type(record) for record in self.records() if not record.get("ok"))
+        return Counter(_error_type(record) for record in self.rows if not record.get("ok"))
 
     # Times
 
@@ -332,7 +380,6 @@ class DirectoryReader(RunReader):
         self._stages: dict[str, DirectoryReader] = {}  # for ``view``
         self._whole = whole
         self._agents = _Agents(path / JOURNAL)
-        self._counts = _Counts(path)
 
     def facts(self) -> JsonObject:
         return read_run(self.path)
@@ -355,7 +402,7 @@ class DirectoryReader(RunReader):
         session = latest = seen.latest
         if not (state == "complete" or (state in ("running", "starting") and seen.sessions == 1)) or not seen.sessions:
             # The session does not have all rows of the run: those of earlier ones are in the result files.
-            ok, failed = self._counts.rows()
+            ok, failed = self.rows.counts()
             latest = replace(session, ok=ok, failed=failed)
         names = [name for name in stage_names(facts) if (self.path / name / RUN).exists()]
         self._stages |= {name: self.stage(name) for name in names if name not in self._stages}
@@ -373,19 +420,16 @@ class DirectoryReader(RunReader):
             return None
         return cast(JsonObject, summary) if isinstance(summary, dict) else None
 
-    def records(self) -> Records:
-        return _DirectoryRecords(self.path)
-
     def lines(self) -> RowLines:
         return _DirectoryLines(self.path)
 
-    def steps(self, place: str, record: Record) -> list[KeptStep]:
+    def steps(self, place: int, record: Record) -> list[KeptStep]:
         return self._agents.steps_of(record, self._same_before)
 
     def _same_before(self, record: Record) -> int:
         """Return how many rows before this one have the same input."""
         value, index = record.get("input"), record["index"]
-        earlier = (each for each in self.records() if cast(int, each["index"]) < cast(int, index))
+        earlier = (each for each in self.rows if cast(int, each["index"]) < cast(int, index))
         return sum(each.get("input") == value for each in earlier)
 
     def unfinished(self) -> Iterator[UnfinishedRow]:
@@ -394,10 +438,6 @@ class DirectoryReader(RunReader):
 
     def unfinished_count(self) -> int:
         return len(self._agents.under_way())
-
-    def is_done(self, index: int) -> bool:
-        """Return whether a row has a result line."""
-        return self._counts.has(index)
 
     def timeline(self, *, spans: bool = True) -> TimelineRecord:
         return read_timeline(self.path, spans=spans)
@@ -446,22 +486,8 @@ class DirectoryReader(RunReader):
     def close(self) -> None:
         for stage in self._stages.values():
             stage.close()
-        self._counts.close()
+        self.rows.close()
         self._agents.close()
-
-
-class _DirectoryRecords(Records):
-    def __init__(self, path: Path) -> None:
-        self._lines = InOrderOfInput(*(path / name for name in LINE_FILES))
-
-    def placed(self) -> Iterator[tuple[str, Record]]:
-        self.failed = 0
-        for record in self._lines:
-            result = as_result(record)
-            self.failed += not result["ok"]
-            self.torn = self._lines.torn
-            yield "", result
-        self.torn = self._lines.torn
 
 
 class _Tail:
@@ -513,6 +539,12 @@ class _Tail:
     def read(self, start: int, length: int) -> bytes:
         return b"" if self._file is None else os.pread(self._file.fileno(), length, start)
 
+    def line(self, start: int) -> bytes:
+        if self._file is None:
+            return b""
+        self._file.seek(start)
+        return self._file.readline()
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -520,10 +552,12 @@ class _Tail:
 
 
 class _DirectoryLines(RowLines):
-    """The result files of a directory while they grow. Open, use and close it in one thread at a time."""
+    """The result files of a directory while they grow. Open, use and close it in one thread at a time. A place is the
+    offset of a line, times the number of files, plus the number of its file."""
 
     def __init__(self, path: Path) -> None:
         self._tails = [_Tail(path / name) for name in LINE_FILES]
+        self._unread = 0  # lines that are not records
 
     def replaced(self) -> bool:
         return any(tail.replaced() for tail in self._tails)
@@ -531,12 +565,19 @@ class _DirectoryLines(RowLines):
     def progress(self) -> tuple[int, int]:
         return sum(tail.done for tail in self._tails), sum(tail.size() for tail in self._tails)
 
-    def block(self) -> list[tuple[str, Record]]:
+    def block(self) -> list[tuple[int, Record]]:
         for number, tail in enumerate(self._tails):
-            if lines := tail.block():
-                found = ((f"{number} {start} {len(line)}", parsed(line)) for start, line in lines)
-                return [(place, record) for place, record in found if record is not None]
+            while lines := tail.block():
+                records = [(start * len(LINE_FILES) + number, parsed(line)) for start, line in lines]
+                if found := [(place, record) for place, record in records if record is not None]:
+                    self._unread += len(lines) - len(found)
+                    return found
+                self._unread += len(lines)
         return []
+
+    @property
+    def torn(self) -> int:
+        return self._unread + sum(tail.size() > tail.done for tail in self._tails)
 
     def raw(self) -> Iterator[bytes]:
         for tail in self._tails:
@@ -550,9 +591,9 @@ class _DirectoryLines(RowLines):
                 yield from data[:end].splitlines(keepends=True)
                 start += end
 
-    def read(self, places: Sequence[str]) -> list[Record | None]:
-        found = (map(int, place.split(" ")) for place in places)
-        return [parsed(self._tails[number].read(start, length)) for number, start, length in found]
+    def read(self, places: Sequence[int]) -> list[Record | None]:
+        found = (divmod(place, len(LINE_FILES)) for place in places)
+        return [parsed(self._tails[number].line(start)) for start, number in found]
 
     def close(self) -> None:
         for tail in self._tails:
@@ -568,43 +609,6 @@ def parsed(line: bytes) -> Record | None:
     if not isinstance(record, dict) or not isinstance(record.get("index"), int):
         return None
     return as_result(record)
-
-
-class _Counts:
-    """Counts the rows in the result files. Each has one byte: 1 + the number of the file with its valid line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tails: list[_Tail] = []
-        self._rows = bytearray()
-
-    def rows(self) -> tuple[int, int]:
-        """Return the number of rows that are ok, and of rows that failed."""
-        self._catch_up()
-        ok = sum(self._rows.count(1 + number) for number, name in enumerate(LINE_FILES) if name.startswith(RESULTS))
-        return ok, len(self._rows) - self._rows.count(0) - ok
-
-    def has(self, index: int) -> bool:
-        self._catch_up()
-        return index < len(self._rows) and self._rows[index] > 0
-
-    def _catch_up(self) -> None:
-        if not self._tails or any(tail.replaced() for tail in self._tails):
-            self.close()
-            self._tails, self._rows = [_Tail(self._path / name) for name in LINE_FILES], bytearray()
-        for number, tail in enumerate(self._tails, start=1):
-            while lines := tail.block():
-                for _, line in lines:
-                    if (index := index_of(line)) is None:
-                        continue
-                    if index >= len(self._rows):
-                        self._rows.extend(bytes(index + 1 - len(self._rows)))
-                    self._rows[index] = max(number, self._rows[index])
-
-    def close(self) -> None:
-        for tail in self._tails:
-            tail.close()
-        self._tails = []
 
 
 class _Agents:

@@ -186,7 +186,7 @@ class RowIndex:
         found = self.placed(row)
         return None if found is None else found[1]
 
-    def placed(self, row: str | int) -> tuple[str, Record] | None:
+    def placed(self, row: str | int) -> tuple[int, Record] | None:
         """Return the place and the record of a row."""
         query = "SELECT place FROM row WHERE {} = ? LIMIT 1"
         found = self._db.execute(query.format("job_id"), (str(row),)).fetchone() if isinstance(row, str) else None
@@ -208,7 +208,7 @@ class RowIndex:
 
     # Comparing
 
-    def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[str, str]]]:
+    def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[str, int]]]:
         """Return the agreement of the runs on the rows that both have, matched by id; and the ids and places of those
         that differ."""
         self._db.execute("ATTACH ? AS other", (str(other),))
@@ -230,7 +230,7 @@ class RowIndex:
         summary: JsonObject = {name: int(count) for name, count in zip(names, counts, strict=True)}
         return {**summary, "different": total}, found
 
-    def at(self, places: Sequence[str]) -> list[Record | None]:
+    def at(self, places: Sequence[int]) -> list[Record | None]:
         return self._lines.read(places)
 
     # Filtering
@@ -295,7 +295,7 @@ def _cut(value: object) -> str | int | float | bool | None:
     return text if len(text) <= TEXT_SHOWN else text[: TEXT_SHOWN - 1] + "…"
 
 
-def _values(place: str, record: Record) -> tuple[Value, ...]:
+def _values(place: int, record: Record) -> tuple[Value, ...]:
     error, index = record.get("error"), record["index"]
     usage: Any = record.get("usage") or {}
     timings: Any = record.get("timings") or {}

@@ -28,7 +28,7 @@ from batch_agent.files.tables import (
     write_records,
 )
 from batch_agent.observe.text import counted
-from batch_agent.record.reader import Records, RunReader, open_run
+from batch_agent.record.reader import FinishedRows, RunReader, open_run
 from batch_agent.record.rundir import stage_names
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
@@ -65,7 +65,7 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
             refuse_in_run_directory(output, run.place)
         for what, path in files_read_by(run.facts()):
             refuse_overwriting(output, path, what)
-    records = part.records()
+    records = part.rows
     if kind == MESSAGES:
         _export_messages(run, part, records, output)
     elif kind == JSONL:
@@ -76,8 +76,9 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
     if records.torn:
         are = "is" if records.torn == 1 else "are"
         say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
-    if kind == MESSAGES and records.failed:
-        say(f"batch-agent: skipped {counted(records.failed, 'row')} that failed; --format jsonl includes them")
+    failed = records.counts()[1]
+    if kind == MESSAGES and failed:
+        say(f"batch-agent: skipped {counted(failed, 'row')} that failed; --format jsonl includes them")
     return ALL_OK
 
 
@@ -106,7 +107,7 @@ def _kind_of(output: Path | None) -> str:
     return extension
 
 
-def _export_table(records: Records, kind: str, output: Path | None) -> None:
+def _export_table(records: FinishedRows, kind: str, output: Path | None) -> None:
     if output is not None:
         check_table(output, kind)
     elif kind == PARQUET:
@@ -116,7 +117,7 @@ def _export_table(records: Records, kind: str, output: Path | None) -> None:
         write_records(records, columns, stream, kind)
 
 
-def _export_messages(run: RunReader, part: RunReader, records: Records, output: Path | None) -> None:
+def _export_messages(run: RunReader, part: RunReader, records: FinishedRows, output: Path | None) -> None:
     with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         prepared = prepared_again(run).get(part.stage_name if part is not run else "")
     if prepared is None:

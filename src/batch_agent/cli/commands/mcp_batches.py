@@ -163,7 +163,7 @@ class Batches:
         """Return ``limit`` finished rows in input order, from ``offset`` on."""
         place = self._place(name)
         with open_run(place) as run:
-            records = (record for record in run.records() if not failed_only or not record.get("ok"))
+            records = (record for record in run.rows if not failed_only or not record.get("ok"))
             page = list(islice(records, offset, offset + limit + 1))
         return {
             "batch": name,

@@ -28,7 +28,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
 from batch_agent.observe.text import rows, terminal_width
 from batch_agent.record.keys import row_of
-from batch_agent.record.reader import DirectoryReader, RunReader, open_run, row_name
+from batch_agent.record.reader import RunReader, open_run, row_name
 from batch_agent.record.steps import Past
 
 FIRST = 1  # rows that are shown by default
@@ -53,7 +53,7 @@ class ShownPart:
         self.name, self.run, self._prepared = name, run, prepared
         self.unknown = 0  # rows that were shown without their input
 
-    def finished(self, place: str, record: Record) -> ShownRow:
+    def finished(self, place: int, record: Record) -> ShownRow:
         """Return a row that has a result."""
         past = self.run.past(place, record)
         prompts = _prompts(self._prepared, record.get("input"))
@@ -102,14 +102,14 @@ class ShownPart:
         for place in places:
             for index, value in place:
                 row = row_of(value, "")
-                done = isinstance(self.run, DirectoryReader) and self.run.is_done(index)
+                done = self.run.rows.has(index)
                 if row in wanted and not done:
                     known[row].append((index, row_name(value, index, column), value))
         return known
 
     def answered(self) -> Iterator[tuple[int, object]]:
         """Yield what may be a row of the next stage: each output, its items if it is a list, and as a field."""
-        for record in self.run.records():
+        for record in self.run.rows:
             index, output = record["index"], record.get("output")
             if record.get("ok") and isinstance(index, int):
                 yield index, output
@@ -118,7 +118,7 @@ class ShownPart:
 
     def named(self, wanted: str, parts: Sequence[ShownPart]) -> list[ShownRow]:
         """Return the rows with this id, else the row at this position in the inputs."""
-        every = ((place, record) for place, record in self.run.records().placed())
+        every = ((place, record) for place, record in self.run.rows.placed())
         found = [pair for pair in every if wanted in (pair[1].get("job_id"), str(pair[1].get("index")))]
         found = [pair for pair in found if pair[1].get("job_id") == wanted] or found
         return [self.finished(*pair) for pair in found] or list(self.unfinished(parts, wanted))
@@ -172,7 +172,7 @@ def _chosen(parts: Sequence[ShownPart], options: argparse.Namespace) -> Iterator
     if options.row is not None:
         yield from _named(parts, options.row)
     elif options.slow is not None:
-        every = ((part, place, record) for part in parts for place, record in part.run.records().placed())
+        every = ((part, place, record) for part in parts for place, record in part.run.rows.placed())
         for part, place, record in heapq.nlargest(options.slow, every, key=lambda row: _seconds(row[2])):
             yield part.finished(place, record)
     else:
@@ -180,9 +180,9 @@ def _chosen(parts: Sequence[ShownPart], options: argparse.Namespace) -> Iterator
             if options.unfinished:
                 yield from part.unfinished(parts)
             elif options.failed:
-                yield from (part.finished(*row) for row in part.run.records().placed() if not row[1].get("ok"))
+                yield from (part.finished(*row) for row in part.run.rows.placed() if not row[1].get("ok"))
             else:
-                yield from (part.finished(*row) for row in islice(part.run.records().placed(), FIRST))
+                yield from (part.finished(*row) for row in islice(part.run.rows.placed(), FIRST))
 
 
 def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:

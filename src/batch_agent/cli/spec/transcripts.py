@@ -23,7 +23,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
 from batch_agent.job import Job
-from batch_agent.record.reader import Records, RunReader
+from batch_agent.record.reader import FinishedRows, RunReader
 from batch_agent.record.rundir import stage_names
 
 
@@ -71,7 +71,7 @@ def prompts_changed(run: str) -> SpecError:
     )
 
 
-def transcript_lines(run: RunReader, prepared: Prepared, records: Records) -> Iterator[bytes]:
+def transcript_lines(run: RunReader, prepared: Prepared, records: FinishedRows) -> Iterator[bytes]:
     """Yield one line for each record that is ok; for a row of a worker, one line for each conversation."""
     plan = prepared.plan
     tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]

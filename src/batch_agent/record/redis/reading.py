@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from batch_agent.record.control import NotAlive, Refused
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import (
     LiveRow,
-    Records,
     RowLines,
     RunReader,
     RunView,
@@ -51,6 +49,7 @@ INTERNAL = ("spec", "specs", "row_schema", "first", "pieces", "summary", "asked"
 PAGE = 500  # entries read at once
 LIVE_ROWS = 200  # running rows in an answer
 SPANS_OF_ROWS = 2000  # finished rows whose turns are in the timeline: this many first ones, and as many latest ones
+SEQUENCE = 20  # bits of the number of an entry within its millisecond
 EVERY = 1.0  # seconds between two looks at a run: other processes cannot be awaited
 # ARGV: the ids of entries of the stream KEYS[1]
 READ_ENTRIES = """
@@ -112,7 +111,7 @@ class RedisReader(RunReader):
         resumed = cast(int, ended.get("resumed", 0)) if isinstance(ended, dict) else 0
         ok, failed = counts.ok, counts.failed
         if sitting > 1 and not counts.fed:  # results of earlier sessions are not counted before they are fed again
-            ok, failed = self._finished()
+            ok, failed = self.rows.counts()
         tokens, cost = (table.spent_of(of_stage(name, self.stage_name)) for name in (BUDGET_TOKENS, BUDGET_COST))
         stages = {}
         for name in stage_names(facts):
@@ -131,35 +130,17 @@ class RedisReader(RunReader):
             workers,
         )
 
-    def _finished(self) -> tuple[int, int]:
-        """Count the rows that have a result, whether or not they were fed again. A row that was asked another question
-        before has two; the later one counts."""
-        latest: dict[int, tuple[int, int, bytes]] = {}
-        cursor: object = 0
-        while True:
-            cursor, page = self.command("HSCAN", self.store.key("rows"), cursor, "COUNT", PAGE)
-            values = page.values() if isinstance(page, dict) else page[1::2]
-            for _, index, state, place, *_ in (value.split(b" ") for value in values):
-                if state != b"q":
-                    at, number = map(int, place.split(b"-"))
-                    latest[int(index)] = max(latest.get(int(index), (0, 0, b"")), (at, number, state))
-            if int(cast(int, cursor)) == 0:
-                ok = sum(state == b"k" for _, _, state in latest.values())
-                return ok, len(latest) - ok
-
     def stage(self, name: str) -> RedisReader:
         return RedisReader.at(self.address.at(self.address.name, name))
 
     # Rows
 
-    def records(self) -> Records:
-        return _RedisRecords(self)
-
     def lines(self) -> RowLines:
         return _RedisLines(self)
 
-    def steps(self, place: str, record: Record) -> list[KeptStep]:
-        return self.steps_of(place.partition(" ")[2])
+    def steps(self, place: int, record: Record) -> list[KeptStep]:
+        [(_, fields)] = self.entries_at([place]) or [("", {})]
+        return self.steps_of(fields[b"row"].decode()) if fields else []
 
     def steps_of(self, row: str) -> list[KeptStep]:
         return [unpack_step(step) for step in self.command("LRANGE", self.store.key(f"steps:{row}"), 0, -1)]
@@ -211,12 +192,9 @@ class RedisReader(RunReader):
 
     # Results
 
-    def results(self, after: str, count: int) -> list[tuple[str, str, Record | None]]:
-        """Return the next results after a place in the stream, "" for its beginning: place, row, and the record, which
-        is None if the result is no longer valid: the row was retried, or is no longer among the inputs."""
-        return self.checked(self.page("results", after, count))
-
-    def checked(self, found: Sequence[tuple[str, dict[bytes, bytes]]]) -> list[tuple[str, str, Record | None]]:
+    def checked(self, found: Sequence[tuple[str, dict[bytes, bytes]]]) -> list[tuple[int, Record | None]]:
+        """Return the places and records of entries of the stream of results. The record is None if the result is no
+        longer valid: the row was retried, or is no longer among the inputs."""
         if not found:
             return []
         known = self.command("HMGET", self.store.key("rows"), *(fields[b"row"] for _, fields in found))
@@ -225,18 +203,17 @@ class RedisReader(RunReader):
         for (place, fields), now in zip(found, known, strict=True):
             sitting, index, _, at, *_ = (now or b"0 0 f 0").split(b" ")
             is_valid = at.decode() == place and (fed != b"1" or sitting == latest)
-            record = _record(fields[b"result"], int(index)) if is_valid else None
-            rows.append((place, fields[b"row"].decode(), record))
+            rows.append((_place(place), _record(fields[b"result"], int(index)) if is_valid else None))
         return rows
 
     def page(self, name: str, after: str, count: int) -> list[tuple[str, dict[bytes, bytes]]]:
         start = f"({after}" if after else "-"
         return list(entries({name: self.command("XRANGE", self.store.key(name), start, "+", "COUNT", count)}))
 
-    def entries_at(self, places: Sequence[str]) -> list[tuple[str, dict[bytes, bytes]]]:
+    def entries_at(self, places: Sequence[int]) -> list[tuple[str, dict[bytes, bytes]]]:
         """Return the results at these places in the stream."""
-        keys = [self.store.key("results")]
-        read = self.store.connection.call(lambda client: client.register_script(READ_ENTRIES)(keys=keys, args=places))
+        keys, ids = [self.store.key("results")], [f"{place >> SEQUENCE}-{place % (1 << SEQUENCE)}" for place in places]
+        read = self.store.connection.call(lambda client: client.register_script(READ_ENTRIES)(keys=keys, args=ids))
         return list(entries([["results", read]]))
 
     def command(self, *arguments: object, **options: bool) -> Any:
@@ -314,26 +291,8 @@ class RedisReader(RunReader):
         if (told := self.store.lent().follow_row(name)) is not None:
             return told, None
         value, past = from_json(found.value), self._past(found.row)
-        replies = []
-        if past is not None:
-            replies = [*(turn.reply for turn in past.turns), *(ask.reply for ask in past.asked)]
-        spent = Spent() if past is None or past.spent is None else past.spent
-        usage: JsonObject = {
-            f"{kind}_tokens": sum(getattr(reply.usage, f"{kind}_tokens") for reply in replies)
-            for kind in ("prompt", "completion")
-        }
-        facts: JsonObject = {
-            "index": found.index,
-            "job_id": row_name(value, found.index, column),
-            "input": cast(Any, value),
-            "saying": None,
-            "endpoint": None,
-            "turns": len(replies),
-            "attempts": 1 + spent.retries,
-            "seconds": round(spent.total),
-            "usage": usage,
-            "cost": spent.cost,
-        }
+        name = row_name(value, found.index, column)
+        facts: JsonObject = {"index": found.index, "job_id": name, "input": cast(Any, value), "saying": None}
         return facts, past
 
     async def steer(self, request: JsonObject) -> JsonObject:
@@ -380,33 +339,9 @@ def _record(result: bytes, index: int) -> Record:
     return {**kept, "index": index}
 
 
-class _RedisRecords(Records):
-    """Stores sixteen bytes for each row, the id of its result, and no records."""
-
-    def __init__(self, reader: RedisReader) -> None:
-        self._reader = reader
-
-    def placed(self) -> Iterator[tuple[str, Record]]:
-        self.failed = 0
-        times, numbers, after = array("q"), array("q"), ""
-        while page := self._reader.results(after, PAGE):
-            after = page[-1][0]
-            for place, _, record in page:
-                if record is not None:
-                    index = cast(int, record["index"])
-                    missing = [-1] * (index + 1 - len(times))
-                    times.extend(missing)
-                    numbers.extend(missing)
-                    times[index], numbers[index] = map(int, place.split("-"))
-        places = (f"{at}-{number}" for at, number in zip(times, numbers, strict=True) if at >= 0)
-        while some := list(islice(places, PAGE)):
-            for place, row, record in self._reader.checked(self._reader.entries_at(some)):
-                if record is not None:
-                    self.failed += not record["ok"]
-                    yield f"{place} {row}", record
-
-
 class _RedisLines(RowLines):
+    """The stream of results. A place is the id of an entry: milliseconds and a number."""
+
     def __init__(self, reader: RedisReader) -> None:
         self._reader = reader
         self._after, self._count = "", 0
@@ -422,25 +357,25 @@ class _RedisLines(RowLines):
     def progress(self) -> tuple[int, int]:
         return self._count, int(self._reader.command("XLEN", self._reader.store.key("results")))
 
-    def block(self) -> list[tuple[str, Record]]:
-        while page := self._reader.results(self._after, PAGE):
+    def block(self) -> list[tuple[int, Record]]:
+        while page := self._reader.page("results", self._after, PAGE):
             self._after = page[-1][0]
             self._count += len(page)
-            if found := [(f"{place} {row}", record) for place, row, record in page if record is not None]:
+            records = self._reader.checked(page)
+            if found := [(place, record) for place, record in records if record is not None]:
                 return found
         return []
 
     def raw(self) -> Iterator[bytes]:
         after, left = "", self._count
-        while left > 0 and (page := self._reader.results(after, min(PAGE, left))):
+        while left > 0 and (page := self._reader.page("results", after, min(PAGE, left))):
             after = page[-1][0]
             left -= len(page)
-            yield from (to_json(record) for _, _, record in page if record is not None)
+            yield from (to_json(record) for _, record in self._reader.checked(page) if record is not None)
 
-    def read(self, places: Sequence[str]) -> list[Record | None]:
-        ids = [place.partition(" ")[0] for place in places]
-        found = {place: record for place, _, record in self._reader.checked(self._reader.entries_at(ids))}
-        return [found.get(place) for place in ids]
+    def read(self, places: Sequence[int]) -> list[Record | None]:
+        found = dict(self._reader.checked(self._reader.entries_at(places)))
+        return [found.get(place) for place in places]
 
     def close(self) -> None:
         """Does nothing: the reader has the connection."""
@@ -459,10 +394,10 @@ class _History:
         self._ended: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
         self._totals = [0.0] * 6  # done, failed, prompt, cached and completion tokens, cost
         self._now: list[Line] = []  # samples of the present
-        self._first: list[tuple[str, Record]] = []
-        self._latest: deque[tuple[str, Record]] = deque(maxlen=SPANS_OF_ROWS)
+        self._first: list[tuple[int, Record]] = []
+        self._latest: deque[tuple[int, Record]] = deque(maxlen=SPANS_OF_ROWS)
         self._rows = 0
-        self._spans: dict[str, list[Line]] = {}
+        self._spans: dict[int, list[Line]] = {}
 
     def read(self, *, running: bool, spans: bool) -> TimelineRecord:
         if self._lines.replaced():
@@ -488,7 +423,7 @@ class _History:
                 found.spans.extend(self._spans[place])
         return found
 
-    def _add(self, place: str, record: Record) -> None:
+    def _add(self, place: int, record: Record) -> None:
         usage, timings = cast(JsonObject, record.get("usage") or {}), cast(JsonObject, record.get("timings") or {})
         at = _time(place)
         values = [
@@ -533,8 +468,14 @@ class _History:
         return _sample(at, self._totals, [agents[name] for name in names], endpoints)
 
 
-def _time(place: str) -> float:
-    return int(place.partition("-")[0]) / 1000
+def _place(entry: str) -> int:
+    """Return the id of an entry of a stream as one number."""
+    at, _, number = entry.partition("-")
+    return (int(at) << SEQUENCE) + int(number)
+
+
+def _time(place: int) -> float:
+    return (place >> SEQUENCE) / 1000
 
 
 def _sample(at: float, totals: Sequence[float], agents: Sequence[int], endpoints: JsonObject) -> Line:
@@ -543,7 +484,7 @@ def _sample(at: float, totals: Sequence[float], agents: Sequence[int], endpoints
     return [SAMPLE, round(at, 3), *counts, cost or None, endpoints, None]
 
 
-def _spans(place: str, record: Record, past: Past | None) -> list[Line]:
+def _spans(place: int, record: Record, past: Past | None) -> list[Line]:
     """Return the turns and tool calls of a finished row. Their times are computed back from its end."""
     if past is None:
         return []

@@ -131,7 +131,8 @@ function facts(record, data) {
 }
 
 function liveFacts(now) {
-  const lines = [["time", seconds(now.seconds)], ["turns", number(now.turns)], ["attempts", number(now.attempts)], ["endpoint", text(now.endpoint || "–")], ["tokens in", number(now.usage.prompt_tokens)], ["tokens out", number(now.usage.completion_tokens)], ["cost", dollars(now.cost)]];
+  const usage = now.usage || {};
+  const lines = [["time", seconds(now.seconds)], ["turns", number(now.turns)], ["attempts", number(now.attempts)], ["endpoint", text(now.endpoint || "–")], ["tokens in", number(usage.prompt_tokens)], ["tokens out", number(usage.completion_tokens)], ["cost", dollars(now.cost)]];
   return panel("Numbers", "live", h("dl", { class: "pairs" }, lines.map(([name, amount]) => [h("dt", null, name), h("dd", null, amount)])));
 }
 
