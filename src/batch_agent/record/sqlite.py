@@ -238,15 +238,6 @@ class SqliteJournal:
             # Already claimed. Most keys are never looked up again, so a row is deleted only here.
             self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
-    def under_way(self) -> list[tuple[bytes, int]]:
-        """Return the agents that have begun and not ended: the hash of the row, and the agent's number."""
-        with _explained(self._path):
-            found = self._db.execute(
-                "SELECT row, agent FROM (SELECT row, agent, kind, max(id) FROM record GROUP BY agent) "
-                f"WHERE kind NOT IN ({DONE}, {ENDED}, {FAILED}) ORDER BY agent"
-            ).fetchall()
-            return [(bytes(row), int(agent)) for row, agent in found]
-
     def close(self) -> None:
         self._db.close()
 
