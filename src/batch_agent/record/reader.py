@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, TypeAlias, cast
+from typing import Any, BinaryIO, Literal, Self, TypeAlias, TypeVar, cast
 
 import orjson
 
@@ -25,7 +25,7 @@ from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
-from batch_agent.files.tables import record_of
+from batch_agent.files.tables import index_of, record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.base import Progress
@@ -39,6 +39,7 @@ from batch_agent.record.sqlite import Glance, glance, open_to_read
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.timeline import TimelineRecord, read_status, read_timeline
 
+T = TypeVar("T")
 ShownState: TypeAlias = Literal[
     "starting", "running", "complete", "failed", "interrupted", "out of budget", "unreachable"
 ]
@@ -147,6 +148,10 @@ class RowLines(ABC):
     def block(self) -> list[tuple[int, Record]]:
         """Return the next records with their places; an empty list when all are read."""
 
+    def counted_block(self) -> list[tuple[int, int, bool]]:
+        """Return the same as places, indexes and whether the rows are ok, without the records where that is faster."""
+        return [(place, cast(int, record["index"]), bool(record["ok"])) for place, record in self.block()]
+
     @abstractmethod
     def raw(self) -> Iterator[bytes]:
         """Yield all lines that were read so far."""
@@ -198,14 +203,13 @@ class FinishedRows:
             self.close()
             self._lines, self._places, self._ok = self._open(), array("q"), bytearray()
             self._lines.replaced()
-        while page := self._lines.block():
-            for place, record in page:
-                index = cast(int, record["index"])
-                if index >= len(self._places):
-                    more = index + 1 - len(self._places)
-                    self._places.extend(repeat(-1, more))
-                    self._ok.extend(bytes(more))
-                self._places[index], self._ok[index] = place, bool(record["ok"])
+        places, oks = self._places, self._ok
+        while page := self._lines.counted_block():
+            for place, index, ok in page:
+                if index >= len(places):
+                    oks.extend(bytes(index + 1 - len(places)))
+                    places.extend(repeat(-1, index + 1 - len(places)))
+                places[index], oks[index] = place, ok
         return self._lines
 
     def close(self) -> None:
@@ -566,13 +570,21 @@ class _DirectoryLines(RowLines):
         return sum(tail.done for tail in self._tails), sum(tail.size() for tail in self._tails)
 
     def block(self) -> list[tuple[int, Record]]:
+        return [(place, record) for place, _, record in self._next(parsed)]
+
+    def counted_block(self) -> list[tuple[int, int, bool]]:
+        found = self._next(index_of)
+        return [(place, index, LINE_FILES[number].startswith(RESULTS)) for place, number, index in found]
+
+    def _next(self, read: Callable[[bytes], T | None]) -> list[tuple[int, int, T]]:
+        """Return the next lines: place, number of the file, and what ``read`` returns for the line."""
         for number, tail in enumerate(self._tails):
             while lines := tail.block():
-                records = [(start * len(LINE_FILES) + number, parsed(line)) for start, line in lines]
-                if found := [(place, record) for place, record in records if record is not None]:
-                    self._unread += len(lines) - len(found)
+                values = [(start * len(LINE_FILES) + number, number, read(line)) for start, line in lines]
+                found = [(place, number, value) for place, _, value in values if value is not None]
+                self._unread += len(lines) - len(found)
+                if found:
                     return found
-                self._unread += len(lines)
         return []
 
     @property
