@@ -149,7 +149,7 @@ class RowLines(ABC):
         """Return the next records with their places; an empty list when all are read."""
 
     def counted_block(self) -> list[tuple[int, int, bool]]:
-        """Return the same as places, indexes and whether the rows are ok, without the records where that is faster."""
+        """Return the same as places, indexes and whether the rows are ok, without the records if that is faster."""
         return [(place, cast(int, record["index"]), bool(record["ok"])) for place, record in self.block()]
 
     @abstractmethod
