@@ -10,7 +10,8 @@ from memory_store import MemoryStore
 from store_contract import Opened, StoreContract
 
 from batch_agent import BatchAgent
-from batch_agent.record.rundir import JOURNAL, RunView
+from batch_agent.record.reader import look
+from batch_agent.record.rundir import JOURNAL
 from batch_agent.run.run import Run
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 
@@ -41,4 +42,4 @@ async def test_a_run_is_recorded_and_resumed_with_a_store_of_its_own(tmp_path: P
     assert await session(lambda request: Say(request.text.upper())) == (["a", "B", "c"], 1)
     assert store.sessions() == 2
     assert not (tmp_path / JOURNAL).exists()
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"

@@ -23,14 +23,14 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay, Progress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.rundir import RunDir, read_run
-from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.sqlite import TABLE, SqliteJournal
 from batch_agent.record.store import NUMBERS, KeptStep, NewRow, Phase, Resuming, RowChange, RowLease
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
 
 OpenJournal = Callable[..., SqliteJournal]
-FACTS, TABLE = "facts", "table"  # names of facts in the journal
+FACTS = "facts"  # the fact that is a copy of run.json
 
 
 class DirectoryStore(MemoryStore):
@@ -232,10 +232,7 @@ class DirectoryStore(MemoryStore):
 
     def spent(self) -> Outlay:
         with self._disk:
-            tokens, cost = self._journal.spent()
-            learnt = self._journal.learnt()
-        table, _ = self.table()
-        return Outlay(tokens + table.spent_of(BUDGET_TOKENS), cost + table.spent_of(BUDGET_COST) / DOLLAR, None, learnt)
+            return Outlay(*self._journal.spent(), None, self._journal.learnt())
 
     def share(self) -> tuple[int, float]:
         """Move what the sessions have spent into the table, from which several workers take their shares. Returns what
@@ -245,7 +242,7 @@ class DirectoryStore(MemoryStore):
             self._shares, self._outlay = True, Outlay(learnt=moved.learnt)
             # This session is alive: its lease is not spent.
             self._journal.commit((), replace(self._progress(), tokens=moved.tokens, cost=moved.cost))
-            tokens, cost = self._journal.spent()
+            tokens, cost = self._journal.spent(shared=False)
             for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, round(cost * DOLLAR))):
                 if amount:
                     self._table.spent[name] = self._table.spent.get(name, 0) + amount

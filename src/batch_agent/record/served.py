@@ -55,7 +55,19 @@ HEAD = struct.Struct("!I")
 # What workers may call. A feeder is in the process of the store.
 CALLS = {
     *("facts", "standing", "join", "take", "claim", "renew", "commit", "hand_back", "leave"),
-    *("beat", "resign", "table", "steer", "begin_call", "end_call", "wait_calls", "put_file", "get_file"),
+    *(
+        "beat",
+        "resign",
+        "table",
+        "steer",
+        "begin_call",
+        "end_call",
+        "wait_calls",
+        "put_file",
+        "get_file",
+        "followed_rows",
+    ),
+    "report_rows",
 }
 MODULES = ("batch_agent.record.store", "batch_agent.record.base", "batch_agent.share.table")
 BUILTINS = {"set", "frozenset"}
@@ -305,6 +317,12 @@ class ServedStore:
 
     def get_file(self, name: str) -> str | None:
         return cast("str | None", self._call("get_file", name))
+
+    def followed_rows(self) -> list[str]:
+        return cast("list[str]", self._call("followed_rows"))
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        self._call("report_rows", dict(rows))
 
 
 class Connections:

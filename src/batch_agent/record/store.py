@@ -290,6 +290,14 @@ class WorkStore(Protocol):
         """Return the text of a file, or None if there is none of that name."""
         ...
 
+    def followed_rows(self) -> list[str]:
+        """Return the rows that viewers follow now: the index, in a pipeline ``STAGE/INDEX``."""
+        ...
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        """Store the conversations of running rows for viewers. They are kept for a few seconds."""
+        ...
+
 
 class RunStore(WorkStore, Protocol):
     """The record of one run, as its feeder uses it. Of these calls, ``open``, ``open_feed``, ``feed``, ``write_facts``,

@@ -50,7 +50,7 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
-from batch_agent.observe.status import sample_line, status_json
+from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.address import is_store_url
 from batch_agent.record.directory import DirectoryStore
@@ -82,7 +82,7 @@ from batch_agent.run.recording import (
 )
 from batch_agent.run.rows import Rows
 from batch_agent.run.serving import Serving
-from batch_agent.run.shared import Shared, open_dispatcher
+from batch_agent.run.shared import Shared, labelled, open_dispatcher
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
@@ -160,7 +160,7 @@ class Run(Generic[T]):
         self._workshop: Workshop | None = None
         self._ledger: Shares | None = None
         self._tasks: asyncio.TaskGroup | None = None  # of the feeder
-        self._serving: Serving | None = None
+        self.serving: Serving | None = None  # set while an outermost run works
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
         self._paused = self._cancelled = self._leaving = False
@@ -287,10 +287,12 @@ class Run(Generic[T]):
 
     def live_row(self, row: str | int) -> JsonObject:
         """Return the conversation of a running row, with the text that is being streamed."""
-        return self._worker_here.conversation(row)
+        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+        return run._worker_here.conversation(row)
 
-    def _endpoints(self) -> Sequence[Endpoint]:
-        return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
+    def _endpoints(self) -> list[LabelledEndpoint]:
+        """Return the endpoints of all backends; for a run inside another, those of its own."""
+        return labelled(self.shared, None if self._outer is None else self._prepared.backend.name)
 
     def _slots(self) -> int | None:
         """Return the total slots of all backends; None: no limit."""
@@ -376,18 +378,9 @@ class Run(Generic[T]):
     def serve(self) -> Path:
         """Make the record available to other processes of this machine, and return the path of the socket. Raises
         SpecError if other processes cannot work on the run."""
-        if self._serving is None:
+        if self.serving is None:
             raise SpecError("the run has not begun yet, or it has ended")
-        return self._serving.path
-
-    def specs(self) -> list[JsonObject]:
-        """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
-        return [] if self._serving is None else self._serving.specs()
-
-    @property
-    def record_url(self) -> str | None:
-        """URL at which workers reach the record; None if it is in this process."""
-        return str(self._prepared.spec.run_dir) if self._is_url else None
+        return self.serving.path
 
     # The supervisor
 
@@ -458,14 +451,16 @@ class Run(Generic[T]):
         shared, store = self.shared, self._opened
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
+        if prepared.model is not None:
+            shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         shapes = prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
-        if self._outer is not None:
-            shared.lender, shared.journal = self._outer.lender, self._outer.journal
+        if (outer := self._outer) is not None:
+            shared.lender, shared.journal = outer.lender, outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            self._serving = Serving(store, prepared, self._first, self._inside, self.begin_sharing)
+            self.serving = Serving(store, prepared, self._first, self._inside, self.begin_sharing)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
             if self._outer is None:
@@ -714,8 +709,8 @@ class Run(Generic[T]):
         if store is None:
             return None
         failed: BaseException | None = None
-        if self._serving is not None:
-            self._serving.close()
+        if self.serving is not None:
+            self.serving.close()
         await self._watch.end()
         if self._journal is not None:
             failed = await self._journal.end()

@@ -65,6 +65,11 @@ class Serving:
         inside = {} if self._inside is None else self._inside.facts(self._prepared).get("specs", {})
         return [spec_json(self._prepared), *cast("dict[str, JsonObject]", inside).values()]
 
+    @property
+    def url(self) -> str | None:
+        """URL at which workers reach the record; None if it is in this process."""
+        return None if self._store.instant else str(self._prepared.spec.run_dir)
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,6 +19,7 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers
+from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import RunStore
 from batch_agent.run.clock import Clock
@@ -49,6 +50,7 @@ class Shared:
     directory: Path | None  # the run directory of the outermost run
     rate_mark: RateMark | None  # in that directory
     observers: Observers
+    models: dict[str, set[str]] = field(default_factory=dict)  # the models that runs use, by name of the backend
     pool: ToolPool | None = None
     store: RunStore | None = None
     journal: Journal | None = None
@@ -111,3 +113,14 @@ def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) 
     for endpoint in dispatcher.scheduler.endpoints:
         endpoint.health.patient = backend.capabilities.patient
     return dispatcher
+
+
+def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:
+    """Return the endpoints of all backends, or of one, with the models that runs use there."""
+    places = shared.dispatchers if backend is None else {backend: shared.dispatcher}
+    models = {name: ", ".join(sorted(shared.models.get(name, ()))) for name in places}
+    return [
+        LabelledEndpoint(endpoint.name or name, models[name], endpoint)
+        for name, each in places.items()
+        for endpoint in each.scheduler.endpoints
+    ]
