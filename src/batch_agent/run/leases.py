@@ -117,6 +117,7 @@ class Leases:
         self._wait = min(0.25, lease / (2 * RENEWALS))  # seconds that a call waits for rows
         self._changed, self._leaving = asyncio.Event(), asyncio.Event()
         self._news = asyncio.Event()  # an instant store has changed
+        self._closed = False
 
     def begin(self) -> None:
         """Start to renew the leases."""
@@ -233,8 +234,11 @@ class Leases:
             self._ready = deque(row for row in self._ready if row.lease.place not in places)
 
     async def close(self) -> None:
-        """Hand back all rows and leave the run. If the store is unreachable, the leases expire."""
+        """Hand back all rows and leave the run. If the store is unreachable, the leases expire. May be called again."""
         self.over = self.over or "asked to leave"
+        if self._closed:
+            return
+        self._closed = True
         if self._renewing is not None:
             self._renewing.cancel()
             await outlast(self._renewing)
