@@ -27,7 +27,7 @@ TEMPLATE_TOKENS = 64  # tokens that a chat template adds to a prompt, until a se
 UNKNOWN_TEMPLATE_TOKENS = 1024
 # Tokens of a picture or file per expected token, for calls beside others, until a server has counted one.
 UNKNOWN_WEIGHT = 64
-LEAST_BYTES_PER_TOKEN = 8  # text has at least one token in so many bytes; used to tell the tokens of files from it
+LEAST_BYTES_PER_TOKEN = 8  # text has at least one token in this many bytes; the rest of a prompt is files
 LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: how much more than its reservation an unknown template may have
 AT_RISK = 0.5  # part of the rest that several calls in flight of a recorded run may use
 AHEAD = 0.25  # part of the amount in flight that is leased in addition, so that a call rarely waits for the disk
