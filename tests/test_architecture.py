@@ -33,6 +33,7 @@ ORDER = [
     "scheduler",
     "outputs",
     "http",
+    "door",
     "backends",
     "runtimes",
     "tools",
