@@ -2,8 +2,8 @@
 
 Each server has one ``Door``. It checks that the ``Host`` header names this machine, so that a web page whose name
 resolves to it gets nothing. It refuses requests that a web page of another origin sends. It asks for the key, if the
-server has one. It limits head, body, nesting and time. If a request is refused, or its handler fails, the answer has the
-format of the server's clients. docs/security.md has the table of all doors.
+server has one. It limits head, body, nesting and time. If a request is refused, or its handler fails, the answer has
+the format of the server's clients. docs/security.md has the table of all doors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Door:
 
     ``refuse`` writes an error in the format of the clients. With a ``key`` every path except those of ``keyless`` needs
     it, as a bearer token or as ``x-api-key``. A request that sends no byte for ``patience`` seconds before it is
-    complete is dropped. ``cancels``: the handler is cancelled when its client closes the connection.
+    complete is dropped. ``cancels``: the handler is cancelled when its client closes the connection. ``unpacks``: a
+    compressed body is read as what it contains; otherwise as it came.
     """
 
     def __init__(
@@ -72,21 +73,22 @@ class Door:
         keyless: Collection[str] = (),
         patience: float = PATIENCE_SECONDS,
         cancels: bool = True,
+        unpacks: bool = False,
     ) -> None:
         self._handler, self._refuse = handler, refuse
         self._host, self.port = host, port
         self._key, self._keyless = key, keyless
-        self._patience, self._cancels = patience, cancels
+        self._patience, self._cancels, self._unpacks = patience, cancels, unpacks
         self._allowed = _allowed_names()
         self._runner: web.ServerRunner | None = None
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        # Compressed bodies pass unchanged. The timeout also applies to a request's headers.
+        # The timeout also applies to a request's headers.
         server = web.Server(
             self._enter,
             handler_cancellation=self._cancels,
-            auto_decompress=False,
+            auto_decompress=self._unpacks,
             access_log=None,
             keepalive_timeout=self._patience,
             max_line_size=MOST_HEAD_BYTES,
@@ -167,9 +169,7 @@ def cannot_listen(host: str, port: int, error: Exception) -> str:
     """Return the message for an address that cannot be used."""
     place = f"{host or 'all addresses'}:{port}"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return (
-            f"cannot listen on {place}: the port is in use by another program; choose another one, or 0 for a free one"
-        )
+        return f"cannot listen on {place}: it is in use by another program; choose another port, or 0 for a free one"
     return f"cannot listen on {place}: {getattr(error, 'strerror', None) or error}"
 
 
@@ -231,8 +231,8 @@ def same_secret(given: str, secret: str) -> bool:
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MOST_BODY_BYTES) -> bytes:
-    """Return the body. Raises RequestRefused above ``most`` bytes, without any for ``patience`` seconds, and if they come so
-    slowly that the body is meant to hold the connection."""
+    """Return the body. Raises RequestRefused above ``most`` bytes, without any for ``patience`` seconds, and if they
+    come so slowly that the body is meant to hold the connection."""
     if not request.can_read_body:
         return b""
     too_large = RequestRefused(413, f"the body is larger than {most // 1024**2} MiB")

@@ -273,7 +273,7 @@ async def test_compressed_bodies_pass_as_they_are() -> None:
     async with size as server, proxy(server.address) as address:
         packed = gzip.compress(document)
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Encoding: gzip\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Encoding: gzip\r\n"
         )
         answer = await raw(address, f"{head}Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == str(len(document))

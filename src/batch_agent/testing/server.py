@@ -87,7 +87,7 @@ class ModelServer(ABC):
                 **{path: {"GET": get} for path, get in shown.items()},
             }
         )
-        door = Door(handler, self._refused, host=self._host, port=self._port)
+        door = Door(handler, self._refused, host=self._host, port=self._port, unpacks=True)
         await door.__aenter__()
         self._door, self._port = door, door.port
         return self
