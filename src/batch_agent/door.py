@@ -59,7 +59,7 @@ class Door:
     ``refuse`` writes an error in the format of the clients. With a ``key`` every path except those of ``keyless`` needs
     it, as a bearer token or as ``x-api-key``. A request that sends no byte for ``patience`` seconds before it is
     complete is dropped. ``cancels``: the handler is cancelled when its client closes the connection. ``unpacks``: a
-    compressed body is read as what it contains; otherwise as it came.
+    compressed body is decompressed; otherwise it stays unchanged.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Door:
             auto_decompress=self._unpacks,
             access_log=None,
             keepalive_timeout=self._patience,
+            lingering_time=self._patience,  # for the rest of a body that nobody reads
             max_line_size=MOST_HEAD_BYTES,
             max_field_size=MOST_HEAD_BYTES,
         )
@@ -187,8 +188,10 @@ def _allowed_names() -> frozenset[str]:
 
 def _name_in(host: str) -> str:
     """Return the name in a Host header, without the port."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name.lower()
+    if host.startswith("["):
+        name, closed, _ = host[1:].partition("]")
+        return name.lower() if closed else ""
+    return host.partition(":")[0].lower()
 
 
 def _is_address(name: str) -> bool:

@@ -58,7 +58,7 @@ class TickServer:
             "/": {"GET": self._health},
         }
         handler, health = routes(table), ("/", "/health")
-        # A tick goes on when its client leaves: it has changed the agents.
+        # A tick continues when its client leaves: it has changed the agents.
         door = Door(handler, _refused, host=host, port=port, key=self._key, keyless=health, cancels=False)
         try:
             await door.__aenter__()

@@ -52,6 +52,7 @@ class ConverseStream(AnswerStream):
         try:
             for frame in self._frames:
                 told = object_of(frame.payload or b"{}", self._faults)
+                self._hold(len(frame.payload or b""))
                 headers = frame.headers
                 if headers.get(":message-type") != "event":
                     kind = headers.get(":exception-type") or headers.get(":error-code")
