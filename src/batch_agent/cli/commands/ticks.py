@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_agent.backends.address import check_known
-from batch_agent.cli.interrupts import serve
+from batch_agent.cli.interrupts import serve, stop_signals
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.numbers import add_address, add_key, key_of
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
@@ -52,7 +52,7 @@ def ticks_command(options: argparse.Namespace) -> int:
 async def _serve(server: TickServer, runtime: AgentRuntime, options: argparse.Namespace, words: str) -> None:
     loop = asyncio.get_running_loop()
     with suppress(NotImplementedError):  # Windows
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *stop_signals()):
             loop.add_signal_handler(number, server.stop)
     count = len(runtime.agents)
     await server.serve(
