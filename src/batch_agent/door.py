@@ -91,7 +91,7 @@ class Door:
             auto_decompress=self._unpacks,
             access_log=None,
             keepalive_timeout=self._patience,
-            lingering_time=self._patience,  # for the rest of a body that nobody reads
+            lingering_time=self._patience,  # for the rest of a body that is not read
             max_line_size=MOST_HEAD_BYTES,
             max_field_size=MOST_HEAD_BYTES,
         )
