@@ -173,6 +173,15 @@ async def test_a_half_sent_head_is_given_up() -> None:
         writer.close()
 
 
+async def test_bytes_that_are_not_http_are_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with door() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01\x02\x00\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert not caplog.records
+
+
 async def test_an_address_that_cannot_be_used_is_named_in_one_way() -> None:
     async with door() as port:
         for options, words in (

@@ -84,12 +84,16 @@ class Door:
         self.url = ""
 
     async def __aenter__(self) -> Self:
+        # aiohttp logs a traceback for bytes that are not HTTP: whoever reaches the port could fill the log.
+        quiet = logging.Logger("batch_agent.door")
+        quiet.addHandler(logging.NullHandler())
         # The timeout also applies to a request's headers.
         server = web.Server(
             self._enter,
             handler_cancellation=self._cancels,
             auto_decompress=self._unpacks,
             access_log=None,
+            logger=quiet,
             keepalive_timeout=self._patience,
             lingering_time=self._patience,  # for the rest of a body that is not read
             max_line_size=MOST_HEAD_BYTES,

@@ -84,10 +84,11 @@ class EventReader(AnswerReader):
                 return
             if name == "error":
                 raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
-            self._hold(len(data))
+            size = len(data) - ENVELOPE_BYTES
+            self._held += size if size > LEAST_HELD_BYTES else LEAST_HELD_BYTES
             self._event(name, object_of(data, self._faults))
+        self._check_held()
 
-    def _hold(self, data_bytes: int) -> None:
-        self._held += max(LEAST_HELD_BYTES, data_bytes - ENVELOPE_BYTES)
+    def _check_held(self) -> None:
         if self._held > MOST_HELD_BYTES:
             raise self._faults.bad(f"the answer does not end: it has more than {MOST_HELD_BYTES:,} bytes")
