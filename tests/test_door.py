@@ -164,6 +164,18 @@ async def test_a_body_is_bounded_in_size_and_in_time() -> None:
     assert status == 408 and "too slowly" in said["why"]
 
 
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
+    async with door(patience=5.0) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"", "Expect: 100-continue", length=7))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b'{"a":1}')
+        assert b'{"got":{"a":1}}' in await reader.read()
+        writer.close()
+        # What is too large is refused without it.
+        assert (await ask(port, post(b"", "Expect: 100-continue", length=2 * 1024 * 1024)))[0] == 413
+
+
 async def test_a_half_sent_head_is_given_up() -> None:
     async with door() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

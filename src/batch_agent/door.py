@@ -247,6 +247,9 @@ async def read_body(request: web.BaseRequest, patience: float, most: int = MOST_
         raise too_large
     if request.content.is_eof():  # it came with the headers, as small bodies do
         return request.content.read_nowait()
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun
     body, clock = bytearray(), asyncio.get_running_loop().time
     began = clock()
     try:
