@@ -84,7 +84,7 @@ class Door:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        # aiohttp logs a traceback for bytes that are not HTTP: whoever reaches the port could fill the log.
+        # aiohttp logs a traceback for bytes that are not HTTP: any client of the port could fill the log.
         quiet = logging.Logger("batch_agent.door")
         quiet.addHandler(logging.NullHandler())
         # The timeout also applies to a request's headers.
