@@ -62,8 +62,9 @@ test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes 
 	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
 	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
 
-soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
+soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
+	$(if $(SEED),,$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
 
 lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ ORDER = [
     "share",
     "outputs",
     "http",
+    "door",
     "backends",
     "runtimes",
     "tools",

@@ -198,3 +198,33 @@ def test_a_compressed_body_that_is_broken_is_broken_off(coding: str) -> None:
 
 def test_an_empty_body_needs_no_compression() -> None:
     assert parse(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 0\r\n\r\n")[1] == b""
+
+
+def packed_head(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+
+def test_a_body_of_many_empty_gzip_members_is_broken_off() -> None:
+    body = gzip.compress(b"") * 20_000
+    with pytest.raises(BrokenOff, match="members"):
+        parse(packed_head(body), body)
+
+
+def test_a_body_with_a_gzip_member_for_each_event_is_read() -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"word"},"finish_reason":null}]}\n\n' * 4
+    body = gzip.compress(event) * 3_000
+    assert parse(packed_head(body), body)[1] == event * 3_000
+
+
+def test_a_body_that_unpacks_to_far_more_than_text_can_is_broken_off() -> None:
+    body = gzip.compress(b"\0" * 40_000_000)
+    with pytest.raises(BrokenOff, match="256 times"):
+        parse(packed_head(body), body)
+    small = gzip.compress(b"\0" * 1_000_000)
+    assert len(parse(packed_head(small), small)[1]) == 1_000_000
+
+
+def test_text_that_repeats_itself_is_read() -> None:
+    text = b'{"role": "assistant", "content": "the same words again and again"}\n' * 60_000
+    body = gzip.compress(text)
+    assert parse(packed_head(body), body)[1] == text

@@ -461,3 +461,14 @@ def test_a_call_that_is_told_whole_is_reported_before_its_deltas_come() -> None:
     stream = AnswerStream(naming(1), reported.append, lambda: 0.0, [])
     stream.feed(dispatched("a", '{"x":1}'))
     assert [call.id for call in reported] == ["a"]
+
+
+@pytest.mark.parametrize("delta", [{"content": "x" * 5_000}, {"reasoning_content": "x" * 5_000}])
+def test_an_answer_that_never_ends_is_given_up_before_it_fills_the_memory(delta: dict[str, str]) -> None:
+    pieces: list[str] = []
+    stream = AnswerStream(naming(1), lambda _: None, lambda: 0.0, pieces)
+    events = b"data: %b\n\n" % orjson.dumps({"choices": [{"index": 0, "delta": delta}]}) * 100
+    with pytest.raises(BadResponse, match="does not end"):
+        for _ in range(400):
+            stream.feed(events)
+    assert sum(map(len, pieces)) <= 80_000_000

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import signal
+import sqlite3
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
@@ -165,7 +166,9 @@ async def test_the_first_interrupt_lets_running_agents_finish(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("signals", "code"), [([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143)], ids=["ctrl-c twice", "term"]
+    ("signals", "code"),
+    [([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGHUP], 129)],
+    ids=["ctrl-c twice", "term", "hangup"],
 )
 async def test_a_stop_closes_what_is_in_flight_and_keeps_what_was_done(
     tmp_path: Path, signals: list[signal.Signals], code: int
@@ -189,6 +192,51 @@ async def test_a_stop_closes_what_is_in_flight_and_keeps_what_was_done(
     first, second = read_results((tmp_path / "out.jsonl").read_text())
     assert first["output"] == "done"
     assert "Interrupted" in str(second["error"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_stop_returns_the_reservations_and_removes_the_control_socket(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    rows(tmp_path, "quick", "slow")
+    limit = ("--max-total-tokens", "100000", "--set", "max_tokens=1000")
+    arguments = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--run-dir", "r", *limit)
+
+    def script(request: Request) -> Say | Hang:
+        return Say("done") if "quick" in request.text else Hang()
+
+    async with serving(tmp_path, script) as server, started(tmp_path, *arguments) as process:
+        await server.wait_until(lambda: server.received == 2 and server.inflight == 1)
+        place = tmp_path / "r" / "control.json"
+        socket = Path(json.loads(place.read_text())["socket"])
+        assert socket.exists()
+        process.send_signal(number)
+        assert await process.wait() == 128 + number
+        assert not place.exists() and not socket.parent.exists()
+    with sqlite3.connect(tmp_path / "r" / "journal.db") as journal:
+        [(tokens, leased)] = journal.execute("SELECT tokens, leased_tokens FROM session")
+    journal.close()
+    # The cancelled call may have been computed, so it counts as reserved; nothing is leased beyond it.
+    assert leased is None and tokens < 3_000
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+@pytest.mark.parametrize("ordered", [(), ("--ordered",)], ids=["as finished", "ordered"])
+async def test_a_run_without_an_answer_leaves_an_older_output_unchanged(
+    tmp_path: Path, name: str, ordered: tuple[str, ...]
+) -> None:
+    rows(tmp_path, "a", "b")
+    output = tmp_path / name
+    output.write_text("older results\n")
+    arguments = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", name, *ordered)
+    async with serving(tmp_path, lambda _: Hang()) as server, started(tmp_path, *arguments) as process:
+        await server.wait_until(lambda: server.inflight == 2)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = await process.communicate()
+    assert process.returncode == 143
+    assert output.read_text() == "older results\n"
+    assert f"{name} is unchanged" in stderr.decode()
+    assert {path.name for path in tmp_path.iterdir()} == {name, "spec.yaml", "rows.jsonl", "runs"}
 
 
 async def test_the_simulated_engine_serves_a_run(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
+import contextlib
 import gzip
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from batch_agent.cli.output.results import FileWriter, StdoutWriter, open_results
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, Interrupted, SpecError
 from batch_agent.files.results import result_line
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentError, AgentResult
 
 RESULT: AgentResult[object] = AgentResult(0, "0", "x", True, "y")
 
@@ -54,6 +56,10 @@ async def test_standard_output_gets_whole_lines_and_a_reader_that_is_gone_is_not
 
 def result(index: int) -> AgentResult[object]:
     return AgentResult(index, str(index), {"n": index}, True, "x" * index)
+
+
+def interrupted(index: int) -> AgentResult[object]:
+    return AgentResult(index, str(index), {"n": index}, False, None, AgentError.of(Interrupted("stopped")))
 
 
 def indices(content: bytes) -> list[int]:
@@ -205,3 +211,30 @@ def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Pat
     with pytest.raises(SpecError, match="it is a directory"):
         (tmp_path / "out.csv").mkdir()
         open_results(tmp_path / "out.csv", ordered=ordered)
+
+
+async def test_the_first_answer_replaces_an_older_output_with_the_interrupted_rows(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("older results\n")
+    with open_results(tmp_path / "out.jsonl") as writer:
+        for index, ok in enumerate((False, True, False)):
+            await writer.write(result(index) if ok else interrupted(index))
+    assert indices((tmp_path / "out.jsonl").read_bytes()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("to_stdout", [False, True])
+async def test_a_full_disk_leaves_whole_lines_only(tmp_path: Path, to_stdout: bool) -> None:
+    path = tmp_path / "out.jsonl"
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("wb"))
+        writer = stack.enter_context(StdoutWriter(file.fileno()) if to_stdout else FileWriter(path))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+        try:
+            with pytest.raises(BatchAgentError, match="cannot write the results"):
+                for index in range(100):
+                    await writer.write(result(index))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    text = path.read_text()
+    assert 500 < len(text) <= 1_000 and text.endswith("\n")
+    assert indices(text.encode()) == list(range(text.count("\n")))

@@ -92,5 +92,5 @@ async def raw(place: str, request: bytes) -> bytes:
 
 def post(path: str, document: object, *headers: str) -> bytes:
     body = json.dumps(document).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: proxy", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body

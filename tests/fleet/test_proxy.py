@@ -230,7 +230,7 @@ async def test_models_are_those_of_all_endpoints_and_requests_go_to_one_that_ser
         _, models = await get(address, "/v1/models")
         told = {await chat(address, str(number), model="y") for number in range(8)}
         for _ in range(4):
-            await raw(address, b"GET /v1/models/y HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\n\r\n")
+            await raw(address, b"GET /v1/models/y HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         _, status = await get(address, "/status")
     assert [place["requests"] for place in status["endpoints"]] == [0, 12]  # type: ignore[attr-defined]
     assert [card["id"] for card in models["data"]] == ["x", "both", "y"]  # type: ignore[attr-defined]
@@ -272,7 +272,9 @@ async def test_compressed_bodies_pass_as_they_are() -> None:
     size = ScriptedServer(lambda request: Say(str(len(request.raw))), models=["m"])
     async with size as server, proxy(server.address) as address:
         packed = gzip.compress(document)
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Encoding: gzip\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Encoding: gzip\r\n"
+        )
         answer = await raw(address, f"{head}Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == str(len(document))
 

@@ -160,9 +160,9 @@ async def test_dots_and_slashes_that_lead_nowhere_pass() -> None:
     "half",
     [
         b"",
-        f"POST {CHAT} HTTP/1.1\r\nHost: proxy\r\nContent-Le".encode(),
-        f"POST {CHAT} HTTP/1.1\r\nHost: proxy\r\nContent-Length: 1000\r\n\r\n".encode() + b'{"model": ',
-        f"POST {CHAT} HTTP/1.1\r\nHost: proxy\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + b'5\r\n{"mod',
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le".encode(),
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n".encode() + b'{"model": ',
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + b'5\r\n{"mod',
     ],
     ids=["nothing", "headers", "body", "chunks"],
 )
@@ -182,7 +182,7 @@ async def test_a_body_that_comes_slowly_is_read_to_its_end() -> None:
         address = await stack.enter_async_context(proxy(server.address, patience=2.0))
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode())
         for place in range(0, len(body), 8):
             writer.write(body[place : place + 8])

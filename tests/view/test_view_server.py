@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import pytest
 from tests.view.world import HOSTILE, recorded, triage
+from yarl import URL
 
 from batch_agent import Pipeline
 from batch_agent.cli.main import main
@@ -122,6 +124,40 @@ async def test_files_outside_the_page_are_not_served(over: Path) -> None:
         for name in ("../server.py", "..%2fserver.py", "%2e%2e/server.py", "nothing.js"):
             async with page.session.get(f"{page.base}/static/{name}", params={"token": page.token}) as answer:
                 assert answer.status == 404
+
+
+@pytest.mark.parametrize(
+    ("what", "asked"),
+    [
+        ("rows", {"offset": 10**30}),
+        ("rows", {"limit": "9" * 5_000}),
+        ("rows", {"offset": 2**63}),
+        ("timeline", {"from": "nan"}),
+        ("timeline", {"to": "1e999"}),
+        ("timeline", {"from": "soon"}),
+        ("row", {"row": "\ud800"}),
+        ("compare", {"a": "over", "b": "nothing"}),
+        ("export", {"format": "exe"}),
+    ],
+)
+async def test_odd_questions_are_answered_or_refused_and_never_fail_the_server(
+    over: Path, what: str, asked: dict[str, Any]
+) -> None:
+    async with page_of(over) as page:
+        given = {"token": page.token, "run": "over", **{name: str(value) for name, value in asked.items()}}
+        url = f"{page.base}/api/{what}?" + urlencode(given, errors="surrogatepass")
+        async with page.session.get(URL(url, encoded=True)) as answer:
+            assert answer.status in (200, 400, 404)
+            assert what == "export" or json.loads(await answer.read())
+
+
+async def test_a_deeply_nested_command_is_refused(over: Path) -> None:
+    async with page_of(over) as page:
+        for body in (b"[" * 10_000, b'{"do":' * 300 + b"1" + b"}" * 300, b"", b"[]"):
+            url = f"{page.base}/api/control?run=over&token={page.token}"
+            async with page.session.post(url, data=body, headers={"Origin": page.base}) as answer:
+                assert answer.status == 400
+                assert (await answer.json())["error"]
 
 
 # What is told

@@ -1,9 +1,11 @@
-"""Ctrl-C: the first drains the run, the second stops it, the third kills the process. SIGTERM stops the run at once."""
+"""Ctrl-C: the first drains the run, the second stops it, the third kills the process. SIGTERM stops the run at once.
+So does SIGHUP, which a process gets when its terminal is closed (not under ``nohup``)."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Protocol, Self
@@ -19,7 +21,8 @@ def serve(serving: Coroutine[object, object, None]) -> int:
         task = asyncio.current_task()
         assert task is not None
         with suppress(NotImplementedError, RuntimeError):  # Windows, or not in the main thread
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            for number in stop_signals():
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         await serving
 
     try:
@@ -27,6 +30,13 @@ def serve(serving: Coroutine[object, object, None]) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         say("stopped")
     return ALL_OK
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that end a command in an orderly way. Under ``nohup`` SIGHUP is ignored, and stays so."""
+    if sys.platform == "win32" or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return [signal.SIGTERM]
+    return [signal.SIGTERM, signal.SIGHUP]
 
 
 class Stoppable(Protocol):
@@ -39,20 +49,23 @@ class Interrupts:
     def __init__(self, run: Stoppable) -> None:
         self._run = run
         self._interrupts = 0
+        self._stops: list[signal.Signals] = []
         self.stopped_by: signal.Signals | None = None
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         with suppress(NotImplementedError, RuntimeError):  # Windows, or not in the main thread
             loop.add_signal_handler(signal.SIGINT, self._interrupt)
-            loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
+            self._stops = stop_signals()
+            for number in self._stops:
+                loop.add_signal_handler(number, self._stop, number)
         return self
 
     def __exit__(self, *exception: object) -> None:
         loop = asyncio.get_running_loop()
         with suppress(NotImplementedError):
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in (signal.SIGINT, *self._stops):
+                loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
         self._interrupts += 1

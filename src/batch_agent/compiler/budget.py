@@ -24,13 +24,6 @@ def estimate_tokens(text: str) -> int:
     return -(-size_bytes(text) // BYTES_PER_TOKEN)
 
 
-def content_bytes(content: Content) -> int:
-    """Return an upper bound of the tokens, as bytes; a picture counts with its usual number of tokens."""
-    if isinstance(content, str):
-        return size_bytes(content)
-    return sum(size_bytes(part) if isinstance(part, str) else part.tokens for part in content)
-
-
 def content_tokens(content: Content) -> int:
     if isinstance(content, str):
         return estimate_tokens(content)

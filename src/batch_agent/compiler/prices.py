@@ -78,6 +78,16 @@ class Prices:
         prompt = fresh * rates.input + usage.cached_tokens * rates.cached + usage.cache_write_tokens * rates.cache_write
         return (prompt + usage.completion_tokens * rates.output) / MILLION
 
+    def most(self, usage: Usage) -> float:
+        """Return the most that a call with these tokens can cost: the whole prompt at its dearest price, which may be
+        that of writing to a cache, in the dearest tier that a prompt of up to this size can be in."""
+        dearest = 0.0
+        for place, tier in enumerate(self.tiers):
+            if place == 0 or usage.prompt_tokens > tier.above:
+                prompt = usage.prompt_tokens * max(tier.input, tier.cached, tier.cache_write)
+                dearest = max(dearest, prompt + usage.completion_tokens * tier.output)
+        return dearest / MILLION
+
 
 def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend: str) -> Prices | None:
     """Return the prices of this model at this backend; None if unknown. Raises SpecError for invalid given prices."""

@@ -1,30 +1,63 @@
-"""Sizes of prompts: in bytes, and in tokens as far as a server has counted a prefix of them.
+"""Sizes of requests as they are sent: bytes of text, pictures and files, and the limits of the answer.
 
 A prompt grows from turn to turn, and starts with the same prefix as all other rows. So most of it was counted before:
 in the previous turn, or in the shortest prompt of any row so far.
+
+A user's ``extra_body`` and the body of a gateway's client are sent too. They may have text, files and limits that no
+option of the run has, so both are read here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from pydantic import JsonValue
 from pydantic_core import to_json
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import content_bytes, size_bytes
+from batch_agent.compiler.budget import size_bytes
 from batch_agent.compiler.plan import tool_text
-from batch_agent.messages import Conversation, Message, Usage
+from batch_agent.messages import IMAGE_TOKENS, Conversation, Message, Usage
 from batch_agent.scheduler.budget import Counted
+from batch_agent.value_type import value_type
 
 MESSAGE_BYTES = 16  # a role, an id and the markers that a chat template adds per message or call
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+CHOICES = ("n", "best_of")
+# Parts of a prompt that are not text, by their type or by their field.
+FILE_PARTS = frozenset(
+    ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+) | {"input_file", "document", "container_upload"}
+# Fields of such a part whose text is a file, or says where one is.
+FILE_FIELDS = frozenset(
+    ("data", "file_data", "file_id", "file_url", "url", "image_url", "audio_url", "video_url", "image", "video")
+)
+STORED = ("previous_response_id", "conversation", "prompt", "container")  # refer to text that the server keeps
+CLIENT_TOOLS = (None, "function", "custom", "namespace")  # all others run at the server, and add to the prompt
+BYTES_PER_FILE_TOKEN = 16  # of a file that is not text: a guess, corrected by the server's counts
+
+
+@value_type
+class RequestSize:
+    """What a request sends. ``attached`` is the usual number of tokens of its pictures and files; ``max_tokens`` limits
+    each of its ``choices``; None: nothing does."""
+
+    prompt_bytes: int = 0
+    attached: int = 0
+    max_tokens: int | None = None
+    choices: int = 1
+
+
+NOT_MEASURED = RequestSize()
 
 
 @dataclass(slots=True, eq=False)
 class _Shape:
     """What is known about requests of one shape."""
 
-    size: int  # bytes, without the messages
+    size: RequestSize  # without the messages
     shared: WeakKeyDictionary[Conversation, Counted]  # the prefix that all rows share
     latest: WeakKeyDictionary[Conversation, Counted]  # the latest prompt of each conversation
 
@@ -33,8 +66,18 @@ class PromptSizes:
     def __init__(self) -> None:
         self._shapes: WeakKeyDictionary[RequestShape, _Shape] = WeakKeyDictionary()
 
-    def prompt_bytes(self, request: ModelRequest) -> int:
-        return self._shape(request.shape).size + sum(map(_message_bytes, request.conversation.messages))
+    def measure(self, request: ModelRequest) -> RequestSize:
+        shape = self._shape(request.shape)
+        if request.client is not None:
+            return client_size(request.client.fields, request.shape.max_tokens)
+        size, text, attached = shape.size, shape.size.prompt_bytes, shape.size.attached
+        # An answer's sealed parts are sent back. Later turns know what the server counted for them.
+        sealed = request.conversation not in shape.latest
+        for message in request.conversation.messages:
+            message_bytes, message_attached = _message_size(message, sealed=sealed)
+            text += message_bytes
+            attached += message_attached
+        return RequestSize(text, attached, size.max_tokens, size.choices)
 
     def known(self, request: ModelRequest) -> Counted | None:
         """Return the longest prefix of the prompt that was counted before."""
@@ -44,38 +87,160 @@ class PromptSizes:
             found = shape.shared.get(conversation.parent)
         return found
 
-    def learn(self, request: ModelRequest, prompt_bytes: int, usage: Usage) -> None:
-        """Learn from an answer. ``prompt_bytes`` is the size of the prompt when it was sent."""
+    def learn(self, request: ModelRequest, size: RequestSize, usage: Usage) -> Counted:
+        """Learn from an answer. ``size`` is that of the request when it was sent. Returns what the server counted for
+        the first time: all of the prompt, or what is new in it since the previous turn."""
+        counted = Counted(size.prompt_bytes, usage.prompt_tokens, size.attached)
         if not usage.prompt_tokens:
-            return
+            return Counted(0, 0)
         shape, conversation = self._shape(request.shape), request.conversation
+        before = shape.latest.get(conversation)
         # Some wires send encrypted reasoning back; it then counts as prompt.
-        shape.latest[conversation] = Counted(prompt_bytes, usage.prompt_tokens + usage.reasoning_tokens)
+        tokens = usage.prompt_tokens + usage.reasoning_tokens
+        shape.latest[conversation] = Counted(size.prompt_bytes, tokens, size.attached)
         if (parent := conversation.parent) is not None:
             least = shape.shared.get(parent)
             if least is None:
-                shape.shared[parent] = Counted(
-                    shape.size + sum(map(_message_bytes, parent.messages)), usage.prompt_tokens
-                )
+                text, attached = _messages_size(parent.messages)
+                text, attached = text + shape.size.prompt_bytes, attached + shape.size.attached
+                shape.shared[parent] = Counted(text, usage.prompt_tokens, attached)
             elif usage.prompt_tokens < least.tokens:
-                shape.shared[parent] = Counted(least.prompt_bytes, usage.prompt_tokens)
+                shape.shared[parent] = Counted(least.prompt_bytes, usage.prompt_tokens, least.attached)
+        if before is None:
+            return counted
+        return Counted(
+            max(0, counted.prompt_bytes - before.prompt_bytes),
+            max(0, counted.tokens - before.tokens),
+            max(0, counted.attached - before.attached),
+        )
 
     def _shape(self, shape: RequestShape) -> _Shape:
         known = self._shapes.get(shape)
         if known is None:
-            known = _Shape(_shape_bytes(shape), WeakKeyDictionary(), WeakKeyDictionary())
+            known = _Shape(_shape_size(shape), WeakKeyDictionary(), WeakKeyDictionary())
             self._shapes[shape] = known
         return known
 
 
-def _message_bytes(message: Message) -> int:
-    size = MESSAGE_BYTES + content_bytes(message.content)
+def _messages_size(messages: Iterable[Message]) -> tuple[int, int]:
+    sizes = [_message_size(message, sealed=False) for message in messages]
+    return sum(size for size, _ in sizes), sum(attached for _, attached in sizes)
+
+
+def _message_size(message: Message, *, sealed: bool) -> tuple[int, int]:
+    """Return the bytes of the text, and the usual tokens of the pictures and files."""
+    size, attached, content = MESSAGE_BYTES, 0, message.content
+    if isinstance(content, str):
+        size += size_bytes(content)
+    else:
+        for part in content:
+            if isinstance(part, str):
+                size += size_bytes(part)
+            else:
+                attached += part.tokens
     for call in message.tool_calls:
         size += MESSAGE_BYTES + size_bytes(call.name) + size_bytes(call.arguments)
-    return size
+    if sealed and message.sealed is not None:
+        size += len(to_json(message.sealed.value))
+    return size, attached
 
 
-def _shape_bytes(shape: RequestShape) -> int:
-    """Return the bytes of the tools and of the schema. Providers write an enforced schema into the prompt too."""
-    schema = 0 if shape.schema is None else len(to_json(shape.schema))
-    return schema + sum(size_bytes(tool_text(tool)) for tool in shape.tools)
+def _shape_size(shape: RequestShape) -> RequestSize:
+    """Return the size of the tools, the schema and the user's own fields. Providers write an enforced schema into the
+    prompt too."""
+    size = 0 if shape.schema is None else len(to_json(shape.schema))
+    size += sum(size_bytes(tool_text(tool)) for tool in shape.tools)
+    if not shape.extra_body:
+        return RequestSize(size, max_tokens=shape.max_tokens)
+    extra = client_size(shape.extra_body, shape.max_tokens)
+    return RequestSize(size + extra.prompt_bytes, extra.attached, extra.max_tokens, extra.choices)
+
+
+# The fields of a body
+
+
+def client_size(fields: Mapping[str, JsonValue], max_tokens: int | None) -> RequestSize:
+    """Return the size of a body, or of the fields that a user adds to one. ``max_tokens`` is the limit of the run."""
+    files, payload_bytes = _files(fields)
+    tools = fields.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and tool.get("type") not in CLIENT_TOOLS:
+            files += IMAGE_TOKENS
+    files += IMAGE_TOKENS * sum(fields.get(name) is not None for name in STORED)
+    size = max(0, len(to_json(fields)) - payload_bytes)
+    inner = fields.get("additionalModelRequestFields")
+    given = {**fields, **inner} if isinstance(inner, dict) else fields
+    choices = max([1, *(number for name in CHOICES if (number := _whole(given.get(name))))])
+    return RequestSize(size, files, _limit(given, max_tokens), choices)
+
+
+def _limit(fields: Mapping[str, JsonValue], max_tokens: int | None) -> int | None:
+    """Return the largest limit of an answer among these fields and the run's own; None if one of them lifts it."""
+    limits = [] if max_tokens is None else [max_tokens]
+    for name in LIMITS:
+        if name in fields:
+            number = _whole(fields[name])
+            if number is None:
+                return None
+            limits.append(number)
+    return max(limits, default=None)
+
+
+def _whole(value: JsonValue) -> int | None:
+    """Return a number as servers read it: some accept "512" and 512.0 too."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value) if len(value) < 20 else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 2**53:
+        return None
+    return int(value)
+
+
+def _files(fields: Mapping[str, JsonValue]) -> tuple[int, int]:
+    """Return the usual tokens of all pictures and files, and the bytes of their data, which are not text."""
+    tokens = payload_bytes = 0
+    rest: list[object] = list(fields.values())
+    while rest:
+        value = rest.pop()
+        if isinstance(value, list):
+            rest += value
+        elif isinstance(value, Mapping):
+            if _is_file(value):
+                weight, data = _weight(value)
+                tokens, payload_bytes = tokens + weight, payload_bytes + data
+            else:
+                rest += value.values()
+    return tokens, payload_bytes
+
+
+def _is_file(part: Mapping[str, object]) -> bool:
+    kind = part.get("type")
+    if not isinstance(kind, str):  # vLLM accepts parts without a type
+        return not FILE_PARTS.isdisjoint(part)
+    if kind not in FILE_PARTS:
+        return False
+    source = part.get("source")
+    return not (isinstance(source, Mapping) and source.get("type") in ("text", "content"))
+
+
+def _weight(part: Mapping[str, object]) -> tuple[int, int]:
+    """Return the usual tokens of a file, and the bytes of its data."""
+    tokens = payload_bytes = 0
+    rest: list[tuple[str, object]] = list(part.items())
+    media = ""
+    while rest:
+        name, value = rest.pop()
+        if isinstance(value, Mapping):
+            media = str(value.get("media_type") or media)
+            rest += value.items()
+        elif isinstance(value, list):
+            rest += [(name, item) for item in value]
+        elif isinstance(value, str) and name in FILE_FIELDS:
+            head, has_data, data = value.partition(";base64,")
+            payload_bytes += size_bytes(value)
+            kind = head.removeprefix("data:") if has_data else media
+            decoded = len(data or value) * 3 // 4
+            if kind.startswith("text/") or kind == "application/json":
+                tokens += decoded
+            elif not kind.startswith("image/"):
+                tokens += decoded // BYTES_PER_FILE_TOKEN
+    return max(IMAGE_TOKENS, tokens), payload_bytes

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.prices import Prices
-from batch_agent.dispatch.prompt_sizes import PromptSizes
+from batch_agent.dispatch.prompt_sizes import NOT_MEASURED, PromptSizes, RequestSize
 from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
 from batch_agent.record.base import Account
@@ -44,7 +44,7 @@ class Call:
     spending: Spending
     prices: Prices | None
     request: ModelRequest
-    prompt_bytes: int = 0
+    size: RequestSize = NOT_MEASURED
     amount: Amount = NOTHING  # reserved for the call
     bought: bool = False  # paid in an earlier session, whose ledger contains it
     share: float = 0.0  # share of the run's seconds, when the call began
@@ -163,7 +163,7 @@ class Spending(Account):
             return None
         known = bool(self._estimator.learnt[0])
         template = Usage(prompt_tokens=0 if known else LEASED_TEMPLATE_TOKENS)
-        more = _amount(template, None if self._prices is None else self._prices.cost(template))
+        more = _amount(template, None if self._prices is None else self._prices.most(template))
         lease = self._next_lease = ledger.next_lease(self._awaited(), more)
         # Until the commit is done, the disk may hold either lease.
         ledger.lease = Amount(min(lease.tokens, ledger.lease.tokens), min(lease.cost, ledger.lease.cost))
@@ -236,13 +236,13 @@ class Spending(Account):
         if self._counting or self.time_is_up or self._per_second:
             return None
         prices = self._prices_of.get(request.shape, self._prices)
-        return Call(self, prices, request, self._sizes.prompt_bytes(request) if self._measuring else 0)
+        return Call(self, prices, request, self._sizes.measure(request) if self._measuring else NOT_MEASURED)
 
     async def reserve(self, request: ModelRequest, *, bought: bool = False) -> Call:
         """Wait until the request fits the budget. Raises Interrupted if it never will. ``bought``: an earlier session
         paid for the answer, and its ledger contains it."""
         prices = self._prices_of.get(request.shape, self._prices)
-        call = Call(self, prices, request, self._sizes.prompt_bytes(request), bought=bought)
+        call = Call(self, prices, request, self._sizes.measure(request), bought=bought)
         if self._counting and not bought:
             await self._wait(call)
         elif self.time_is_up:
@@ -256,13 +256,19 @@ class Spending(Account):
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
         if not cached:
-            self._estimator.learn(call.prompt_bytes, usage)  # also without an observer: a budget may be set later
-            if call.prompt_bytes:
-                self._sizes.learn(call.request, call.prompt_bytes, usage)
+            self._learn(call, usage)  # also without an observer: a budget may be set later
             if self._counting and not spent.tokens:  # a server that reports no usage must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
         return seconds * self._per_second if self._per_second else cost
+
+    def _learn(self, call: Call, usage: Usage) -> None:
+        size = call.size
+        self._estimator.learn(size.prompt_bytes, usage, attached=size.attached, choices=size.choices)
+        if size.prompt_bytes:
+            new = self._sizes.learn(call.request, size, usage)
+            if new.attached:
+                self._estimator.learn_attached(new.prompt_bytes, new.tokens, new.attached)
 
     def fail(self, call: Call, error: BackendError | None = None) -> float | None:
         """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for
@@ -336,12 +342,15 @@ class Spending(Account):
     def expect(self, request: ModelRequest) -> Usage:
         """Return the most that the call is expected to use, for rate limits."""
         self._measuring = True
-        return self._estimator.most(self._sizes.prompt_bytes(request), request.shape.max_tokens)
+        size = self._sizes.measure(request)
+        return self._estimator.most(size.prompt_bytes, size.max_tokens, attached=size.attached, choices=size.choices)
 
     def _bound(self, call: Call, *, alone: bool) -> Amount:
-        known = self._sizes.known(call.request)
-        most = self._estimator.bound(call.prompt_bytes, known, call.request.shape.max_tokens, alone=alone)
-        return _amount(most, call.prices.cost(most) if call.prices is not None else None)
+        size, known = call.size, self._sizes.known(call.request)
+        most = self._estimator.bound(
+            size.prompt_bytes, known, size.max_tokens, alone=alone, attached=size.attached, choices=size.choices
+        )
+        return _amount(most, call.prices.most(most) if call.prices is not None else None)
 
     def refusal(self) -> Interrupted:
         """Return the error of an agent whose next call comes after the run's time limit."""

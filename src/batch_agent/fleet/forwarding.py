@@ -54,6 +54,13 @@ class Forward(Question):
         self.begun = False  # the client has received a part of the answer
         self.complete = False
 
+    def replace_key(self, key: str) -> None:
+        """Send ``key`` to the endpoint instead of the client's; "": none."""
+        for name in ("Authorization", "x-api-key"):
+            self._headers.popall(name, None)
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
     @property
     def can_move(self) -> bool:
         """Return whether another endpoint may be tried."""

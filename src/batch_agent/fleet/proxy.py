@@ -1,7 +1,8 @@
 """A proxy: one address for many servers. It forwards each request to the endpoint that the dispatcher grants.
 
 A request may move to another endpoint until its client has received the first byte of an answer. When a client leaves,
-its request on the server is cancelled. Keys and all other end-to-end headers pass through.
+its request on the server is cancelled. All end-to-end headers pass through. So do clients' keys, unless the proxy has a
+key of its own: then endpoints get the key of the environment.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from batch_agent.backends.schemes import KEY_VARIABLE
 from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.request_numbers import RequestNumbers
+from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response, read_body
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.affinity import Homes, read_ask
 from batch_agent.fleet.following import Hostfile
@@ -25,15 +28,6 @@ from batch_agent.fleet.forwarding import ClientGone, Forward
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.probe import Prober
 from batch_agent.fleet.upstreams import Upstreams
-from batch_agent.gateway.http_server import (
-    PATIENCE_SECONDS,
-    BodyRefused,
-    HttpServer,
-    answer_unread,
-    is_loopback,
-    json_response,
-    read_body,
-)
 from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, page
@@ -59,19 +53,22 @@ async def serve_proxy(
     max_inflight: int = MAX_INFLIGHT,
     patience: float = PATIENCE_SECONDS,
     environ: Mapping[str, str] = os.environ,
+    key: str = "",
 ) -> None:
     """Serve until cancelled. ``ready`` gets the URL once requests can arrive. A port in use raises SpecError. A request
-    that sends no byte for ``patience`` seconds before it is complete is dropped."""
+    that sends no byte for ``patience`` seconds before it is complete is dropped. If there is a ``key``, clients must
+    send it."""
     if not is_loopback(host):
         logger.warning(
-            "the proxy listens on %s: everyone who can reach the port can use the endpoints. It requires no key, and "
-            "the keys that clients send cross the network unencrypted",
+            "the proxy listens on %s: everyone who can reach the port%s can use the endpoints, and keys cross the "
+            "network unencrypted",
             host or "all addresses",
+            " and has its key" if key else "",
         )
     async with Transport() as transport, Prober(environ=environ) as prober:
         upstreams = Upstreams(hosts, max_inflight, prober)
-        proxy = Proxy(upstreams, transport, patience)
-        server = HttpServer(proxy.handle, host=host, port=port, patience=patience)
+        proxy = Proxy(upstreams, transport, patience, key, (environ.get(KEY_VARIABLE) or "").strip())
+        server = Door(proxy.handle, _refused, host=host, port=port, key=key, keyless={"/health"}, patience=patience)
         try:
             await upstreams.look()
             async with server:
@@ -85,8 +82,13 @@ async def serve_proxy(
 
 
 class Proxy:
-    def __init__(self, upstreams: Upstreams, transport: Transport, patience: float) -> None:
+    """``key`` is the one that the door asks for; endpoints get ``endpoint_key`` in its place."""
+
+    def __init__(
+        self, upstreams: Upstreams, transport: Transport, patience: float, key: str = "", endpoint_key: str = ""
+    ) -> None:
         self._upstreams, self._transport, self._patience = upstreams, transport, patience
+        self._key, self._endpoint_key = key, endpoint_key
         self._dispatcher = upstreams.dispatcher
         self._homes = Homes(self._dispatcher.scheduler.router)
         self._numbers = RequestNumbers()
@@ -105,7 +107,7 @@ class Proxy:
                 return json_response({"object": "list", "data": [*models]})
         if path.startswith("/v1/"):
             return await self._forward(request)
-        return _refusal(404, f"{path} does not exist: the routes are /v1/…, /health, /status and /metrics")
+        raise RequestRefused(404, f"{path} does not exist: the routes are /v1/…, /health, /status and /metrics")
 
     def _health(self) -> web.Response:
         up = self._upstreams.up
@@ -131,24 +133,23 @@ class Proxy:
 
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         if _leads_out(request.rel_url.raw_path):
-            return _refusal(400, "the path leaves /v1")
-        try:
-            body = await read_body(request, self._patience)
-        except BodyRefused as error:
-            return await answer_unread(request, _refusal(error.status, str(error)))
+            raise RequestRefused(400, "the path leaves /v1")
+        body = await read_body(request, self._patience)
         key, model = read_ask(request.headers, body)
         model = model or request.path.partition("/v1/models/")[2]
         progress = Progress(LAST, model=model)
         progress.home = self._homes.find(key, model)
         ticket = self._dispatcher.slots.claim(progress, LAST)
         forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)
+        if self._key:  # it is the proxy's own: endpoints must not see it
+            forward.replace_key(self._endpoint_key)
         policy = Policy(MOST_RETRIES, wait_out=False, wanted=lambda error: forward.can_move)
         try:
             await self._dispatcher.ask(forward, policy, ticket=ticket, observer=self._numbers)
         except BackendError as error:
             return self._failed(request, forward, error)
         except SpecError as error:
-            return _refusal(400, str(error))
+            raise RequestRefused(400, str(error)) from None
         except ClientGone:
             pass
         return forward.answer or web.Response()
@@ -162,8 +163,8 @@ class Proxy:
                 request.transport.abort()  # so that the client does not take it for a complete answer
             return web.Response()  # never sent
         if not self._upstreams.up:
-            return _refusal(503, self._upstreams.outage, {"Retry-After": "1"})
-        return _refusal(502, f"no endpoint answered: {error}")
+            raise RequestRefused(503, self._upstreams.outage, headers={"Retry-After": "1"})
+        raise RequestRefused(502, f"no endpoint answered: {error}")
 
 
 def _leads_out(path: str) -> bool:
@@ -176,7 +177,7 @@ def _leads_out(path: str) -> bool:
     return True
 
 
-def _refusal(status: int, words: str, headers: Mapping[str, str] | None = None) -> web.Response:
+def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
     """Return an error in the format of OpenAI's API."""
-    error: JsonObject = {"message": words, "type": "proxy_error", "param": None, "code": status}
-    return json_response({"error": error}, status, headers)
+    error: JsonObject = {"message": str(refused), "type": "proxy_error", "param": None, "code": refused.status}
+    return json_response({"error": error}, refused.status)

@@ -22,22 +22,14 @@ from aiohttp import web
 from batch_agent.backends.http.wire import json_of
 from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.plan import tool_text
+from batch_agent.door import Door, RequestRefused, given_key, json_response, read_body, read_object
 from batch_agent.errors import BackendError, BatchAgentError, Interrupted, RateLimited, Rejected, SpecError, Timeout
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
-from batch_agent.gateway.http_server import (
-    BodyRefused,
-    HttpServer,
-    answer_unread,
-    json_response,
-    names_loopback,
-    read_body,
-)
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.gateway.waiting import Waiting
 from batch_agent.messages import JsonObject, Message, Reply
-from batch_agent.outputs.surrogates import read_json
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 PATIENCE_SECONDS = 30.0
@@ -82,23 +74,23 @@ class Gateway:
 
     def __init__(self, *, patience: float = PATIENCE_SECONDS) -> None:
         self._patience = patience
-        self._server = HttpServer(self._handle, patience=patience)
+        self._door = Door(self._handle, _refused, patience=patience)
         self._guests: dict[str, Guest] = {}
         self._reader = RequestReader()
 
     async def __aenter__(self) -> Self:
-        await self._server.__aenter__()
+        await self._door.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         for key in list(self._guests):
             self.dismiss(key)
-        await self._server.__aexit__(*exception)
+        await self._door.__aexit__(*exception)
 
     @property
     def url(self) -> str:
         """Return the address up to and without ``/v1``."""
-        return self._server.url
+        return self._door.url
 
     def admit(self, row: RowAccess) -> str:
         key = f"row-{secrets.token_urlsafe(24)}"
@@ -123,36 +115,29 @@ class Gateway:
     # One request
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.path
-        while path.startswith("/v1/"):  # some clients append it to an address that already has it
-            path = path[3:]
-        dialect = DIALECTS.get(path.rstrip("/"), CHAT)
-        if not names_loopback(request):
-            return _refusal(dialect, 403, "the Host header does not name this machine")
-        guest = self._guests.get(_key(request))
+        path = _path(request)
+        guest = self._guests.get(given_key(request))
         if guest is None:
-            return _refusal(dialect, 401, "this key is unknown, or its row has ended")
+            raise RequestRefused(401, "this key is unknown, or its row has ended")
         if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
             return await self._models(guest.row, path.removeprefix("/models").strip("/"))
-        if path.rstrip("/") not in DIALECTS:
-            return _refusal(dialect, 404, f"{request.path} does not exist")
+        dialect = DIALECTS.get(path)
+        if dialect is None:
+            raise RequestRefused(404, f"{request.path} does not exist")
         if request.method != "POST":
-            return _refusal(dialect, 405, f"{request.path} accepts only POST")
+            raise RequestRefused(405, f"{request.path} accepts only POST")
+        if "Content-Encoding" in request.headers:
+            raise RequestRefused(415, "compressed bodies are not accepted")
+        body = read_object(await read_body(request, self._patience, MAX_BODY_BYTES))
         try:
-            if "Content-Encoding" in request.headers:
-                raise BodyRefused(415, "compressed bodies are not accepted")
-            body = await read_body(request, self._patience, MAX_BODY_BYTES)
-        except BodyRefused as error:
-            return await answer_unread(request, _refusal(dialect, error.status, str(error)))
-        try:
-            asked = self._reader.read(dialect, _document(body), guest.row.model)
-            if path.rstrip("/").endswith("/count_tokens"):
+            asked = self._reader.read(dialect, body, guest.row.model)
+            if path.endswith("/count_tokens"):
                 return json_response({"input_tokens": _estimated_tokens(asked)})
             if asked.lost and dialect.wire not in guest.row.wires:
                 lost = "; ".join(dict.fromkeys(asked.lost))
                 raise BadRequest(f"the run's backend has another wire format, which cannot represent: {lost}")
         except BadRequest as error:
-            return _refusal(dialect, 400, str(error), error.param)
+            raise RequestRefused(400, str(error), param=error.param) from None
         if betas := request.headers.get("anthropic-beta"):
             asked.headers = {"anthropic-beta": betas}
         task = asyncio.current_task()
@@ -177,7 +162,7 @@ class Gateway:
         if reply is None:
             assert failure is not None
             if waiting.response is None:
-                return _refusal(dialect, *failure)
+                raise RequestRefused(*failure)
             return await _fail_late(waiting.response, request, asked, failure)
         if reply.tool_calls:
             guest.answers[reply.tool_calls[0].id] = reply.message()
@@ -198,7 +183,9 @@ class Gateway:
         cards = [_card(model) for model in dict.fromkeys([row.model, *served]) if model]
         if name:
             found = [card for card in cards if card["id"] == name]
-            return json_response(found[0]) if found else _refusal(CHAT, 404, f"the model {name!r} is not served here")
+            if not found:
+                raise RequestRefused(404, f"the model {name!r} is not served here")
+            return json_response(found[0])
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
         return json_response({"object": "list", "data": [*cards], "has_more": False, **ends})
 
@@ -214,9 +201,11 @@ async def _fail_late(
     return response
 
 
-def _key(request: web.BaseRequest) -> str:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return (token.strip() if scheme.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
+def _path(request: web.BaseRequest) -> str:
+    path = request.path
+    while path.startswith("/v1/"):  # some clients append it to an address that already has it
+        path = path[3:]
+    return path.rstrip("/")
 
 
 def _estimated_tokens(asked: ClientRequest) -> int:
@@ -224,16 +213,6 @@ def _estimated_tokens(asked: ClientRequest) -> int:
     tools = sum(estimate_tokens(tool_text(tool)) for tool in asked.shape.tools)
     calls = sum(estimate_tokens(call.name + call.arguments) for said in asked.messages for call in said.tool_calls)
     return tools + calls + sum(content_tokens(said.content) for said in asked.messages)
-
-
-def _document(body: bytes) -> JsonObject:
-    try:
-        document = read_json(body)
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise BadRequest("the body must be a JSON object")
-    return document
 
 
 def _as_answered(message: Message, answers: Mapping[str, Message]) -> Message:
@@ -264,8 +243,9 @@ def _status(error: BatchAgentError) -> int:
     return 403
 
 
-def _refusal(dialect: ClientDialect, status: int, words: str, param: str | None = None) -> web.Response:
-    return json_response(dialect.error(status, words, param), status, FINAL)
+def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+    dialect = DIALECTS.get(_path(request), CHAT)
+    return json_response(dialect.error(refused.status, str(refused), refused.param), refused.status, FINAL)
 
 
 def _card(name: str) -> JsonObject:

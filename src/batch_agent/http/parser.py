@@ -128,7 +128,9 @@ class ResponseParser:
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if status < 200 and status != SWITCHING_PROTOCOLS:
+        if status == SWITCHING_PROTOCOLS:  # also without the headers that belong to it
+            raise NotHttp("the server switched to another protocol")
+        if status < 200:
             self._interim, self.reason = True, ""
             self._fields.clear()
             return

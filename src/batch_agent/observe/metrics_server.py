@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,8 @@ from batch_agent.observe.exposition import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from batch_agent.door import RequestRefused
 
 LOOPBACK = "127.0.0.1"
 MOST_PORT = 65535
@@ -27,35 +29,30 @@ def read_place(value: int | str) -> tuple[str, int]:
 @asynccontextmanager
 async def serve_metrics(place: int | str, page: Callable[[], str]) -> AsyncIterator[str]:
     """Serve the page while entered; yields the URL. Raises SpecError if the port is in use."""
-    from aiohttp import web  # imported only by a run with metrics
+    from batch_agent.door import Door, routes  # it imports aiohttp, which only a run with metrics needs
 
-    host, port = read_place(place)
-    app = web.Application()
-    app.router.add_get("/metrics", metrics_handler(page))
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise SpecError(f"metrics_port: cannot listen on {host}:{port}: {why}; 0 takes a free port") from None
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{runner.addresses[0][1]}/metrics"
-    finally:
-        await runner.cleanup()
-
-
-def metrics_handler(page: Callable[[], str]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return an aiohttp handler that answers with the page."""
-
-    async def metrics(request: web.Request) -> web.Response:
+    async def metrics(request: web.BaseRequest) -> web.Response:
         return metrics_response(page())
 
-    return metrics
+    host, port = read_place(place)
+    door = Door(routes({"/metrics": {"GET": metrics}}), _refused, host=host, port=port)
+    try:
+        await door.__aenter__()
+    except SpecError as error:
+        raise SpecError(f"metrics_port: {error}") from None
+    try:
+        yield f"{door.url}/metrics"
+    finally:
+        await door.__aexit__()
 
 
 def metrics_response(text: str) -> web.Response:
     from aiohttp import web
 
     return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(status=refused.status, text=f"{refused}\n")

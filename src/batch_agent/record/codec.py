@@ -201,5 +201,8 @@ def _dump(value: object) -> bytes:
 def _load(body: object) -> object:
     if not isinstance(body, bytes):
         raise ValueError(f"a record is {type(body).__name__} where bytes are expected")
-    value: object = json.loads(body) if body.startswith(SLOWLY) else orjson.loads(body)
+    try:
+        value: object = json.loads(body) if body.startswith(SLOWLY) else orjson.loads(body)
+    except RecursionError:
+        raise ValueError("a record is nested too deeply") from None
     return value

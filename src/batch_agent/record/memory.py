@@ -51,7 +51,7 @@ FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer 
 MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can still find
 
 
-class QueuedRow:
+class WaitingRow:
     """A row that has not ended. ``until`` is the end of its lease, by the store's clock. ``steps`` is what earlier
     agents of the row recorded, in this opening or before it."""
 
@@ -100,10 +100,10 @@ class MemoryStore:
         self._order = self._token = self._workers = self._position = 0
         self._own_workers: set[int] = set()  # in this process: their leases do not end
         self._is_alone = False  # no worker of another process has joined, so nothing waits in another thread
-        self._queued: dict[int, QueuedRow] = {}  # by order
+        self._queued: dict[int, WaitingRow] = {}  # by order
         self._fresh: deque[int] = deque()  # orders of rows that were never leased; those of dropped rows are skipped
         self._returned: list[int] = []  # orders of rows whose lease has ended
-        self._held: dict[str, QueuedRow] = {}  # by place
+        self._held: dict[str, WaitingRow] = {}  # by place
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
@@ -211,7 +211,7 @@ class MemoryStore:
             self._check_feeder(sitting)
             for place, new in enumerate(rows):
                 self._order += 1
-                queued = QueuedRow(new, self._order, sitting, [] if past is None else past[place])
+                queued = WaitingRow(new, self._order, sitting, [] if past is None else past[place])
                 self._queued[self._order] = queued
                 self._fresh.append(self._order)
             if not self._is_alone:
@@ -258,7 +258,7 @@ class MemoryStore:
         if sitting != self._sitting:
             raise FeederReplaced("another feeder feeds this run now")
 
-    def _drop(self, rows: Sequence[QueuedRow]) -> None:
+    def _drop(self, rows: Sequence[WaitingRow]) -> None:
         for queued in rows:
             del self._queued[queued.order]
             if queued.lease is not None:
@@ -312,7 +312,7 @@ class MemoryStore:
                 rows.append(self._lease(queued, worker))
         return rows
 
-    def _lease(self, queued: QueuedRow, worker: int) -> LeasedRow:
+    def _lease(self, queued: WaitingRow, worker: int) -> LeasedRow:
         self._token += 1
         new = queued.new
         lease = RowLease(new.key.hex(), f"{self._opening}-{queued.order}", self._token, new.index)
@@ -328,7 +328,7 @@ class MemoryStore:
     def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
         return [()] * len(wanted)
 
-    def _release(self, queued: QueuedRow) -> None:
+    def _release(self, queued: WaitingRow) -> None:
         """End the lease of a row. The row comes before rows that were never leased."""
         if queued.lease is not None:
             del self._held[queued.lease.place]
@@ -342,7 +342,7 @@ class MemoryStore:
         for queued in [row for row in self._held.values() if row.until <= now]:
             self._release(queued)
 
-    def _holder(self, worker: int, lease: RowLease) -> QueuedRow | None:
+    def _holder(self, worker: int, lease: RowLease) -> WaitingRow | None:
         """Return the row if the worker holds this lease, else None."""
         queued = self._held.get(lease.place)
         if queued is None or queued.lease is None or queued.worker != worker or queued.lease.token != lease.token:
@@ -389,7 +389,7 @@ class MemoryStore:
                 self._commits[worker] = number, lost
             return lost
 
-    def _apply(self, worker: int, holders: Sequence[tuple[RowChange, QueuedRow | None]]) -> set[str]:
+    def _apply(self, worker: int, holders: Sequence[tuple[RowChange, WaitingRow | None]]) -> set[str]:
         """Apply a commit that is written to the queue. Returns the places of rows that the worker does not hold."""
         own, ended, lost = worker in self._own_workers, False, set()
         for change, queued in holders:

@@ -25,6 +25,9 @@ FIRST_ANSWER_TOKENS = 512  # expected tokens of an answer before the first one, 
 TEMPLATE_TOKENS = 64  # tokens that a chat template adds to a prompt, until a server has counted more
 # The same for calls beside others, if the server has counted no prompt with this prefix: errors would add up.
 UNKNOWN_TEMPLATE_TOKENS = 1024
+# Tokens of a picture or file per expected token, for calls beside others, until a server has counted one.
+UNKNOWN_WEIGHT = 64
+LEAST_BYTES_PER_TOKEN = 8  # text has at least one token in this many bytes; the rest of a prompt is files
 LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: how much more than its reservation an unknown template may have
 AT_RISK = 0.5  # part of the rest that several calls in flight of a recorded run may use
 AHEAD = 0.25  # part of the amount in flight that is leased in addition, so that a call rarely waits for the disk
@@ -46,7 +49,8 @@ class Amount:
 
 NOTHING = Amount()
 Learnt: TypeAlias = tuple[int, ...]
-"""Statistics of an estimator: number of answers, tokens of the longest answer, tokens of the shortest prompt."""
+"""Statistics of an estimator: number of answers, tokens of the longest answer, tokens of the shortest prompt; number of
+prompts with pictures or files, and 1,000 times the most tokens per expected token among these."""
 
 
 class Ledger:
@@ -123,10 +127,12 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A prefix of a prompt: its bytes, and an upper bound of its tokens from a server's count."""
+    """A prefix of a prompt: its bytes, an upper bound of its tokens from a server's count, and the expected tokens of
+    the pictures and files in it."""
 
     prompt_bytes: int
     tokens: int
+    attached: int = 0
 
 
 class Estimator:
@@ -137,7 +143,12 @@ class Estimator:
     that is likely (``most``): among n prompts in random order, the last has the most tokens per byte with probability
     1/n, and may then have one token per byte.
 
-    An answer has at most ``max_tokens``. Without that option it is expected to be as long as the longest so far.
+    Nothing bounds the tokens of pictures and files: each model counts them in its own way, and the server may fetch
+    them. ``attached`` is the usual number for them. They are expected to take as many times that number as the worst so
+    far, plus a margin for calls beside others. So until a server has counted one, a limit lets few of them out at once.
+
+    An answer has at most ``max_tokens``. Without that option it is expected to be as long as the longest so far. A call
+    with several ``choices`` has several answers.
     """
 
     def __init__(self) -> None:
@@ -147,45 +158,72 @@ class Estimator:
         self._counted = 0  # number of prompts that the server has counted
         self._densest = 0.0  # tokens per byte, at most 1
         self._template_tokens = TEMPLATE_TOKENS
+        self._weighed = 0  # number of prompts with pictures or files that the server has counted
+        self._heaviest = 1.0  # most tokens of pictures and files per expected token
 
     @property
     def learnt(self) -> Learnt:
-        return self._answers, self._longest, self._least
+        return self._answers, self._longest, self._least, self._weighed, math.ceil(1000 * self._heaviest)
 
     def start(self, learnt: Learnt) -> None:
         """Start with the statistics of an earlier session."""
-        if len(learnt) == 3:
-            self._answers, self._longest, self._least = learnt
+        if len(learnt) >= 3:
+            self._answers, self._longest, self._least = learnt[:3]
+        if len(learnt) == 5:
+            self._weighed, self._heaviest = learnt[3], max(1.0, learnt[4] / 1000)
 
-    def bound(self, prompt_bytes: int, known: Counted | None, max_tokens: int | None, *, alone: bool) -> Usage:
+    def bound(
+        self,
+        prompt_bytes: int,
+        known: Counted | None,
+        max_tokens: int | None,
+        *,
+        alone: bool,
+        attached: int = 0,
+        choices: int = 1,
+    ) -> Usage:
         """Return the most that a call can use. ``known`` is a prefix of the prompt that was counted before. ``alone``:
         no other call is in flight. No part of the prompt is expected to be cached."""
         if known is None and self._least:
-            prompt = prompt_bytes + max(TEMPLATE_TOKENS, self._least)
+            # The shortest prompt may have had a picture, which is counted below.
+            template = min(self._least, UNKNOWN_TEMPLATE_TOKENS) if attached else self._least
+            prompt = prompt_bytes + max(TEMPLATE_TOKENS, template)
         elif known is None:
             prompt = prompt_bytes + (TEMPLATE_TOKENS if alone else UNKNOWN_TEMPLATE_TOKENS)
         else:
             prompt = min(prompt_bytes + UNKNOWN_TEMPLATE_TOKENS, known.tokens + prompt_bytes - known.prompt_bytes)
+            if attached:  # the counted prefix may contain pictures, which have no bytes
+                prompt = known.tokens + prompt_bytes - known.prompt_bytes
+                attached = max(0, attached - known.attached)
+        if attached:
+            margin = 0.0 if alone else (UNKNOWN_WEIGHT - 1) / max(1, self._weighed)
+            prompt += math.ceil(attached * (self._heaviest + margin))
         # Among n answers, the last is the longest with probability 1/n.
         longest = self._longest + FIRST_ANSWER_TOKENS // max(1, self._answers)
-        return Usage(prompt_tokens=prompt, completion_tokens=max_tokens or longest)
+        return Usage(prompt_tokens=prompt, completion_tokens=(max_tokens or longest) * choices)
 
-    def most(self, prompt_bytes: int, max_tokens: int | None) -> Usage:
+    def most(self, prompt_bytes: int, max_tokens: int | None, *, attached: int = 0, choices: int = 1) -> Usage:
         density = self._densest + (1 - self._densest) / max(1, self._counted)
-        prompt = math.ceil(prompt_bytes * density) + self._template_tokens
+        prompt = math.ceil(prompt_bytes * density + attached * self._heaviest) + self._template_tokens
         longest = self._longest if self._answers else FIRST_ANSWER_TOKENS
-        return Usage(prompt_tokens=prompt, completion_tokens=max_tokens or longest)
+        return Usage(prompt_tokens=prompt, completion_tokens=(max_tokens or longest) * choices)
 
-    def learn(self, prompt_bytes: int, usage: Usage) -> None:
+    def learn(self, prompt_bytes: int, usage: Usage, *, attached: int = 0, choices: int = 1) -> None:
         if usage.prompt_tokens or usage.completion_tokens:
             self._answers += 1
-            self._longest = max(self._longest, usage.completion_tokens)
+            self._longest = max(self._longest, math.ceil(usage.completion_tokens / choices))
         if usage.prompt_tokens:
             self._least = min(self._least or usage.prompt_tokens, usage.prompt_tokens)
-        if prompt_bytes and usage.prompt_tokens:
+        if prompt_bytes and usage.prompt_tokens and not attached:
             self._counted += 1
             self._densest = max(self._densest, min(1.0, usage.prompt_tokens / prompt_bytes))
             self._template_tokens = max(self._template_tokens, usage.prompt_tokens - prompt_bytes)
+
+    def learn_attached(self, new_bytes: int, new_tokens: int, attached: int) -> None:
+        """Learn from the part of a prompt that was counted for the first time, with pictures or files in it."""
+        self._weighed += 1
+        tokens = max(0, new_tokens - new_bytes // LEAST_BYTES_PER_TOKEN)
+        self._heaviest = max(self._heaviest, tokens / attached)
 
 
 class TimeShare:

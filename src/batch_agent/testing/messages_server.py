@@ -16,7 +16,7 @@ from aiohttp import web
 
 from batch_agent.backends.http.wire import objects_of
 from batch_agent.backends.simulated.tokens import count_tokens, encode
-from batch_agent.gateway.http_server import json_response
+from batch_agent.door import json_response
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.testing.messages_rules import wrong_with
 from batch_agent.testing.messages_wire import MessagesRequest, MessagesWire, blocks_of, error_object, signature

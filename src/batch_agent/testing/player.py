@@ -28,13 +28,13 @@ class Live:
     open: Callable[[], AbstractContextManager[AsyncIterator[Piece]]]
 
 
-async def play(reply: ScriptedReply | Live, http: web.Request, wire: Wire) -> web.StreamResponse:
+async def play(reply: ScriptedReply | Live, http: web.BaseRequest, wire: Wire) -> web.StreamResponse:
     if isinstance(reply, Live):
         return await _play_live(reply, http, wire)
     return await _send(track_of(await wait_due(reply), wire), http)
 
 
-async def _send(track: Track, http: web.Request) -> web.StreamResponse:
+async def _send(track: Track, http: web.BaseRequest) -> web.StreamResponse:
     if track.dropped and not track.parts:
         raise Dropped
     headers = {"Content-Type": track.kind, **track.headers}
@@ -52,7 +52,7 @@ async def _send(track: Track, http: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _play_live(reply: Live, http: web.Request, wire: Wire) -> web.StreamResponse:
+async def _play_live(reply: Live, http: web.BaseRequest, wire: Wire) -> web.StreamResponse:
     try:
         with reply.open() as pieces:
             if not wire.request.streamed:

@@ -15,8 +15,8 @@ from typing import ClassVar, Self
 import orjson
 from aiohttp import web
 
+from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, json_response, read_body, routes
 from batch_agent.gateway.client_request import BadRequest
-from batch_agent.gateway.http_server import json_response, listen
 from batch_agent.messages import JsonObject
 from batch_agent.testing.metrics import VllmMetrics
 from batch_agent.testing.player import Dropped, Live, play
@@ -24,8 +24,6 @@ from batch_agent.testing.replies import ScriptedReply
 from batch_agent.testing.request import Refusal, Request, refusal
 from batch_agent.testing.script import Script, scripted_reply
 from batch_agent.testing.wire import Wire, error_object
-
-MAX_BODY_BYTES = 256 * 1024 * 1024
 
 
 class ModelServer(ABC):
@@ -44,13 +42,13 @@ class ModelServer(ABC):
         fingerprint: str,
     ) -> None:
         self._host, self._port = host, port
+        self._door: Door | None = None
         self._models = list(models) if models is not None else None
         self._api_key = api_key
         self._fingerprint = fingerprint
-        self._runner: web.AppRunner | None = None
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self.received = 0
-        self._open: dict[int, web.Request] = {}  # being answered, by number
+        self._open: dict[int, web.BaseRequest] = {}  # being answered, by number
         self.peak_inflight = 0
         self.disconnects = 0  # clients that left before their answer was complete
 
@@ -82,29 +80,25 @@ class ModelServer(ABC):
         return f"vllm://{self.address}"
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.add_routes([web.post(path, self._complete) for path in self.paths])
-        app.add_routes(
-            [
-                web.get("/v1/models", self._list_models),
-                web.get("/metrics", self._show_metrics),
-                web.get("/health", self._health),
-            ]
+        shown = {"/v1/models": self._list_models, "/metrics": self._show_metrics, "/health": self._health}
+        handler = routes(
+            {
+                **{path: {"POST": self._complete} for path in self.paths},
+                **{path: {"GET": get} for path, get in shown.items()},
+            }
         )
-        # A handler is cancelled when its client leaves; the timeout is for clients that are still sending a request.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        await listen(runner, self._host, self._port)
-        self._runner, self._port = runner, runner.addresses[0][1]
+        door = Door(handler, self._refused, host=self._host, port=self._port, unpacks=True)
+        await door.__aenter__()
+        self._door, self._port = door, door.port
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
+        door, self._door = self._door, None
+        if door is not None:
             for http in list(self._open.values()):
                 if http.transport is not None:
                     http.transport.abort()
-            await runner.cleanup()
+            await door.__aexit__()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Return once ``condition`` holds; it is checked whenever a request arrives, ends or is abandoned."""
@@ -135,11 +129,11 @@ class ModelServer(ABC):
             if not future.done() and condition():
                 future.set_result(None)
 
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
+    async def _complete(self, http: web.BaseRequest) -> web.StreamResponse:
         refused = self._unauthorised(http)
         if refused is not None:
             return refused
-        raw = await http.read()
+        raw = await read_body(http, PATIENCE_SECONDS)
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
@@ -156,7 +150,7 @@ class ModelServer(ABC):
                 http.transport.abort()
             return web.Response()  # never sent
         except (asyncio.CancelledError, ConnectionError):
-            if self._runner is not None:
+            if self._door is not None:
                 self.disconnects += 1
             raise
         finally:
@@ -168,7 +162,7 @@ class ModelServer(ABC):
         self.peak_inflight = max(self.peak_inflight, self.inflight)
         self._changed()
 
-    async def _answer(self, request: Request, http: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: Request, http: web.BaseRequest) -> web.StreamResponse:
         wrong = self.wrong_with(request)
         if wrong is not None:
             return self.refuse(wrong.status, wrong.message, wrong.param)
@@ -187,18 +181,21 @@ class ModelServer(ABC):
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
         return json_response(error_object(status, message, param), status)
 
+    def _refused(self, request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+        return self.refuse(refused.status, str(refused), refused.param)
+
     def given_key(self, headers: Mapping[str, str]) -> str:
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         return key if scheme == "Bearer" else ""
 
-    def _unauthorised(self, http: web.Request) -> web.Response | None:
+    def _unauthorised(self, http: web.BaseRequest) -> web.Response | None:
         if self._api_key is None:
             return None
         if hmac.compare_digest(self.given_key(http.headers).encode(), self._api_key.encode()):
             return None
         return self.refuse(401, "Unauthorized")
 
-    async def _list_models(self, http: web.Request) -> web.Response:
+    async def _list_models(self, http: web.BaseRequest) -> web.Response:
         refused = self._unauthorised(http)
         if refused is not None:
             return refused
@@ -208,10 +205,10 @@ class ModelServer(ABC):
     def model_list(self, cards: list[JsonObject]) -> JsonObject:
         return {"object": "list", "data": [*cards]}
 
-    async def _show_metrics(self, http: web.Request) -> web.Response:
+    async def _show_metrics(self, http: web.BaseRequest) -> web.Response:
         return web.Response(text=self.metrics(), content_type="text/plain")
 
-    async def _health(self, http: web.Request) -> web.Response:
+    async def _health(self, http: web.BaseRequest) -> web.Response:
         return web.Response()
 
 

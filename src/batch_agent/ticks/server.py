@@ -1,6 +1,6 @@
 """A runtime over HTTP: ``POST /tick`` for many agents, ``POST /observe`` for one, ``GET /health``, ``GET /metrics``.
 
-Nothing blocks: ticks of several clients overlap, and /health answers meanwhile. An invalid body gets a 400 with
+Nothing blocks: ticks of several clients overlap, and /health answers meanwhile. An invalid request gets
 ``{"error": why}``.
 """
 
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from pydantic import JsonValue
 from pydantic_core import to_json
 
 from batch_agent.dispatch.request_numbers import RequestNumbers
+from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, check_nesting, read_body, routes
 from batch_agent.errors import SpecError
 from batch_agent.foreign import encodable
-from batch_agent.gateway.http_server import listen
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
-from batch_agent.observe.metrics_server import metrics_handler
+from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.plain import plain
 from batch_agent.ticks.runtime import AgentRuntime
@@ -33,10 +33,10 @@ AGENTS_KEYS = ("agents", "perceptions")
 
 
 class TickServer:
-    """``stop`` ends ``serve``. Running ticks are answered with what is there."""
+    """``stop`` ends ``serve``. Running ticks are answered with what is there. With a ``key`` clients must send it."""
 
-    def __init__(self, runtime: AgentRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: AgentRuntime, key: str = "") -> None:
+        self._runtime, self._key = runtime, key
         self._ticks = 0
         self._newest: dict[str, int] = {}  # tick by agent, for observations without a tick
         self._stopping = asyncio.Event()
@@ -50,48 +50,51 @@ class TickServer:
         self._stopping.set()
 
     async def serve(self, host: str, port: int, ready: Callable[[str], None]) -> None:
-        runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
+        table = {
+            "/tick": {"POST": self._tick},
+            "/observe": {"POST": self._observe},
+            "/health": {"GET": self._health},
+            "/metrics": {"GET": self._show_metrics},
+            "/": {"GET": self._health},
+        }
+        handler, health = routes(table), ("/", "/health")
+        # A tick continues when its client leaves: it has changed the agents.
+        door = Door(handler, _refused, host=host, port=port, key=self._key, keyless=health, cancels=False)
         try:
-            ready(await listen(runner, host, port))
+            await door.__aenter__()
+            ready(door.url)
             await self._stopping.wait()
         finally:
             await self._runtime.stop()
-            await runner.cleanup()
+            await door.__aexit__()
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_explaining])
-        app.router.add_post("/tick", self._tick)
-        app.router.add_post("/observe", self._observe)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", metrics_handler(self._metrics))
-        app.router.add_get("/", self._health)
-        return app
-
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: web.BaseRequest) -> web.Response:
         return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
 
-    def _metrics(self) -> str:
+    async def _show_metrics(self, request: web.BaseRequest) -> web.Response:
         agents = Gauge("batch_agent_agents", "Agents of the runtime.")
         agents.set(len(self._runtime.agents))
-        return page([agents, self._decisions, self._tick_time, *self._requests.families(self._runtime.dispatchers)])
+        requests = self._requests.families(self._runtime.dispatchers)
+        return metrics_response(page([agents, self._decisions, self._tick_time, *requests]))
 
-    async def _tick(self, request: web.Request) -> web.Response:
+    async def _tick(self, request: web.BaseRequest) -> web.Response:
         body = await _body(request)
-        tick = _tick_of(body)
-        actions = await self._decide(tick, _observations(body))
+        with _explained():
+            tick, observations = _tick_of(body), _observations(body)
+            actions = await self._decide(tick, observations)
         return _json({"tick": tick, "actions": [_entry(name, action) for name, action in actions.items()]})
 
-    async def _observe(self, request: web.Request) -> web.Response:
+    async def _observe(self, request: web.BaseRequest) -> web.Response:
         body = await _body(request)
-        agent_id = _agent_id(body, "the observation")
-        tick = _tick_of(body) if "tick" in body else self._newest.get(agent_id, 0) + 1
-        entry = _entry(agent_id, (await self._decide(tick, {agent_id: _observation(body)}))[agent_id])
+        with _explained():
+            agent_id = _agent_id(body, "the observation")
+            tick = _tick_of(body) if "tick" in body else self._newest.get(agent_id, 0) + 1
+            entry = _entry(agent_id, (await self._decide(tick, {agent_id: _observation(body)}))[agent_id])
         return _json({**entry, **cast(JsonObject, entry["action"]), "tick": tick})
 
     async def _decide(self, tick: int, observations: Mapping[str, JsonValue]) -> dict[str, Action]:
         if self._stopping.is_set():
-            raise web.HTTPServiceUnavailable(text="the server is stopping")
+            raise RequestRefused(503, "the server is stopping")
         known = self._runtime.agents
         self._newest.update({agent_id: tick for agent_id in observations if agent_id in known})
         clock = asyncio.get_running_loop().time
@@ -104,23 +107,27 @@ class TickServer:
         return actions
 
 
-@web.middleware
-async def _explaining(request: web.Request, handler: Handler) -> web.StreamResponse:
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        return await handler(request)
+        yield
     except SpecError as error:
-        return _json({"error": encodable(str(error))}, status=400)
-    except web.HTTPException as error:
-        return _json({"error": error.text or error.reason}, status=error.status)
+        raise RequestRefused(400, str(error)) from None
 
 
-async def _body(request: web.Request) -> JsonObject:
+def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+    return _json({"error": encodable(str(refused))}, refused.status)
+
+
+async def _body(request: web.BaseRequest) -> JsonObject:
+    data = await read_body(request, PATIENCE_SECONDS, MAX_BODY_BYTES)
     try:
-        body = json.loads(await request.read())  # also reads lone surrogates and NaN
+        body = json.loads(data)  # also reads lone surrogates and NaN
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"the body is not JSON: {error}") from None
+        raise RequestRefused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise SpecError("the body must be a JSON object")
+        raise RequestRefused(400, "the body must be a JSON object")
+    check_nesting(body, data)
     return body
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import cast
 from urllib.parse import quote
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.files.results import from_json, to_json
+from batch_agent.door import PATIENCE_SECONDS, Door, Handler, RequestRefused, read_body, read_object, routes
+from batch_agent.errors import BatchAgentError
+from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.control import NotAlive
 from batch_agent.view.bundle import STATIC, bundle
@@ -21,106 +23,108 @@ from batch_agent.view.compare import compare, differing_rows
 from batch_agent.view.download import write_flat, write_rows
 from batch_agent.view.query import Query
 from batch_agent.view.runs import ShownRun, ShownRuns
-from batch_agent.view.security import Guard, add_headers
+from batch_agent.view.security import HEADERS, Guard, add_headers
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500  # per page
 MOST_SPANS = 30_000
+MOST_BODY_BYTES = 1024 * 1024
+LARGEST_NUMBER = 2**53  # of an offset: SQLite takes 64 bits
 SOON = 0.03  # seconds that a page waits for the index
 
 
 class ViewServer:
     def __init__(self, runs: ShownRuns, host: str = "127.0.0.1", port: int = 0) -> None:
         self._runs, self._host, self._port = runs, host, port
-        self._guard = Guard(host)
+        self._guard = Guard(self._routes())
         self._streams: set[asyncio.Task[object]] = set()
 
     async def serve(self, ready: Callable[[str], Awaitable[None]]) -> None:
         """Call ``ready`` with the address of the page, and serve until it returns."""
-        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
-        await runner.setup()
+        door = self._guard.door = Door(self._handle, _refused, host=self._host, port=self._port)
         try:
-            site = web.TCPSite(runner, self._host, self._port)
-            try:
-                await site.start()
-            except OSError as error:
-                raise SpecError(f"cannot listen on {self._host}:{self._port}: {error.strerror}") from None
-            self._guard.port = runner.addresses[0][1]
-            await ready(self._address())
+            await door.__aenter__()
+            await ready(self._address(door.port))
         finally:
             for task in self._streams:
                 task.cancel()
-            await runner.cleanup()
+            await door.__aexit__()
             await self._runs.close()
 
-    def _address(self) -> str:
+    def _address(self, port: int) -> str:
         host = "127.0.0.1" if self._host in ("0.0.0.0", "") else self._host
         host = f"[{host}]" if ":" in host else host
         named = [quote(key, safe="") for key in self._runs.first]
         place = f"#/run/{named[0]}" if len(named) == 1 else f"#/compare/{named[0]}/{named[1]}" if named else ""
-        return f"http://{host}:{self._guard.port}/?token={self._guard.token}{place}"
+        return f"http://{host}:{port}/?token={self._guard.token}{place}"
 
-    def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard.check, _explaining])
-        app.on_response_prepare.append(add_headers)
-        get = app.router.add_get
-        get("/", self._page)
-        get("/static/{name}", self._static)
-        get("/api/runs", self._list)
-        get("/api/run", self._overview)
-        get("/api/rows", self._rows)
-        get("/api/row", self._row)
-        get("/api/timeline", self._timeline)
-        get("/api/compare", self._compare)
-        get("/api/export", self._export)
-        get("/api/events", self._events)
-        get("/api/follow", self._follow)
-        app.router.add_post("/api/control", self._control)
-        return app
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            response = await self._guard.handle(request)
+        except (BatchAgentError, ValueError, OverflowError) as error:  # of our own code, about what was asked for
+            alive = not isinstance(error, NotAlive)
+            response = _json({"error": str(error), "alive": alive}, 400 if alive else 409)
+        return response if response.prepared else add_headers(response)
+
+    def _routes(self) -> Handler:
+        shown = {
+            "/": self._page,
+            "/static/*": self._static,
+            "/api/runs": self._list,
+            "/api/run": self._overview,
+            "/api/rows": self._rows,
+            "/api/row": self._row,
+            "/api/timeline": self._timeline,
+            "/api/compare": self._compare,
+            "/api/export": self._export,
+            "/api/events": self._events,
+            "/api/follow": self._follow,
+        }
+        return routes({**{path: {"GET": get} for path, get in shown.items()}, "/api/control": {"POST": self._control}})
 
     # Files
 
-    async def _page(self, request: web.Request) -> web.Response:
+    async def _page(self, request: web.BaseRequest) -> web.Response:
         return _file("index.html")
 
-    async def _static(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
+    async def _static(self, request: web.BaseRequest) -> web.Response:
+        name = request.path.removeprefix("/static/")
         return web.Response(text=bundle(), content_type=TYPES[".js"]) if name == "app.js" else _file(name)
 
     # The record
 
-    async def _list(self, request: web.Request) -> web.Response:
+    async def _list(self, request: web.BaseRequest) -> web.Response:
         found = await asyncio.get_running_loop().run_in_executor(None, self._runs.in_short)
         return _json({"runs": [*found], "named": [*self._runs.first]})
 
-    async def _overview(self, request: web.Request) -> web.Response:
+    async def _overview(self, request: web.BaseRequest) -> web.Response:
         run = self._run(request)
         await run.indexed(SOON)
         return _json(await run.do(run.record.overview))
 
-    async def _rows(self, request: web.Request) -> web.Response:
+    async def _rows(self, request: web.BaseRequest) -> web.Response:
         run, query = self._run(request), _query(request.query)
         await run.indexed(SOON)
         sort, descending = _sorting(request.query)
         offset, limit = _number(request, "offset", 0), min(MOST_ROWS, _number(request, "limit", 50))
         return _json(await run.do(lambda: run.record.rows(query, sort, descending, offset, limit)))
 
-    async def _row(self, request: web.Request) -> web.Response:
+    async def _row(self, request: web.BaseRequest) -> web.Response:
         run, row = self._run(request), request.query.get("row", "")
         await run.indexed(SOON)
         return _json(await run.do(lambda: run.record.row(row)))
 
-    async def _timeline(self, request: web.Request) -> web.Response:
+    async def _timeline(self, request: web.BaseRequest) -> web.Response:
         run = self._run(request)
-        since, until = (float(request.query[name]) if name in request.query else None for name in ("from", "to"))
+        since, until = _seconds(request, "from"), _seconds(request, "to")
         return _json(await run.do(lambda: run.record.timeline(since, until, MOST_SPANS)))
 
-    async def _compare(self, request: web.Request) -> web.Response:
+    async def _compare(self, request: web.BaseRequest) -> web.Response:
         one, other = self._runs.of(request.query.get("a", "")), self._runs.of(request.query.get("b", ""))
         offset, limit = _number(request, "offset", 0), min(MOST_ROWS, _number(request, "limit", 50))
         return _json(await compare(one, other, offset, limit))
 
-    async def _export(self, request: web.Request) -> web.StreamResponse:
+    async def _export(self, request: web.BaseRequest) -> web.StreamResponse:
         """Send the rows of the current filter, all pages, as a file."""
         asked, kind = request.query, request.query.get("format", "csv")
         with tempfile.TemporaryFile() as file:
@@ -137,7 +141,7 @@ class ViewServer:
 
                 await run.do(write)
             named = f"attachment; filename*=UTF-8''{quote(name, safe='')}"
-            headers = {"Content-Type": "application/octet-stream", "Content-Disposition": named}
+            headers = {**HEADERS, "Content-Type": "application/octet-stream", "Content-Disposition": named}
             response = web.StreamResponse(headers=headers)
             await response.prepare(request)
             file.seek(0)
@@ -147,15 +151,15 @@ class ViewServer:
 
     # Live updates
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
+    async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._stream(request, self._run(request).news())
 
-    async def _follow(self, request: web.Request) -> web.StreamResponse:
+    async def _follow(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._stream(request, self._run(request).conversations(request.query.get("row", "")))
 
-    async def _stream(self, request: web.Request, news: AsyncGenerator[JsonObject, None]) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, news: AsyncGenerator[JsonObject, None]) -> web.StreamResponse:
         """Send each update as a server-sent event, and ``end`` after the last one."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
@@ -172,16 +176,11 @@ class ViewServer:
                 await news.aclose()
         return response
 
-    async def _control(self, request: web.Request) -> web.Response:
-        try:
-            asked = from_json(await request.read())
-        except ValueError:
-            asked = None
-        if not isinstance(asked, dict):
-            raise SpecError("the body must be a JSON object")
+    async def _control(self, request: web.BaseRequest) -> web.Response:
+        asked = read_object(await read_body(request, PATIENCE_SECONDS, MOST_BODY_BYTES))
         return _json(await self._run(request).steer(asked))
 
-    def _run(self, request: web.Request) -> ShownRun:
+    def _run(self, request: web.BaseRequest) -> ShownRun:
         return self._runs.of(request.query.get("run", ""))
 
 
@@ -193,15 +192,27 @@ def _sorting(asked: Mapping[str, str]) -> tuple[str, bool]:
     return asked.get("sort", "index"), asked.get("dir") == "desc"
 
 
-def _number(request: web.Request, name: str, otherwise: int) -> int:
+def _number(request: web.BaseRequest, name: str, otherwise: int) -> int:
     text = request.query.get(name, "")
-    return int(text) if text.isdecimal() else otherwise
+    if not text.isdecimal():
+        return otherwise
+    return min(int(text), LARGEST_NUMBER) if len(text) < 20 else LARGEST_NUMBER
+
+
+def _seconds(request: web.BaseRequest, name: str) -> float | None:
+    text = request.query.get(name)
+    if text is None:
+        return None
+    seconds = float(text)
+    if not math.isfinite(seconds):
+        raise RequestRefused(400, f"{name} must be a number of seconds, not {text}")
+    return seconds
 
 
 def _file(name: str) -> web.Response:
     path = STATIC / name
     if path.parent != STATIC or path.suffix not in TYPES or not path.is_file():
-        raise web.HTTPNotFound
+        raise RequestRefused(404, "there is no such file")
     return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
 
 
@@ -209,11 +220,9 @@ def _json(value: JsonObject, status: int = 200) -> web.Response:
     return web.Response(body=to_json(value), status=status, content_type="application/json")
 
 
-@web.middleware
-async def _explaining(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer our own errors as JSON with the reason."""
-    try:
-        return await handler(request)
-    except (BatchAgentError, ValueError) as error:
-        status = 409 if isinstance(error, NotAlive) else 400
-        return _json({"error": str(error), "alive": not isinstance(error, NotAlive)}, status)
+def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+    """Return an error as the page reads it: JSON, or text for a person in front of a browser."""
+    if request.path.startswith("/api/"):
+        return cast(web.Response, add_headers(_json({"error": str(refused), "alive": True}, refused.status)))
+    answer = web.Response(status=refused.status, text=f"{refused.status}: {refused}\n")
+    return cast(web.Response, add_headers(answer))

@@ -52,6 +52,8 @@ class ConverseStream(AnswerStream):
         try:
             for frame in self._frames:
                 told = object_of(frame.payload or b"{}", self._faults)
+                self._held += len(frame.payload or b"")
+                self._check_held()
                 headers = frame.headers
                 if headers.get(":message-type") != "event":
                     kind = headers.get(":exception-type") or headers.get(":error-code")

@@ -46,13 +46,21 @@ class AnswerReader(ABC):
         return self._broken("the stream stopped before the answer was complete")
 
 
+# An answer of a million tokens has a million events. What an event leaves in memory is at most its data without the
+# names of fields and the like, and at least a small object.
+MOST_HELD_BYTES = 64 * 1024 * 1024
+ENVELOPE_BYTES, LEAST_HELD_BYTES = 256, 48
+
+
 class EventReader(AnswerReader):
-    """Reads an answer in server-sent events. ``_done``: the rest of the stream does not matter."""
+    """Reads an answer in server-sent events. ``_done``: the rest of the stream does not matter. ``_held`` is an upper
+    bound of the memory that the answer takes: a server that never ends its answer must not fill the memory."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         super().__init__(naming, on_tool_call, clock, said)
         self._sse = SSEParser()
         self._done = False
+        self._held = 0
 
     @abstractmethod
     def _event(self, name: str, event: JsonObject) -> None: ...
@@ -76,4 +84,11 @@ class EventReader(AnswerReader):
                 return
             if name == "error":
                 raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
+            size = len(data) - ENVELOPE_BYTES
+            self._held += size if size > LEAST_HELD_BYTES else LEAST_HELD_BYTES
             self._event(name, object_of(data, self._faults))
+        self._check_held()
+
+    def _check_held(self) -> None:
+        if self._held > MOST_HELD_BYTES:
+            raise self._faults.bad(f"the answer does not end: it has more than {MOST_HELD_BYTES:,} bytes")

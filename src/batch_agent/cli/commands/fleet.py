@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from batch_agent.cli.exit_status import ALL_OK, UNREACHABLE
 from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import flush_words, put, say
-from batch_agent.cli.spec.numbers import add_address, amount, fraction, positive
+from batch_agent.cli.spec.numbers import add_address, add_key, amount, fraction, key_of, positive
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import clock, counted, cut, harmless, terminal_width
 
@@ -99,6 +99,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_proxy(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet:proxy")
     add_address(parser, 8000)
+    add_key(parser)
     parser.add_argument(
         "--max-inflight",
         type=positive,
@@ -193,10 +194,11 @@ class _Progress:
 def proxy(options: argparse.Namespace) -> int:
     from batch_agent.fleet.proxy import serve_proxy
 
-    hosts = read_hosts(options.hostfile)
+    hosts, (key, words) = read_hosts(options.hostfile), key_of(options)
 
     def announce(url: str) -> None:
-        say(f"{counted(len(hosts), 'endpoint')} at {url}/v1; {url}/status shows their status; Ctrl-C stops the proxy")
+        status = f"{url}/status shows their status{words}"
+        say(f"{counted(len(hosts), 'endpoint')} at {url}/v1; {status}; Ctrl-C stops the proxy")
 
     serving = serve_proxy(
         hosts,
@@ -205,6 +207,7 @@ def proxy(options: argparse.Namespace) -> int:
         ready=announce,
         hostfile=Path(options.hostfile),
         max_inflight=options.max_inflight,
+        key=key,
     )
     return serve(serving)
 

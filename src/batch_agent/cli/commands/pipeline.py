@@ -15,6 +15,7 @@ from batch_agent.cli.commands.run import (
     exit_code,
     open_output,
     page_beside,
+    settle_output,
     show_plan,
     wants_comparison,
 )
@@ -56,6 +57,7 @@ async def _finish(flow: Flow, writer: ResultWriter, view: View, report: Reporter
                 await flow.finish()
         for result in flow.results():
             await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
+    settle_output(writer, flow.statistics())
     report.finished(flow.statistics(), flow.tool_statistics())
     if interrupts.stopped_by is not None:
         return SIGNALLED + interrupts.stopped_by

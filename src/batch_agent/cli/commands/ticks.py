@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from batch_agent.backends.address import check_known
-from batch_agent.cli.interrupts import serve
+from batch_agent.cli.interrupts import serve, stop_signals
 from batch_agent.cli.output.streams import say
-from batch_agent.cli.spec.numbers import add_address
+from batch_agent.cli.spec.numbers import add_address, add_key, key_of
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.ticks import Action, Agent, AgentRuntime
@@ -32,6 +32,7 @@ def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--agents", type=Path, required=True, metavar="FILE", help="the agents, in YAML, TOML or JSON")
     add_address(server, 5000)
+    add_key(server)
     server.add_argument("--backend", metavar="URL", help="overrides the backend of the file")
     server.add_argument("--model", help="overrides the model of the file")
     server.add_argument("--deadline", type=float, metavar="SECONDS", help="maximum time of a tick; overrides the file")
@@ -44,17 +45,19 @@ def ticks_command(options: argparse.Namespace) -> int:
     runtime = runtime_of(
         read_specfile(options.agents), {name: value for name, value in given.items() if value is not None}
     )
-    return serve(_serve(runtime, options.host, options.port))
+    key, words = key_of(options)
+    return serve(_serve(TickServer(runtime, key), runtime, options, words))
 
 
-async def _serve(runtime: AgentRuntime, host: str, port: int) -> None:
-    server = TickServer(runtime)
+async def _serve(server: TickServer, runtime: AgentRuntime, options: argparse.Namespace, words: str) -> None:
     loop = asyncio.get_running_loop()
     with suppress(NotImplementedError):  # Windows
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *stop_signals()):
             loop.add_signal_handler(number, server.stop)
     count = len(runtime.agents)
-    await server.serve(host, port, lambda url: say(f"{count} agents at {url}; Ctrl-C stops them"))
+    await server.serve(
+        options.host, options.port, lambda url: say(f"{count} agents at {url}{words}; Ctrl-C stops them")
+    )
     say("stopped")
 
 

@@ -3,8 +3,11 @@
 A line of an uncompressed file is written in one call before the next result is taken, so a killed run leaves all paid
 results on disk. This holds for a table too: its results are collected as lines in a file beside it until the run ends.
 
-Existing files are not changed until the first result arrives. Until then, another process may own the run, and the
-file beside the output may hold the only results of a killed run.
+Existing files are not changed until the first row has an answer or has failed. Until then, another process may own the
+run, and the file beside the output may hold the only results of a killed run. If a run ends before that, its
+interrupted rows do not replace the results of an earlier run.
+
+If the disk is full, the last line is removed again if it is incomplete. (A compressed file may end anywhere.)
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
 from batch_agent.blocking import in_thread
-from batch_agent.errors import BatchAgentError, Invalid, SpecError
+from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError
 from batch_agent.files.compression import Codec
 from batch_agent.files.order import InputOrder
 from batch_agent.files.results import result_line, unwritten
@@ -30,7 +33,15 @@ STDOUT_DESCRIPTOR = 1
 
 
 class ResultWriter(ABC):
+    """``replaces`` is whether there is an older output, which only a run with an answer replaces."""
+
     destination = ""  # shown to the user
+    replaces = False
+    stopped = False  # set by the caller if the run ended early: then an empty output would be wrong
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._interrupted: list[AgentResult[object]] = []  # results that wait for the first answer
 
     def __enter__(self) -> Self:
         return self
@@ -38,13 +49,30 @@ class ResultWriter(ABC):
     @abstractmethod
     def __exit__(self, *exception: object) -> None: ...
 
-    @abstractmethod
     async def write(self, result: AgentResult[object]) -> bool:
         """Write the result. Returns False if its output cannot be written, and the line says that the row failed."""
+        if not self._begun and self.replaces and result.error is not None and result.error.type == Interrupted.type:
+            self._interrupted.append(result)
+            return True
+        if not self._begun:
+            self._begun = True
+            for earlier in self._interrupted:
+                await self.put(earlier)
+            self._interrupted.clear()
+        return await self.put(result)
+
+    @property
+    def keeps_old(self) -> bool:
+        """Return whether the older output stays, because the run ended before it had any answer."""
+        return self.replaces and not self._begun and (self.stopped or bool(self._interrupted))
+
+    @abstractmethod
+    async def put(self, result: AgentResult[object]) -> bool:
+        """Write the result, which may be the first."""
 
 
 class LineWriter(ResultWriter):
-    async def write(self, result: AgentResult[object]) -> bool:
+    async def put(self, result: AgentResult[object]) -> bool:
         line, faithful = _line(result)
         await self.write_line(line)
         return faithful
@@ -59,20 +87,25 @@ class LineWriter(ResultWriter):
 
 def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     """Return a writer to the file, in the format of its extension; without a path, to standard output."""
-    writer: LineWriter
+    replaces = path is not None and path.is_file() and path.stat().st_size > 0
     if path is not None and is_table(path):
-        return TableWriter(path)
-    writer = StdoutWriter(STDOUT_DESCRIPTOR) if path is None else FileWriter(path)
-    return OrderedWriter(writer, path) if ordered else writer
+        lines: LineWriter = TableWriter(path)
+    else:
+        lines = StdoutWriter(STDOUT_DESCRIPTOR) if path is None else FileWriter(path)
+    writer = OrderedWriter(lines, path) if ordered and not isinstance(lines, TableWriter) else lines
+    lines.replaces = writer.replaces = replaces
+    return writer
 
 
 class FileWriter(LineWriter):
     """Results in a file. Its old content is deleted when the first result arrives, not when a run fails to start."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path, self.destination = path, str(path)
         self._codec = Codec(path)
         self._stream: IO[bytes] | None = None
+        self._size = 0  # bytes of whole lines
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -80,13 +113,21 @@ class FileWriter(LineWriter):
 
     def __exit__(self, *exception: object) -> None:
         with self._file:
-            if exception[0] is None:  # a run without rows leaves an empty file, not the old one
+            if exception[0] is None and not self.keeps_old:  # a run without rows leaves an empty file
                 self._start()
             if self._stream is not None:
                 self._in_words(self._stream.close)
 
     def write_now(self, line: bytes) -> None:
-        self._in_words(lambda: _write_all(self._start(), line))
+        stream = self._start()
+        try:
+            self._in_words(lambda: _write_all(stream, line))
+        except BatchAgentError:
+            if stream is self._file:
+                with suppress(OSError):  # not a regular file
+                    self._file.truncate(self._size)
+            raise
+        self._size += len(line)
 
     def _start(self) -> IO[bytes]:
         if self._stream is None:
@@ -107,6 +148,7 @@ class TableWriter(LineWriter):
     it. That file stays if the table cannot be written."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         check_table(path)
         if path.is_dir():
             raise SpecError(f"cannot write the results to {path}: it is a directory")
@@ -116,7 +158,7 @@ class TableWriter(LineWriter):
         _check_place(self._partial)
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:  # a run without rows leaves an empty table, not the old one
+        if exception[0] is None and not self.keeps_old:  # a run without rows leaves an empty table
             self._start()
         if self._lines is None:
             return
@@ -145,6 +187,7 @@ class StdoutWriter(LineWriter):
     """Results on standard output. A slow reader does not delay agents. A closed pipe raises BrokenPipeError."""
 
     def __init__(self, descriptor: int) -> None:
+        super().__init__()
         self._descriptor = descriptor
         self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
 
@@ -165,13 +208,24 @@ class StdoutWriter(LineWriter):
         except BrokenPipeError:
             raise
         except OSError as error:
+            if self._regular:
+                self._remove(len(line) - len(rest))
             raise BatchAgentError(f"cannot write the results to standard output: {error.strerror}") from None
+
+    def _remove(self, written: int) -> None:
+        """Remove the beginning of a line from the end of a file."""
+        with suppress(OSError):
+            end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+            if end == os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, end - written)
+                os.lseek(self._descriptor, end - written, os.SEEK_SET)
 
 
 class OrderedWriter(ResultWriter):
     """Results in the order of their rows. Early ones wait in a file beside the output, or in a temporary file."""
 
     def __init__(self, writer: LineWriter, path: Path | None) -> None:
+        super().__init__()
         self._writer, self.destination = writer, writer.destination
         self._waiting_path = path and path.with_name(f"{path.name}.waiting.jsonl")
         self._files = ExitStack()
@@ -183,7 +237,7 @@ class OrderedWriter(ResultWriter):
         self._writer.__enter__()
         return self
 
-    async def write(self, result: AgentResult[object]) -> bool:
+    async def put(self, result: AgentResult[object]) -> bool:
         own, faithful = _line(result)
         try:
             for line in self._start().put(result.index, own):
@@ -195,6 +249,7 @@ class OrderedWriter(ResultWriter):
         return faithful
 
     def __exit__(self, *exception: object) -> None:
+        self._writer.stopped = self.keeps_old
         with self._files:
             try:
                 for line in self._order.rest() if self._order is not None else ():

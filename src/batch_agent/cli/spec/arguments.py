@@ -54,8 +54,8 @@ exit status:
          the run; resume it with a higher limit
   4      unreachable: the server was down for longer than --max-outage, or never
          answered; resume the run when the server is back
-  128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 141 standard output
-         was closed
+  128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 129 the terminal was
+         closed (SIGHUP), 141 standard output was closed
 """
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import secrets
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +16,31 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     """Add the arguments for the address on which a command listens."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=port_number, default=port, help="0: a free port (default %(default)s)")
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for the key that clients of a command must send."""
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--key",
+        metavar="KEY",
+        help="key that clients must send as a bearer token (default: BATCH_AGENT_DOOR_KEY; else a new one if --host "
+        "can be reached from other machines)",
+    )
+    keys.add_argument("--no-key", action="store_true", help="let everyone who can reach the address use it")
+
+
+def key_of(options: argparse.Namespace) -> tuple[str, str]:
+    """Return the key that clients must send ("": none), and what the command says of it: only a new one is shown."""
+    from batch_agent.door import DOOR_KEY_VARIABLE, is_loopback
+
+    if options.no_key:
+        return "", ""
+    given = (options.key or os.environ.get(DOOR_KEY_VARIABLE, "")).strip()
+    if given or is_loopback(options.host):
+        return given, ""
+    key = secrets.token_urlsafe(24)
+    return key, f"; clients must send the key {key}"
 
 
 def number(kind: Callable[[str], V], fits: Callable[[V], bool], words: str) -> Callable[[str], V]:

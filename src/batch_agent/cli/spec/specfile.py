@@ -214,8 +214,9 @@ def read_specfile(path: Path) -> SpecFile:
 
 
 def _parse_yaml(text: str) -> object:
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -228,7 +229,8 @@ def _parse_yaml(text: str) -> object:
     except (yaml.YAMLError, ValueError) as error:  # a control character; a date that does not exist
         raise SpecError(f"is not YAML: {' '.join(str(error).split())}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _refuse_twice(root: yaml.Node) -> None:
