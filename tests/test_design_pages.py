@@ -19,7 +19,15 @@ CLASS = re.compile(r"(?:[A-Z][a-z0-9]+){2,}(?:\.[a-z_]+)*")
 FOREIGN = {
     *("TaskGroup", "TypeAdapter", "TypedDict", "ValueError", "KeyboardInterrupt", "CancelledError", "TimeoutError"),
     *("TypeError", "OSError", "NotImplementedError", "BaseModel", "JsonValue", "LiteLLM", "OpenCode", "RuntimeError"),
-    *("DataFrame", "ThreadPoolExecutor", "FileNotFoundError", "SystemExit", "WeakKeyDictionary", "ReadableStream", "DirtyEquals"),
+    *(
+        "DataFrame",
+        "ThreadPoolExecutor",
+        "FileNotFoundError",
+        "SystemExit",
+        "WeakKeyDictionary",
+        "ReadableStream",
+        "DirtyEquals",
+    ),
 }
 
 

@@ -72,6 +72,10 @@ CALLS = {
 MODULES = ("batch_agent.record.store", "batch_agent.record.base", "batch_agent.share.table")
 BUILTINS = {"set", "frozenset"}
 
+# Calls whose first argument is the number of a worker, or its name as a member.
+OF_A_WORKER = {"take", "renew", "commit", "hand_back", "leave", "beat", "resign"}
+
+Holder = tuple[str, object]  # stage, and the number of a worker or its name
 Call = tuple[str, str, tuple[object, ...]]  # stage, method, arguments
 Answer = tuple[str, object]  # "" and the value that the method returned, or the name of an error and its message
 
@@ -167,8 +171,10 @@ class StoreServer:
         self._socket.bind(str(self.path))
         self.path.chmod(0o600)
         self._socket.listen(256)
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, set[Holder]] = {}  # and the workers that used the connection
+        self._lock = threading.Lock()
         self._closed = False
+        self.on_change: Callable[[], None] = lambda: None  # called from any thread when workers come or leave
         threading.Thread(target=self._accept, name="batch-agent-served", daemon=True).start()
 
     def close(self) -> None:
@@ -188,19 +194,53 @@ class StoreServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            self._open.add(connection)
+            with self._lock:
+                self._open[connection] = set()
             threading.Thread(target=self._serve, args=(connection,), name="batch-agent-served", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
                 while (data := _receive(connection)) is not None and not self._closed:
-                    _send(connection, dump(self._desk.answer(cast(Call, load(data)))))
+                    call = cast(Call, load(data))
+                    answer = self._desk.answer(call)
+                    self._note(connection, call, answer)
+                    _send(connection, dump(answer))
         except (OSError, StoreError) as error:
             if not self._closed:
                 logger.debug("the connection of a worker ended: %s", error)
         finally:
-            self._open.discard(connection)
+            self._dismiss(connection)
+
+    def _note(self, connection: socket.socket, call: Call, answer: Answer) -> None:
+        """Remember which worker uses a connection."""
+        stage, method, arguments = call
+        worker = answer[1] if method == "join" else arguments[0] if method in OF_A_WORKER else None
+        if worker is None:
+            return
+        with self._lock:
+            if method in ("leave", "resign"):
+                for workers in self._open.values():
+                    workers.discard((stage, worker))
+            else:
+                self._open[connection].add((stage, worker))
+        self.on_change()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a worker has joined and not left, or its process is still connected."""
+        with self._lock:
+            return any(self._open.values())
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        """Hand back the rows of workers that have no connection left: their process has ended."""
+        with self._lock:
+            workers = self._open.pop(connection, set())
+            gone = workers - {each for others in self._open.values() for each in others}
+        for stage, worker in () if self._closed else gone:
+            if isinstance(worker, int):  # what it held of the budget counts as spent
+                self._desk.answer((stage, "leave", (worker,)))
+        self.on_change()
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

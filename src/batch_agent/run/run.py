@@ -709,8 +709,6 @@ class Run(Generic[T]):
         if store is None:
             return None
         failed: BaseException | None = None
-        if self.serving is not None:
-            self.serving.close()
         await self._watch.end()
         if self._journal is not None:
             failed = await self._journal.end()
@@ -726,6 +724,8 @@ class Run(Generic[T]):
                 failed = await self._feeder.end(facts) or failed
             except Exception as error:  # any error: the run must not appear successful
                 failed = failed or error
+        if self.serving is not None:
+            await to_its_end(asyncio.ensure_future(self.serving.close()))
         if self._journal is not None:
             self._journal.close()
         if self._record is not None:

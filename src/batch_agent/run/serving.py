@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 from batch_agent.agent.prepare import Prepared
+from batch_agent.blocking import on_this_loop
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.record.memory import MemoryStore
@@ -16,6 +18,8 @@ from batch_agent.record.store import WorkStore
 from batch_agent.run.control import Inside
 from batch_agent.run.recording import facts_for_workers
 from batch_agent.run.spec_json import spec_json
+
+LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
 
 class Serving:
@@ -70,6 +74,16 @@ class Serving:
         """URL at which workers reach the record; None if it is in this process."""
         return None if self._store.instant else str(self._prepared.spec.run_dir)
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+    async def close(self) -> None:
+        """Stop serving, when the workers have seen that the run has ended and left."""
+        server = self._server
+        if server is None:
+            return
+        changed = asyncio.Event()
+        server.on_change = on_this_loop(changed.set)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                while server.is_used:
+                    changed.clear()
+                    await changed.wait()
+        await asyncio.to_thread(server.close)
