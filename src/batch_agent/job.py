@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar
 
-from batch_agent.errors import JobError, error_of
+from batch_agent.errors import JobError, WorkerFailed, error_of
 from batch_agent.foreign import describe
 from batch_agent.messages import Attachment, Message, Usage
 from batch_agent.value_type import value_type
@@ -53,16 +53,19 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class AgentError:
-    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md."""
+    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md. ``traceback`` is that of
+    an exception in the code of a worker, as text; else ""."""
 
     stage: str
     type: str
     message: str
     retryable: bool = False
+    traceback: str = ""
 
     @classmethod
     def of(cls, error: JobError) -> AgentError:
-        return cls(error.stage, error.type, str(error), error.retryable)
+        traceback = error.traceback if isinstance(error, WorkerFailed) else ""
+        return cls(error.stage, error.type, str(error), error.retryable, traceback)
 
     def exception(self) -> JobError:
         """Return this error as an exception that can be raised."""

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
 
@@ -70,7 +70,7 @@ async def test_a_row_that_would_ask_something_else_fails_and_says_what_differs(t
 async def test_a_worker_of_ours_that_asks_otherwise_gets_no_old_answer(tmp_path: Path) -> None:
     question = "sure?"
 
-    async def twice(row: object, ctx: LoopContext) -> object:
+    async def twice(row: object, ctx: Dialogue) -> object:
         await ctx.ask()
         ctx.say(question)
         return (await ctx.ask()).text
@@ -95,7 +95,7 @@ async def test_a_damaged_record_with_a_write_that_was_begun_is_not_taken_for_non
 
     await run(tmp_path, ScriptedBackend(script), tools=[note])
     db = sqlite3.connect(tmp_path / "journal.db")
-    db.execute("UPDATE record SET body = CAST('[]' AS BLOB) WHERE kind = 3")
+    db.execute("UPDATE record SET body = CAST('[]' AS BLOB) WHERE kind = 10")
     db.commit()
     db.close()
     for _ in range(2):

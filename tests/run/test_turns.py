@@ -138,7 +138,7 @@ async def test_a_model_that_still_wants_tools_at_max_turns_fails_and_its_text_is
 @virtual_clock
 async def test_without_a_value_max_turns_is_one_without_tools_and_ten_with() -> None:
     backend = ScriptedBackend(lambda request: CallTools(ToolUse("look_up", {"word": "x"})))
-    [bare] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend)
+    [bare] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, max_retries=0)
     [armed] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, tools=[look_up])
     [endless] = await BatchAgent.run(
         task="{input}", inputs=["a"], backend=backend, tools=[look_up], max_turns=None, timeout_per_agent=60

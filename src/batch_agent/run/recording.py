@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
-from batch_agent.agent.loop_context import InnerWorker
+from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prepare import Prepared
 from batch_agent.errors import StoreError
 from batch_agent.observe.metrics import Metrics

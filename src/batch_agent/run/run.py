@@ -21,7 +21,7 @@ from pydantic import JsonValue
 from batch_agent.agent.agent import open_worker
 from batch_agent.agent.compaction import open_compactor
 from batch_agent.agent.fingerprint import rows_under
-from batch_agent.agent.loop_context import InnerWorker
+from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prefix_leader import PrefixLeader, lead_of
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
 from batch_agent.agent.resources import Resources
@@ -305,7 +305,7 @@ class Run(Steered, Generic[T]):
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
                 ends_with_answer=self._loops,
-                keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
+                keeps_cut_text=spec.truncated == "keep",
                 prewarm=prewarm,
                 touches=touches if shared.dispatcher.scheduler.parts.touch else None,
                 lead=self._lead(prepared),

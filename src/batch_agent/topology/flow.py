@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.cluster.open import open_fed_stages
 from batch_agent.compiler.schema import OutputSchema
@@ -222,7 +222,7 @@ class Flow:
 
     # Running
 
-    async def _work(self, row: object, context: LoopContext) -> object:
+    async def _work(self, row: object, context: Dialogue) -> object:
         return await self._run_stages()
 
     async def _run_stages(self) -> object:

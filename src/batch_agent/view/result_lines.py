@@ -136,5 +136,7 @@ def parsed(line: bytes) -> Record | None:
         return None
     if "ok" not in record:
         error = {name: record.pop(name, None) for name in ("stage", "type", "message", "retryable")}
+        if "traceback" in record:
+            error["traceback"] = record.pop("traceback")
         record = {"ok": False, "output": None, "error": error, **record}
     return record

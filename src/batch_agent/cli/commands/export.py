@@ -127,6 +127,8 @@ class RunRecords:
 def _as_result(failure: Record) -> Record:
     """Return a line of the failures in the format of a result line."""
     error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
+    if "traceback" in failure:
+        error["traceback"] = failure.pop("traceback")
     first = {name: failure.pop(name, None) for name in ("index", "job_id")}
     return {**first, "ok": False, "output": None, "error": error, **failure}
 
