@@ -143,3 +143,23 @@ async def work(row: str, ctx: AgentContext) -> object:
     except OutcomeUnknown:
         sent = "unknown"
     return [first.text, looked, second.text, sent]
+
+
+async def test_a_worker_of_format_4_pays_for_nothing_again_and_writes_nothing_twice(tmp_path: Path) -> None:
+    ran.clear()
+    shutil.copy(JOURNALS / "format-4-worker.db", tmp_path / "journal.db")
+    backend = ScriptedBackend()
+    options: dict[str, Any] = {"task": "{input}", "inputs": ["done", "unfinished"], "tools": [look_up, send]}
+    for _ in range(2):
+        done, unfinished = await BatchAgent.run(
+            worker=work, backend=backend, model="scripted", run_dir=tmp_path, resume=True, **options
+        )
+        assert done.output == ["answer to done", "answer to about done", "answer to Are you sure?", "sent"]
+        assert unfinished.output == [
+            "answer to unfinished",
+            "answer to about unfinished",
+            "answer to Are you sure?",
+            "unknown",
+        ]
+        assert (done.resumed, unfinished.resumed, done.turns, unfinished.turns) == (True, True, 4, 4)
+    assert (ran, backend.requests) == ([], [])

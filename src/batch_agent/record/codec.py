@@ -143,21 +143,22 @@ def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
 
 
 def _from_reply(reply: Reply) -> list[object]:
-    return [
+    fields: list[object] = [
         reply.text,
-        [(call.id, call.name, call.arguments) for call in reply.tool_calls],
+        [(call.id, call.name, call.arguments) for call in reply.tool_calls] if reply.tool_calls else (),
         _from_usage(reply.usage),
         reply.reasoning,
         reply.first_token,
         reply.finish_reason,
         None if reply.saved is None else _from_usage(reply.saved),
-        None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value),
     ]
+    if reply.sealed is not None:
+        fields.append((reply.sealed.wire, reply.sealed.value))
+    return fields
 
 
 def _to_reply(array: object) -> Reply:
-    # Later fields are at the end of the array and may be missing: early formats have no ``sealed``, and no
-    # ``cache_write_tokens`` in a Usage.
+    # The last fields may be missing: ``sealed``, and the ``cache_write_tokens`` of a Usage.
     text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
     sealed = later[0] if later else None
     return Reply(
@@ -188,13 +189,8 @@ def to_message(array: object) -> Message:
 
 
 def _from_usage(usage: Usage) -> tuple[int, ...]:
-    return (
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        usage.reasoning_tokens,
-        usage.cache_write_tokens,
-    )
+    counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens
+    return (*counts, usage.cache_write_tokens) if usage.cache_write_tokens else counts
 
 
 def _to_usage(array: object) -> Usage:
