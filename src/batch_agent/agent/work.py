@@ -281,11 +281,13 @@ class Work:
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
         again = past is not None and not past.ok and self.worker is not None and self.trail.retried
         if past is not None and (wrote or not again):
+            if self.worker is None and past.digest:  # a user's worker made it, in a record that the tool loop took over
+                self._record(CallEnded("", place, "", "", past.ok, past.text), key)
             return key, CallOutcome(past.text, past.ok)
         if not wrote:
             return key, None
         text = UNKNOWN_OUTCOME.format(name=call.name)
-        if self.worker is None:  # the model is told so, and must be told the same after the next resume
+        if self.worker is None:  # the model reads this text, and must read the same one after the next resume
             self._record(CallEnded("", place, "", "", False, text), key)
         return key, CallOutcome(text, ok=False, unknown=True)
 
