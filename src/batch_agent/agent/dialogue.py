@@ -58,33 +58,6 @@ class Dialogue:
     the answer. ``max_turns`` limits the answers without those that were repaired. ``compacts``: the conversation is cut
     if it does not fit. ``mirror`` is a conversation that gets the same new messages."""
 
-    __slots__ = (
-        "_answer",
-        "_answered",
-        "_chain",
-        "_compactor",
-        "_cut_from",
-        "_digested",
-        "_digests",
-        "_early",
-        "_fixed",
-        "_follows",
-        "_forgiven",
-        "_measured",
-        "_measured_at",
-        "_mirror",
-        "_past",
-        "_repairs",
-        "_work",
-        "asked",
-        "cut",
-        "max_turns",
-        "said",
-        "schema",
-        "shapes",
-        "turns",
-    )
-
     def __init__(
         self,
         work: Work,
@@ -223,7 +196,7 @@ class Dialogue:
         work, left = self._work, self.turns_left()
         r, job, number = work.r, work.job, work.tally.turns + 1
         scheduler = r.dispatcher.scheduler
-        limit = self.max_turns if self.max_turns is not None else None if self._follows else r.max_turns
+        limit = self._limit
         can_call = bool(shape.tools) and shape.tool_choice != "none"
         # No tool runs after the last turn, so none can start early.
         last = limit is not None and left <= 1
@@ -237,10 +210,10 @@ class Dialogue:
             turn=number,
             # Turns left, so that the engine serves agents near their end first, and new agents can start. When all have
             # started, this order would delay the end of the batch: then all have the priority of a new agent.
-            priority=left if not scheduler.forecast.all_started else 0 if limit is None else limit + self._repairs,
-            pin_seconds=(
-                pin_seconds(scheduler.forecast, number - 1) if can_call and not last and scheduler.parts.pin else 0.0
-            ),
+            priority=(limit or 0) if scheduler.forecast.all_started else left,
+            pin_seconds=pin_seconds(scheduler.forecast, number - 1)
+            if scheduler.parts.pin and can_call and not last
+            else 0,
             last=self._follows and (last or (r.ends_with_answer and not can_call)),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, job.index, number),
@@ -289,13 +262,19 @@ class Dialogue:
         """The latest answer of the tool loop and the digest of its request, if it is not recorded yet."""
         return (None, "") if self._answer is None else self._answer
 
+    @property
+    def _limit(self) -> int | None:
+        """The most answers, with those that were repaired. Requests beside a loop share the limit of their row."""
+        if self.max_turns is not None:
+            return self.max_turns + self._repairs
+        return None if self._follows else self._work.r.max_turns
+
     def turns_left(self) -> int:
         """Return how many answers are allowed; 0 or less: any number."""
-        work, limit = self._work, self.max_turns
-        if limit is not None:
-            return max(0, limit + self._repairs - self.turns)
-        limit = None if self._follows else work.r.max_turns
-        return -work.tally.turns if limit is None else max(0, limit - work.tally.turns)
+        limit, row = self._limit, self._work.tally.turns
+        if limit is None:
+            return -row
+        return max(0, limit - (row if self.max_turns is None else self.turns))
 
     @property
     def _is_out_of_turns(self) -> bool:
@@ -318,8 +297,7 @@ class Dialogue:
             elif r.touches is None:
                 await work.make_calls(calls, known, self._early)
             else:
-                names_of_calls = [call.name for call in calls]
-                async with r.touches.during(r.tools, names_of_calls, work.progress, self.asked):
+                async with r.touches.during(r.tools, [call.name for call in calls], work.progress, self.asked):
                     await work.make_calls(calls, known, self._early)
         except JobError as error:
             if self._follows:

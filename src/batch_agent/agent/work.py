@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from batch_agent.agent.user_worker import UserWorker
 
 T = TypeVar("T")
+Key: TypeAlias = tuple[str, int]  # the digest of a call, and the number of equal ones before it
 ENDED = "the row of this context has ended: it accepts no more requests or calls"
 NO_ARTIFACTS: Mapping[str, Path] = {}
 
@@ -187,15 +188,14 @@ class Work:
         arrive. A call that was made before has its recorded outcome. A call that may write is never made twice: if it
         was begun and has no outcome, it is ``unknown``. ``early`` has calls that started while the answer was
         streamed."""
-        tools, trail, replay = self.r.tools, self.trail, self.replay
-        keys, new, writes = list[tuple[str, int]](), {}, []
+        tools, trail = self.r.tools, self.trail
+        keys, new, writes = list[Key | None](), {}, []
         for place, call in enumerate(calls):
-            if replay is not None:
-                key, outcome = self._recorded(place, call)
-                keys.append(key)
-                if outcome is not None:
-                    known[place] = outcome
-                    continue
+            key, outcome = self._recorded(place, call)
+            keys.append(key)
+            if outcome is not None:
+                known[place] = outcome
+                continue
             new[place] = call
             if not tools.can_start_early(call.name) and tools.knows(call.name):
                 writes.append(place)
@@ -205,15 +205,14 @@ class Work:
         if writes and trail.records:
             # A begun write must never be mistaken for one that did not start.
             for place in writes:
-                named = self._named(place, calls[place], keys)
-                self._record(CallBegun(*named), keys[place] if keys else None)
+                self._record(place, calls[place], keys[place])
             await trail.settle()
         try:
             await self._run_calls(new, known, keys, early, writes=bool(writes))
         finally:
-            if replay is not None:
-                for place in new:
-                    replay.give_back(*keys[place])
+            for key in map(keys.__getitem__, new):
+                if self.replay is not None and key is not None:
+                    self.replay.give_back(*key)
         if self.worker is not None:
             await trail.settle()
 
@@ -221,7 +220,7 @@ class Work:
         self,
         calls: Mapping[int, ToolCall],
         known: dict[int, CallOutcome],
-        keys: Sequence[tuple[str, int]],
+        keys: Sequence[Key | None],
         early: EarlyCalls | None,
         *,
         writes: bool,
@@ -238,12 +237,11 @@ class Work:
                 if not every.done():
                     every.set_exception(end)
                 return
-            known[place] = CallOutcome(end.text, end.ok)
+            known[place] = outcome = CallOutcome(end.text, end.ok)
             # Recorded at once: another call may run for hours. A tool that a worker names may be added later.
-            if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
+            if self.worker is None or r.tools.knows(call.name):
                 with suppress(StoreError):  # the agent gets the error at its next step
-                    step = CallEnded(*self._named(place, call, keys), end.ok, end.text)
-                    self._record(step, keys[place] if keys else None)
+                    self._record(place, call, keys[place], outcome)
             at, number, seconds = r.clock(), first + place, end.seconds
             r.emit(ToolFinished(at, r.run, index, turn, number, call.id, call.name, seconds, end.ok, end.source))
             left -= 1
@@ -270,43 +268,43 @@ class Work:
                 waiting.abandon()
             self.tally.tool_wait += self._loop.time() - began
 
-    def _recorded(self, place: int, call: ToolCall) -> tuple[tuple[str, int], CallOutcome | None]:
+    def _recorded(self, place: int, call: ToolCall) -> tuple[Key | None, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
-        answer."""
-        replay = self.replay
-        assert replay is not None
+        answer. The calls of a row without a record have neither."""
+        replay, loops = self.replay, self.worker is None
+        if replay is None:
+            return None, None
         digest = call_digest(call.name, call.arguments)
         key = digest, replay.take(digest)
         past, wrote = replay.outcome(*key), replay.wrote(*key)
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
-        again = past is not None and not past.ok and self.worker is not None and self.trail.retried
-        if past is not None and (wrote or not again):
-            if self.worker is None and past.digest:  # a user's worker made it, in a record that the tool loop took over
-                self._record(CallEnded("", place, "", "", past.ok, past.text), key)
-            return key, CallOutcome(past.text, past.ok)
-        if not wrote:
+        if past is not None and (past.ok or wrote or loops or not self.trail.retried):
+            outcome = CallOutcome(past.text, past.ok)
+        elif wrote:
+            outcome = CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
+        else:
             return key, None
-        text = UNKNOWN_OUTCOME.format(name=call.name)
-        if self.worker is None:  # the model reads this text, and must read the same one after the next resume
-            self._record(CallEnded("", place, "", "", False, text), key)
-        return key, CallOutcome(text, ok=False, unknown=True)
+        # The model reads this text, and must read the same one after the next resume. A call that a user's worker
+        # recorded is in a record that the tool loop took over.
+        if loops and (past is None or past.digest):
+            self._record(place, call, key, outcome)
+        return key, outcome
 
     def refuse_call(self, place: int, call: ToolCall, text: str) -> CallOutcome:
         """Give a call of an answer an outcome without making it."""
-        keys: list[tuple[str, int]] = []
-        if self.replay is not None:
-            key, outcome = self._recorded(place, call)
-            if outcome is not None:
-                return outcome
-            keys = [key] * (place + 1)
-        self._record(CallEnded(*self._named(place, call, keys), False, text), keys[place] if keys else None)
-        return CallOutcome(text, ok=False)
+        key, outcome = self._recorded(place, call)
+        if outcome is None:
+            outcome = CallOutcome(text, ok=False)
+            self._record(place, call, key, outcome)
+        return outcome
 
-    def _named(self, place: int, call: ToolCall, keys: Sequence[tuple[str, int]]) -> tuple[str, int, str, str]:
-        """Return how a call is recorded. The calls of the tool loop are recorded by their place in its answer."""
-        return ("", place, "", "") if self.worker is None else (*keys[place], call.name, call.arguments)
-
-    def _record(self, step: CallBegun | CallEnded, key: tuple[str, int] | None) -> None:
+    def _record(self, place: int, call: ToolCall, key: Key | None, end: CallOutcome | None = None) -> None:
+        """Record that a call begins, or its end. A call of the tool loop is recorded by its place in its answer, which
+        has the rest."""
+        named = (
+            (*key, call.name, call.arguments) if self.worker is not None and key is not None else ("", place, "", "")
+        )
+        step = CallBegun(*named) if end is None else CallEnded(*named, end.ok, end.text)
         if self.replay is not None and key is not None:
             self.replay.add_call(step, key)
         self.trail.add(step)
