@@ -37,7 +37,7 @@ from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.digests import difference, is_same, message_digest, next_asked, request_digest
 from batch_agent.record.replay import NO_MESSAGES
-from batch_agent.record.steps import Asked, PastTurn
+from batch_agent.record.steps import PastTurn
 from batch_agent.scheduler.kvflow import pin_seconds
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class Dialogue:
         self._forgiven = 0  # the number of those before a failure that is now retried
         self._early: EarlyCalls | None = None
         self._past: PastTurn | None = None  # the latest answer, if the tool loop recorded it in an earlier session
-        self._answer: tuple[Reply, str] | None = None  # the latest answer until it is recorded, with its digest
         # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
         # the first messages.
         self._chain, self._digested = work.trail.key, len(said.messages)
-        self._digests = [NO_MESSAGES]  # for other requests: the digest of the conversation before each message
+        # Of other requests: the digest of the conversation before each message.
+        self._digests: list[bytes] = [] if self._follows else [NO_MESSAGES]
         self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
         self._measured_at = 0
         self._answered = False  # since the latest cut
@@ -99,8 +99,8 @@ class Dialogue:
         work = self._work
         r, trail, replay = work.r, work.trail, work.replay
         work.check_open()
-        if self._answer is not None:
-            self.record_answer()
+        if work.answered is not None:
+            work.record_answer()
         if shape is None:
             shape = self.shapes.later if self.turns else self.shapes.first
         digest, nth, reply, turn = "", 0, None, None
@@ -134,7 +134,7 @@ class Dialogue:
                 if self._cut_from is not None:
                     self._tell_of_cut(reply, self._cut_from)
                 if self._follows:
-                    self._answer = (reply, digest) if trail.records else None
+                    work.answered = (reply, digest) if trail.records else None
                 elif replay is not None:
                     said = self.said.messages[: len(self._digests) - 1]
                     spent, shared = work.spent(), r.shared.messages
@@ -250,18 +250,6 @@ class Dialogue:
         work.text = reply.text
         work.latest = self.said, len(self.said.messages)
 
-    def record_answer(self) -> None:
-        """Record the latest answer of the tool loop, which did not end the agent."""
-        if self._answer is not None:
-            reply, digest = self._answer
-            self._answer = None
-            self._work.trail.add(Asked(digest, 0, reply, self._work.spent()))
-
-    @property
-    def last_answer(self) -> tuple[Reply | None, str]:
-        """The latest answer of the tool loop and the digest of its request, if it is not recorded yet."""
-        return (None, "") if self._answer is None else self._answer
-
     @property
     def _limit(self) -> int | None:
         """The most answers, with those that were repaired. Requests beside a loop share the limit of their row."""
@@ -286,7 +274,7 @@ class Dialogue:
         """Run these calls of the latest answer and return their results. The model gets them with the next request."""
         work, r = self._work, self._work.r
         work.check_open()
-        self.record_answer()
+        work.record_answer()
         known: dict[int, CallOutcome] = {}
         try:
             if self._is_out_of_turns and not self._goes_on:
@@ -361,7 +349,7 @@ class Dialogue:
         work = self._work
         r = work.r
         work.check_open()
-        self.record_answer()
+        work.record_answer()
         forgives = self._goes_on or (work.trail.retried and self._past is not None)
         if self._repairs - self._forgiven >= r.policy.max_retries and not forgives:
             raise error

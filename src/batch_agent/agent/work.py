@@ -37,6 +37,7 @@ from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall
 from batch_agent.record.replay import WorkReplay
 from batch_agent.record.steps import (
+    Asked,
     CallBegun,
     CallEnded,
     Compacted,
@@ -86,33 +87,27 @@ class Work:
         self.ticket: Ticket | None = None  # a slot that was already requested
         self.asking: ModelRequest | None = None  # the latest request in flight
         self.latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
+        # The latest answer of the tool loop, and the digest of its request, until it is recorded.
+        self.answered: tuple[Reply, str] | None = None
         self._loop = resources.dispatcher.slots.loop
         self._began = self._loop.time()
-        self._inner: InnerWorker | None = None
-        own = (Message("user", content_of(job)),) if job.prompt or callable(worker) else ()
-        self.conversation = Conversation(own, parent=resources.shared)
+        self._closed = False
         if callable(worker):
             self._inner = worker
-            self._dialogue = Dialogue(
-                self,
-                self.conversation,
-                resources.shapes,
-                resources.schema,
-                max_turns=resources.max_turns,
-                compacts=True,
-            )
+            self.conversation = Conversation((Message("user", content_of(job)),), parent=resources.shared)
         else:
             self.worker = worker
+            own = (Message("user", content_of(job)),) if job.prompt else ()
+            self.conversation = Conversation(own, parent=resources.shared)
+            self._progress_of: dict[str, Progress] = {}  # for models other than the run's
+            self._tasks: set[asyncio.Task[Any]] = set()
+            self._writing: set[asyncio.Future[None]] = set()  # calls that may write
+            self._calls = 0
+            self._key = ""  # API key at the gateway; created at first use
+            self._place: Workplace | None = None  # created at first use
+            self._output: str | None = None  # the worker's return value as JSON
         searches = trail.has_past or (trail.records and self.worker is not None)
         self.replay = WorkReplay(trail.past) if searches else None
-        self._closed = False
-        self._calls = 0
-        self._writing: set[asyncio.Future[None]] = set()  # calls that may write
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._progress_of = {self.progress.model: self.progress}
-        self._key = ""  # API key at the gateway; created at first use
-        self._place: Workplace | None = None  # created at first use
-        self._output: str | None = None  # the user's worker's return value as JSON
         if trail.has_past:
             self._count_past()
 
@@ -135,9 +130,15 @@ class Work:
         trail = self.trail
         if trail.past.failed is not None and not trail.retried:
             raise FailedBefore(trail.past.failed)
-        if self._inner is not None:
-            return await self._inner(self.job.input, self._dialogue)
-        worker = self.user
+        if self.worker is None:
+            r = self.r
+            # Held by nothing but this frame: a cycle for each row would keep the garbage collector busy.
+            dialogue = Dialogue(self, self.conversation, r.shapes, r.schema, max_turns=r.max_turns, compacts=True)
+            try:
+                return await self._inner(self.job.input, dialogue)
+            finally:
+                dialogue.close()
+        worker = self.worker
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
             return worker.read(kept)
         if trail.has_past:
@@ -173,11 +174,18 @@ class Work:
         if ticket is not None:
             return ticket
         slots, progress = self.r.dispatcher.slots, self.progress
-        if model != progress.model:  # it determines the choice of server
+        if self.worker is not None and model != progress.model:  # it determines the choice of server
             progress = self._progress_of.setdefault(model, Progress(key=self.job.affinity, model=model))
         if slots.scheduler.admission.enabled:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)
+
+    def record_answer(self) -> None:
+        """Record the latest answer of the tool loop, which did not end the agent."""
+        if self.answered is not None:
+            reply, digest = self.answered
+            self.answered = None
+            self.trail.add(Asked(digest, 0, reply, self.spent()))
 
     # Calling tools
 
@@ -226,8 +234,9 @@ class Work:
         writes: bool,
     ) -> None:
         r, index, turn, began = self.r, self.job.index, self.tally.turns, self._loop.time()
-        first = self._calls if self.worker is not None else 0
-        self._calls += len(calls)
+        first = 0
+        if self.worker is not None:
+            first, self._calls = self._calls, self._calls + len(calls)
         every: asyncio.Future[None] = self._loop.create_future()
         left = len(calls)
 
@@ -255,15 +264,15 @@ class Work:
         pending = {place: begun.get(call.id) or r.start_tool(call, self.job, turn) for place, call in calls.items()}
         if r.prewarm is not None:
             r.prewarm.asked(index, calls.values())
-        if writes:
+        if writes and self.worker is not None:
             self._writing.add(every)
+            every.add_done_callback(self._writing.discard)
         try:
             for place, waiting in pending.items():
                 waiting.on_end(partial(ended, place, calls[place]))
             # A begun write is always waited for, because its outcome must be known.
             await (every if writes else r.dispatcher.wait_for_tools(every))
         finally:
-            self._writing.discard(every)
             for waiting in pending.values():
                 waiting.abandon()
             self.tally.tool_wait += self._loop.time() - began
@@ -375,7 +384,6 @@ class Work:
             self.r.dispatcher.slots.release(self.ticket)
             self.ticket = None
         if self.worker is None:
-            self._dialogue.close()
             return
         if self._key:
             self.worker.gateway.dismiss(self._key)
@@ -428,11 +436,10 @@ class Work:
         if self.worker is None and not trail.fresh:
             return
         if verdict is not None:
-            if self.worker is None:
-                self._dialogue.record_answer()
+            self.record_answer()
             trail.add(Failed(verdict, self.text, self.spent()))
         elif self.worker is None:
-            trail.add(Ended(self.spent(), None, "", *self._dialogue.last_answer))
+            trail.add(Ended(self.spent(), None, "", *(self.answered or ())))
         else:
             trail.add(Ended(self.spent(), self._output, self.worker.fingerprint))
 
