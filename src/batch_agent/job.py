@@ -105,7 +105,7 @@ class BaseResult(Generic[T_co]):
     messages: tuple[Message, ...] = ()
     raw_text: str = ""  # the model's last text, before any parsing
     repaired: bool = False  # the output was read from JSON that was corrected or found in prose
-    truncated: bool = False  # the output is text that was cut at max_tokens
+    truncated: bool = False  # the output is text that was cut at max_tokens, or a worker got such a text
     resumed: bool = False  # from the record of an earlier session; nothing was sent in this one
     chunks: int = 1  # parts that the input was split into because it did not fit (oversized="chunk")
     shortened: bool = False  # only the beginning of the input was sent because it did not fit (oversized="truncate")

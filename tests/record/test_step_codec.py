@@ -64,7 +64,7 @@ steps = st.one_of(
     st.builds(Asked, texts, positions, replies, spents),
     st.builds(CallBegun, st.just(""), positions),
     st.builds(CallEnded, st.just(""), positions, st.just(""), st.just(""), st.booleans(), texts),
-    st.builds(Ended, spents, st.none() | texts, texts, replies, texts),
+    st.builds(Ended, spents, st.none() | texts, texts, st.none() | replies, texts, st.booleans()),
     st.builds(CallBegun, texts, positions, texts, texts),
     st.builds(CallEnded, texts, positions, texts, texts, st.booleans(), texts),
     st.builds(Begun, st.lists(positions).map(tuple)),

@@ -469,18 +469,20 @@ async def test_a_loop_takes_tools_that_the_run_does_not_have(tmp_path: Path) -> 
     assert [result.output for result in again] == [result.output for result in results[:2]]
 
 
-async def test_a_text_that_was_cut_is_kept_when_the_run_says_so_and_says_that_it_was_cut() -> None:
+async def test_a_text_that_was_cut_is_kept_when_the_run_says_so_and_says_that_it_was_cut(tmp_path: Path) -> None:
     async def work(row: str, ctx: AgentContext) -> object:
         reply = await ctx.ask(row)
         return [reply.text, reply.truncated]
 
     backend = ScriptedBackend(lambda request: Say("half of", finish_reason="length"))
-    [kept] = await run(work, backend, truncated="keep")
-    assert kept.output == ["half of", True]
+    for _ in range(2):
+        [kept] = await run(work, backend, tmp_path, truncated="keep")
+        assert (kept.output, kept.truncated) == (["half of", True], True)
+    assert len(backend.requests) == 1
     [failed] = await run(work, backend, truncated="fail")
     assert failed.error is not None and failed.error.type == "Truncated"
     [whole] = await run(work, ScriptedBackend([Say("all")]), truncated="keep")
-    assert whole.output == ["all", False]
+    assert (whole.output, whole.truncated) == (["all", False], False)
 
 
 def broken(row: str) -> object:

@@ -46,7 +46,7 @@ class AskOptions(TypedDict, total=False):
 class AgentReply:
     """An answer. ``output`` is a value of the requested ``output_schema``, or the text without a schema; None if the
     answer calls tools. ``message`` is the answer as a message, to continue the conversation. ``truncated``: the text
-    was cut at max_tokens, and the run has ``truncated="keep"``."""
+    was cut at max_tokens."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
@@ -156,8 +156,8 @@ class AgentContext(WorkerContext):
         Many requests may be in flight at once, but only one of the row's own conversation. ``tools`` are the tools that
         the model may call: names of the run's, functions or Tools. With ``output_schema``, the model gets an invalid
         answer back with its errors, up to ``max_retries`` times; then OutputError is raised. A failed request raises
-        BackendError. Both may be caught. A text that was cut at max_tokens raises Truncated, unless the run has
-        ``truncated="keep"``. The system prompt of the run is added before messages that have none.
+        BackendError. Both may be caught. A text that was cut at max_tokens is marked as ``truncated``; if the run has
+        ``truncated="fail"``, it raises Truncated. The system prompt of the run is added before messages that have none.
         """
         dialogue = self._dialogue(prompt, tools, output_schema, options)
         if prompt is None:

@@ -200,6 +200,7 @@ class Dialogue:
         can_call = bool(shape.tools) and shape.tool_choice != "none"
         # No tool runs after the last turn, so none can start early.
         last = limit is not None and left <= 1
+        pins = scheduler.parts.pin and can_call and not last
         work.asking = request = ModelRequest(
             shape,
             self.asked,
@@ -211,9 +212,7 @@ class Dialogue:
             # Turns left, so that the engine serves agents near their end first, and new agents can start. When all have
             # started, this order would delay the end of the batch: then all have the priority of a new agent.
             priority=(limit or 0) if scheduler.forecast.all_started else left,
-            pin_seconds=pin_seconds(scheduler.forecast, number - 1)
-            if scheduler.parts.pin and can_call and not last
-            else 0,
+            pin_seconds=pin_seconds(scheduler.forecast, number - 1) if pins else 0.0,
             last=self._follows and (last or (r.ends_with_answer and not can_call)),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, job.index, number),
@@ -248,7 +247,8 @@ class Dialogue:
             self._measured_at = len(self.asked.messages)
         work = self._work
         work.text = reply.text
-        work.latest = self.said, len(self.said.messages)
+        if not self._follows:
+            work.latest = self.said, len(self.said.messages)
 
     @property
     def _limit(self) -> int | None:
@@ -332,7 +332,7 @@ class Dialogue:
             cut = reply.finish_reason == CUT
             if cut and not work.r.keeps_cut_text:  # recorded by a session that kept such text
                 raise Truncated("the answer was cut at max_tokens", text=reply.text)
-            work.truncated = self._follows and cut
+            work.truncated = work.truncated or cut
             return strip_reasoning(reply.text)
         parsed = parse_output(reply.text, self.schema)
         work.repaired = self._follows and parsed.repaired

@@ -72,7 +72,7 @@ class CallOutcome:
 
 class Work:
     """``text`` is the model's latest text. ``failure`` is a final error: the worker's return value cannot replace it.
-    ``repaired``: the JSON of the output was repaired. ``truncated``: the output is text that was cut at max_tokens.
+    ``repaired``: the JSON of the output was repaired. ``truncated``: a text that was cut at max_tokens was kept.
     ``worker`` is the user's; None for the tool loop and built-in workers. ``conversation`` is the row's own: the shared
     messages, the task, and later messages."""
 
@@ -140,6 +140,7 @@ class Work:
                 dialogue.close()
         worker = self.worker
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
+            self.truncated = trail.past.ended is not None and trail.past.ended.truncated
             return worker.read(kept)
         if trail.has_past:
             await self._loop.run_in_executor(None, worker.places.clear, trail.agent)
@@ -441,7 +442,8 @@ class Work:
         elif self.worker is None:
             trail.add(Ended(self.spent(), None, "", *(self.answered or ())))
         else:
-            trail.add(Ended(self.spent(), self._output, self.worker.fingerprint))
+            fingerprint = self.worker.fingerprint
+            trail.add(Ended(self.spent(), self._output, fingerprint, truncated=self.truncated))
 
     def seconds(self) -> float:
         """Return how long the agent has worked, in all sessions."""

@@ -72,9 +72,10 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable, error.traceback)
             return FAILED, _dump([fields, text, _from_spent(spent)])
-        case Ended(spent, output, fingerprint, last, asked):
-            answer = () if last is None else (_from_reply(last), asked)
-            return ENDED, _dump([_from_spent(spent), output, fingerprint, *answer])
+        case Ended(spent, output, fingerprint, last, asked, truncated):
+            later = (None if last is None else _from_reply(last), asked, truncated)
+            count = 3 if truncated else 0 if last is None and not asked else 2
+            return ENDED, _dump([_from_spent(spent), output, fingerprint, *later[:count]])
         case Compacted(cut, usage, digest):
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage), digest])
         case Asked(digest, nth, reply, spent, after, said):
@@ -106,11 +107,10 @@ def decode(kind: int, body: bytes) -> Step:
         error, text, spent = _read(record, (list, str, list))
         return Failed(AgentError(*_read(error, ERROR, least=4)), text, _to_spent(spent))
     if kind == ENDED:
-        spent, *later = _read(record, (list, str | None, str, list, str), least=1)
-        if len(later) < 3:
-            return Ended(_to_spent(spent), *later)
-        output, fingerprint, reply, *asked = later
-        return Ended(_to_spent(spent), output, fingerprint, _to_reply(reply), *asked)
+        spent, *later = _read(record, (list, str | None, str, list | None, str, bool), least=1)
+        if len(later) > 2 and later[2] is not None:
+            later[2] = _to_reply(later[2])
+        return Ended(_to_spent(spent), *later)
     if kind == COMPACTED:
         kept_from, note, reduced, usage, *of = _read(record, (int, str, list, list, str), least=4)
         texts = dict(_read(pair, (int, str)) for pair in reduced)

@@ -103,13 +103,14 @@ class Ended:
     """The agent ended successfully. ``output`` is the return value of a user's worker as JSON, and ``fingerprint`` that
     of its run (``record.keys``). ``output`` is None for the tool loop and built-in workers, which compute it again.
     ``reply`` is the answer that ended the tool loop, and ``asked`` the digest of its request; recorded here, it costs
-    no step of its own."""
+    no step of its own. ``truncated``: a text that was cut at max_tokens was kept for the user's worker."""
 
     spent: Spent
     output: str | None = None
     fingerprint: str = ""
     reply: Reply | None = None
     asked: str = ""
+    truncated: bool = False
 
 
 # Steps of formats 1 to 4, by position.
