@@ -186,10 +186,7 @@ class AgentContext(WorkerContext):
         offered = self._work.user.tool_names if tools is None else tools
         turns = max_turns if max_turns is not None else MAX_TURNS if offered else 1
         dialogue = self._dialogue(prompt, offered, output_schema, options, max_turns=turns)
-        try:
-            return await self._work.owned(tool_loop(self.row, dialogue))
-        finally:
-            dialogue.close()
+        return await self._work.owned(tool_loop(self.row, dialogue))
 
     async def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
         """Return the result of a tool of the run.

@@ -245,6 +245,8 @@ class Dialogue:
             # Reasoning is not sent back.
             self._measured = usage.prompt_tokens + usage.completion_tokens - usage.reasoning_tokens
             self._measured_at = len(self.asked.messages)
+        if self._early is not None and not reply.tool_calls:
+            self.close()
         work = self._work
         work.text = reply.text
         if not self._follows:

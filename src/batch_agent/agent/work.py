@@ -13,7 +13,7 @@ start and reach the same state, so their actions must depend only on the row and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -125,20 +125,19 @@ class Work:
         if past.spent is not None:
             self.tally.take_over(past.spent)
 
-    async def run(self) -> object:
+    def run(self) -> Awaitable[object]:
         """Return the worker's output. Raises JobError."""
-        trail = self.trail
+        trail, r = self.trail, self.r
         if trail.past.failed is not None and not trail.retried:
             raise FailedBefore(trail.past.failed)
-        if self.worker is None:
-            r = self.r
-            # Held by nothing but this frame: a cycle for each row would keep the garbage collector busy.
-            dialogue = Dialogue(self, self.conversation, r.shapes, r.schema, max_turns=r.max_turns, compacts=True)
-            try:
-                return await self._inner(self.job.input, dialogue)
-            finally:
-                dialogue.close()
-        worker = self.worker
+        if self.worker is not None:
+            return self._run_user(self.worker)
+        # Only the worker holds the dialogue: a cycle for each row would keep the garbage collector busy.
+        own = Dialogue(self, self.conversation, r.shapes, r.schema, max_turns=r.max_turns, compacts=True)
+        return self._inner(self.job.input, own)
+
+    async def _run_user(self, worker: UserWorker) -> object:
+        trail = self.trail
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
             self.truncated = trail.past.ended is not None and trail.past.ended.truncated
             return worker.read(kept)
