@@ -526,10 +526,17 @@ async def test_a_write_of_a_worker_is_not_made_again_by_the_tool_loop_that_takes
         await ctx.call("note", text="it")
         raise ValueError("not finished")
 
-    def script(request: Request) -> Say:
-        return CallTools(ToolUse("note", {"text": "it"})) if request.turn == 0 else Say(request.text)
+    fails = True
+
+    def script(request: Request) -> Say | Fail:
+        if request.turn == 0:
+            return CallTools(ToolUse("note", {"text": "it"}), ToolUse("note", {"text": "it"}))
+        return Fail(400) if fails else Say(request.text)
 
     await run(work, ScriptedBackend(), tmp_path, task="{input}")
     options = {"inputs": ["a"], "tools": [note, look_up], "task": "{input}", "resume": True, "force_resume": True}
-    [result] = await BatchAgent.run(backend=ScriptedBackend(script), run_dir=tmp_path, **options)
-    assert (result.output, ran) == ("noted it", ["it"])
+    backend = ScriptedBackend(script)
+    for _ in range(3):
+        [result] = await BatchAgent.run(backend=backend, run_dir=tmp_path, **options)
+        fails = False
+    assert (result.output, ran, len(backend.requests)) == ("noted it", ["it", "it"], 3)

@@ -116,7 +116,7 @@ class Dialogue:
                     if shape.max_tokens is not None:
                         fitted = compactor.fitted(shape, compactor.foreseen(self))
                 while reply is None:
-                    if work.ticket is None and trail.records:
+                    if self._follows and trail.records and work.ticket is None:
                         await trail.settle()  # before later steps depend on it
                     turn = self._turn(fitted)
                     question = turn if send is None else send(turn.request)
