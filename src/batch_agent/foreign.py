@@ -50,11 +50,11 @@ def describe(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return where the user's code raised, as " (file, line 3, in work: the source line)"; "" if that is unknown."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((OWN, *LIBRARIES))]
-    if not own:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OWN)]
+    if not frames:
         return ""
-    frame = own[-1]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    frame = (own or frames)[-1]
     source = f": {frame.line.strip()}" if frame.line else ""
     return encodable(f" ({frame.filename}, line {frame.lineno}, in {frame.name}{source})")
 

@@ -63,26 +63,6 @@ class AskShapes:
     given: object  # the schema as the user gave it; holding it here keeps its id unique
 
 
-class ClientShapes:
-    """The shapes of requests, one for each kind: backends and digests cache what they derive from a shape. ``on_new``
-    is called with a new shape before its first use."""
-
-    def __init__(self, on_new: Callable[[RequestShape], None]) -> None:
-        self._on_new = on_new
-        self._known: dict[bytes, tuple[RequestShape, RequestShape]] = {}
-
-    def of(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
-        """Return the shape for the record, and the shape to send, which is a part of the first."""
-        shapes = self._known.get(request.head)
-        if shapes is None:
-            if len(self._known) >= SHAPES:
-                self._known.clear()
-            self._on_new(request.shape)
-            asked = replace(request.shape, extra_body={"client": request.head.hex()})
-            shapes = self._known[request.head] = asked, request.shape
-        return shapes
-
-
 class UserWorker:
     """``places`` are the directories of its rows; ``gateway`` serves the programs that they start."""
 
@@ -90,7 +70,6 @@ class UserWorker:
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
     ) -> None:
         self.gateway = gateway
-        self.client_shapes = ClientShapes(self._admit_shape)
         self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
         self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
@@ -98,6 +77,7 @@ class UserWorker:
         self._spending = spending
         self._tools = {tool.name: tool for tool in prepared.tools}
         self._shapes: dict[object, AskShapes] = {}
+        self._client_shapes: dict[bytes, tuple[RequestShape, RequestShape]] = {}
         self._stuck = 0
 
     # Its row
@@ -214,10 +194,18 @@ class UserWorker:
             self._spending.set_prices(every, self._prices(model))
         return AskShapes(shapes, schema, output_schema)
 
-    def _admit_shape(self, shape: RequestShape) -> None:
-        """Set the prices of a client's shape. The backend checks it when it is sent."""
-        if self._spending is not None:
-            self._spending.set_prices((shape,), self._prices(shape.model))
+    def client_shapes(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
+        """Return the shape for the record of a client's request, and the shape to send, which is a part of the first.
+        Equal requests have the same objects, as in ``asking``. The backend checks a shape when it is sent."""
+        shapes = self._client_shapes.get(request.head)
+        if shapes is None:
+            if len(self._client_shapes) >= SHAPES:
+                self._client_shapes.clear()
+            if self._spending is not None:
+                self._spending.set_prices((request.shape,), self._prices(request.shape.model))
+            asked = replace(request.shape, extra_body={"client": request.head.hex()})
+            shapes = self._client_shapes[request.head] = asked, request.shape
+        return shapes
 
     def _prices(self, model: str) -> Prices | None:
         prepared = self._prepared
@@ -267,7 +255,7 @@ class GatewayRow:
         return await self._backend.models()
 
     async def answer(self, request: ClientRequest) -> Reply:
-        asked, sent = self._worker.client_shapes.of(request)
+        asked, sent = self._worker.client_shapes(request)
 
         def send(question: ModelRequest) -> ModelCall:
             question.shape, question.client = sent, request.client_body
