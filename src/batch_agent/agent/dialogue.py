@@ -37,7 +37,6 @@ from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.digests import difference, is_same, message_digest, next_asked, request_digest
 from batch_agent.record.replay import NO_MESSAGES
-from batch_agent.record.steps import PastTurn
 from batch_agent.scheduler.kvflow import pin_seconds
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class Dialogue:
         self._repairs = 0  # answers that were requested again because they were invalid
         self._forgiven = 0  # the number of those before a failure that is now retried
         self._early: EarlyCalls | None = None
-        self._past: PastTurn | None = None  # the latest answer, if the tool loop recorded it in an earlier session
         # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
         # the first messages.
         self._chain, self._digested = work.trail.key, len(said.messages)
@@ -166,17 +164,18 @@ class Dialogue:
         new, first = messages[self._digested :], self._digested + 1
         self._digested += len(new)
         self._chain, digest = next_asked(self._chain, work.r.digests.of(shape), new)
-        if self._past is not None and self._past.compacted is not None:
-            self.compact(self._past.compacted.cut)
-        self._past = None
-        if replay is None or not replay.own:
+        past, ahead = work.past_turn, work.turns_ahead
+        if past is not None and past.compacted is not None:
+            self.compact(past.compacted.cut)
+        if not ahead:
+            work.past_turn = None
             return digest, 0, None
-        then = replay.own[0].asked
+        then = ahead[-1].asked
         if work.trail.checks and not is_same(then, digest):
             raise ReplayMismatch(MISMATCH.format(difference=difference(then, digest, new, first)))
-        self._past = replay.own.popleft()
+        work.past_turn = past = ahead.pop()
         work.tally.again = False
-        return digest, 0, self._past.reply
+        return digest, 0, past.reply
 
     def _leave_record(self) -> None:
         """Begin to send. Raises LimitExceeded if no further request is allowed."""
@@ -193,10 +192,10 @@ class Dialogue:
 
     def _turn(self, shape: RequestShape) -> TurnCall:
         """Return the next request."""
-        work, left = self._work, self.turns_left()
+        work, limit = self._work, self._limit
+        left = self._turns_left(limit)
         r, job, number = work.r, work.job, work.tally.turns + 1
         scheduler = r.dispatcher.scheduler
-        limit = self._limit
         can_call = bool(shape.tools) and shape.tool_choice != "none"
         # No tool runs after the last turn, so none can start early.
         last = limit is not None and left <= 1
@@ -259,12 +258,10 @@ class Dialogue:
             return self.max_turns + self._repairs
         return None if self._follows else self._work.r.max_turns
 
-    def turns_left(self) -> int:
+    def _turns_left(self, limit: int | None) -> int:
         """Return how many answers are allowed; 0 or less: any number."""
-        limit, row = self._limit, self._work.tally.turns
-        if limit is None:
-            return -row
-        return max(0, limit - (row if self.max_turns is None else self.turns))
+        row = self._work.tally.turns
+        return -row if limit is None else max(0, limit - (row if self.max_turns is None else self.turns))
 
     @property
     def _is_out_of_turns(self) -> bool:
@@ -352,7 +349,7 @@ class Dialogue:
         r = work.r
         work.check_open()
         work.record_answer()
-        forgives = self._goes_on or (work.trail.retried and self._past is not None)
+        forgives = self._goes_on or (work.trail.retried and work.past_turn is not None)
         if self._repairs - self._forgiven >= r.policy.max_retries and not forgives:
             raise error
         if work.trail.fresh:
@@ -363,7 +360,7 @@ class Dialogue:
     @property
     def _goes_on(self) -> bool:
         """Whether recorded answers of the tool loop are left. Limits on its length do not apply to them."""
-        return self._follows and self._work.replay is not None and bool(self._work.replay.own)
+        return self._follows and bool(self._work.turns_ahead)
 
     def close(self) -> None:
         """Stop the tool calls that started early and that the answer does not have."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -43,6 +42,7 @@ from batch_agent.record.steps import (
     Compacted,
     Ended,
     Failed,
+    PastTurn,
     Spent,
     call_digest,
     conversation_of_ask,
@@ -51,6 +51,7 @@ from batch_agent.record.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.tools.pool import ToolOutcome
+from batch_agent.value_type import value_type
 
 if TYPE_CHECKING:
     from batch_agent.agent.user_worker import UserWorker
@@ -61,7 +62,7 @@ ENDED = "the row of this context has ended: it accepts no more requests or calls
 NO_ARTIFACTS: Mapping[str, Path] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class CallOutcome:
     """The end of a tool call. ``unknown``: it was interrupted, may have written, and is not repeated."""
 
@@ -106,8 +107,11 @@ class Work:
             self._key = ""  # API key at the gateway; created at first use
             self._place: Workplace | None = None  # created at first use
             self._output: str | None = None  # the worker's return value as JSON
-        searches = trail.has_past or (trail.records and self.worker is not None)
-        self.replay = WorkReplay(trail.past) if searches else None
+        past, user = trail.past, self.worker is not None
+        self.replay = WorkReplay(past, takes_over=user) if past.worked or (user and trail.records) else None
+        # The recorded answers of the tool loop: those that it has not reached, the next one last, and the latest one.
+        self.turns_ahead: list[PastTurn] = list(reversed(past.turns))
+        self.past_turn: PastTurn | None = None
         if trail.has_past:
             self._count_past()
 
@@ -199,7 +203,9 @@ class Work:
         tools, trail = self.r.tools, self.trail
         keys, new, writes = list[Key | None](), {}, []
         for place, call in enumerate(calls):
-            key, outcome = self._recorded(place, call)
+            key = outcome = None
+            if self.replay is not None or self.past_turn is not None:
+                key, outcome = self._recorded(place, call)
             keys.append(key)
             if outcome is not None:
                 known[place] = outcome
@@ -280,12 +286,16 @@ class Work:
     def _recorded(self, place: int, call: ToolCall) -> tuple[Key | None, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
         answer. The calls of a row without a record have neither."""
-        replay, loops = self.replay, self.worker is None
-        if replay is None:
-            return None, None
-        digest = call_digest(call.name, call.arguments)
-        key = digest, replay.take(digest)
-        past, wrote = replay.outcome(*key), replay.wrote(*key)
+        replay, turn, loops = self.replay, self.past_turn, self.worker is None
+        key, past, wrote = None, None, False
+        if replay is not None:
+            digest = call_digest(call.name, call.arguments)
+            key = digest, replay.take(digest)
+            past, wrote = replay.outcome(*key), replay.wrote(*key)
+        if turn is not None:
+            if (text := turn.outcomes.get(place)) is not None:
+                return key, CallOutcome(text, ok=True)
+            wrote = wrote or place in turn.begun
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
         if past is not None and (past.ok or wrote or loops or not self.trail.retried):
             outcome = CallOutcome(past.text, past.ok)
@@ -293,9 +303,7 @@ class Work:
             outcome = CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
         else:
             return key, None
-        # The model reads this text, and must read the same one after the next resume. A call that a user's worker
-        # recorded is in a record that the tool loop took over.
-        if loops and (past is None or past.digest):
+        if loops:  # the model reads this text, and must read the same one after the next resume
             self._record(place, call, key, outcome)
         return key, outcome
 

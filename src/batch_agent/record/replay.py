@@ -7,7 +7,6 @@ again. So a worker that retries, and is resumed later, finds the answer at its f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -30,13 +29,11 @@ NO_MESSAGES = b""  # the digest of an empty conversation
 
 
 class WorkReplay:
-    """``own`` are the recorded answers of the tool loop that it has not reached yet. Its requests have one order, so
-    the next one is compared with the first of them."""
+    """``takes_over``: the calls of the tool loop are found too. The tool loop itself finds them in its turns."""
 
-    __slots__ = ("_asks", "_calls", "_counts", "_cuts", "_ends", "_freed", "_numbers", "_replies", "_wrote", "own")
+    __slots__ = ("_asks", "_calls", "_counts", "_cuts", "_ends", "_freed", "_numbers", "_replies", "_wrote")
 
-    def __init__(self, past: Past) -> None:
-        self.own: deque[PastTurn] = deque(past.turns)
+    def __init__(self, past: Past, *, takes_over: bool) -> None:
         self._asks = past.asked  # answered requests of a user's worker, in the order of their answers
         self._replies = {(ask.digest[:WHOLE], ask.nth): ask.reply for ask in self._asks}
         self._cuts: dict[str, Compacted] = {}
@@ -47,16 +44,16 @@ class WorkReplay:
         # Digests of conversations that a later request may continue, once they are needed.
         self._ends: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
-        self._index(past)
+        self._index(past, past.turns if takes_over else ())
 
-    def _index(self, past: Past) -> None:
+    def _index(self, past: Past, turns: Sequence[PastTurn]) -> None:
         for step in past.worked:
             if isinstance(step, CallBegun | CallEnded):
                 self.add_call(step, (call_digest(step.name, step.arguments), step.nth))
             elif isinstance(step, Compacted):
                 self._cuts[step.digest] = step  # a later cut includes the earlier one
         counts: dict[str, int] = {}
-        for turn in past.turns:
+        for turn in turns:
             for place in sorted(turn.begun | turn.outcomes.keys()):
                 call = turn.reply.tool_calls[place]
                 digest = call_digest(call.name, call.arguments)

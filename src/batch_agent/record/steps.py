@@ -42,7 +42,7 @@ class Spent:
 SHARED, ALONE, OWN = -1, -2, -3  # what a request continues that continues no earlier request
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Asked:
     """An answer of the model. The request is the conversation of the earlier request number ``after`` (from 0) with its
     answer, followed by ``said``. SHARED: it starts with the messages that all rows share. ALONE: it starts empty. OWN:
@@ -56,7 +56,7 @@ class Asked:
     said: tuple[Message, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class CallBegun:
     """A tool call that may write and is about to start. ``arguments`` is JSON text. With the digest "", it is call
     number ``nth`` (from 0) of the latest answer of the tool loop. That answer has the rest."""
@@ -67,7 +67,7 @@ class CallBegun:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class CallEnded:
     """The end of a tool call. ``text`` is the result or the error. The digest may be "" as in CallBegun."""
 
@@ -154,7 +154,7 @@ Step: TypeAlias = Asked | CallBegun | CallEnded | Compacted | Failed | Ended | T
 WorkStep: TypeAlias = Asked | CallBegun | CallEnded | Compacted
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class PastTurn:
     """A recorded answer of the tool loop, the outcomes of its calls by position, and the compaction after it."""
 
