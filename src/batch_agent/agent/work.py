@@ -254,7 +254,7 @@ class Work:
                 return
             known[place] = outcome = CallOutcome(end.text, end.ok)
             # Recorded at once: another call may run for hours. A tool that a worker names may be added later.
-            if self.worker is None or r.tools.knows(call.name):
+            if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
                 with suppress(StoreError):  # the agent gets the error at its next step
                     self._record(place, call, keys[place], outcome)
             at, number, seconds = r.clock(), first + place, end.seconds

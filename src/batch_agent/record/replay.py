@@ -1,8 +1,8 @@
 """The record of one row, found by content: a digest, and the number of earlier equal requests or calls.
 
-Holds the steps of earlier sessions and of this one. Records of the tool loop by position (formats 1 to 4) are found in
-the same way: ``read_past`` has put their calls beside their answers. The number of a request that got no answer is used
-again. So a worker that retries, and is resumed later, finds the answer at its first request.
+Holds the steps of a user's worker, of earlier sessions and of this one. The number of a request that got no answer is
+used again. So a worker that retries, and is resumed later, finds the answer at its first request. The calls of the tool
+loop are found too, in every format, if a worker takes over its record.
 """
 
 from __future__ import annotations
