@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batch_agent import BatchAgent, BatchSpec, Tool
-from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import ModelRequest
 from batch_agent.backends.simulated.backend import SimulatedBackend
@@ -136,7 +136,7 @@ async def talk(agents: int, **options: Any) -> Talk:
     events: list[Event] = []
     longest = 0
 
-    async def worker(row: object, ctx: LoopContext) -> object:
+    async def worker(row: object, ctx: Dialogue) -> object:
         nonlocal longest
         for _ in range(TURNS):
             reply = await ctx.ask()

@@ -230,9 +230,11 @@ class AgentTimeout(LimitExceeded):
 
 
 class WorkerFailed(JobError):
-    """A user's worker raised an exception other than JobError, or returned a value that is not JSON."""
+    """A user's worker raised an exception other than JobError, or returned a value that is not JSON. ``traceback`` is
+    that of the exception, as text; "" without one."""
 
     type = "WorkerFailed"
+    traceback = ""
 
 
 class RowEnded(WorkerFailed):

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 
 MESSAGE_CHARACTERS = 4000
+TRACEBACK_CHARACTERS = 20_000
+OWN = str(Path(__file__).parent)
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def message_of(error: BaseException) -> str:
@@ -40,6 +46,33 @@ def describe(error: BaseException) -> str:
         message = f"{message[:MESSAGE_CHARACTERS]} [...]"
     name = type(error).__name__
     return f"{name}: {message}" if message else name
+
+
+def place_of(error: BaseException) -> str:
+    """Return where the user's code raised, as " (file, line 3, in work: the source line)"; "" if that is unknown."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OWN)]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    frame = (own or frames)[-1]
+    source = f": {frame.line.strip()}" if frame.line else ""
+    return encodable(f" ({frame.filename}, line {frame.lineno}, in {frame.name}{source})")
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback as text, without the frames of this package at its beginning."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(OWN):
+        tb = tb.tb_next
+    try:
+        text = "".join(traceback.format_exception(type(error), error, tb))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the exception's own methods
+        return ""
+    if len(text) > TRACEBACK_CHARACTERS:
+        text = f"{text[: TRACEBACK_CHARACTERS // 2]}\n[...]\n{text[-TRACEBACK_CHARACTERS // 2 :]}"
+    return encodable(text)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar
 
-from batch_agent.errors import JobError, error_of
+from batch_agent.errors import JobError, WorkerFailed, error_of
 from batch_agent.foreign import describe
 from batch_agent.messages import Attachment, Message, Usage
 from batch_agent.value_type import value_type
@@ -53,16 +53,19 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class AgentError:
-    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md."""
+    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md. ``traceback`` is that of
+    an exception in the code of a worker, as text; else ""."""
 
     stage: str
     type: str
     message: str
     retryable: bool = False
+    traceback: str = ""
 
     @classmethod
     def of(cls, error: JobError) -> AgentError:
-        return cls(error.stage, error.type, str(error), error.retryable)
+        traceback = error.traceback if isinstance(error, WorkerFailed) else ""
+        return cls(error.stage, error.type, str(error), error.retryable, traceback)
 
     def exception(self) -> JobError:
         """Return this error as an exception that can be raised."""
@@ -102,7 +105,7 @@ class BaseResult(Generic[T_co]):
     messages: tuple[Message, ...] = ()
     raw_text: str = ""  # the model's last text, before any parsing
     repaired: bool = False  # the output was read from JSON that was corrected or found in prose
-    truncated: bool = False  # the output is text that was cut at max_tokens
+    truncated: bool = False  # the output is text that was cut at max_tokens, or a worker got such a text
     resumed: bool = False  # from the record of an earlier session; nothing was sent in this one
     chunks: int = 1  # parts that the input was split into because it did not fit (oversized="chunk")
     shortened: bool = False  # only the beginning of the input was sent because it did not fit (oversized="truncate")

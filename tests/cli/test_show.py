@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_agent import BatchAgent, Tool
+from batch_agent import AgentContext, BatchAgent, Tool
 from batch_agent.agent.prepare import prepare
 from batch_agent.cli.main import main
 from batch_agent.cli.output.report import spent
@@ -73,6 +73,16 @@ def test_a_row_is_shown_with_its_calls_results_times_and_tokens(
     ):
         assert part in text
     assert "lovely" not in shown(capsys, "show", str(recorded), "--row", "2")
+
+
+def test_the_traceback_of_a_worker_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(row: dict[str, str], ctx: AgentContext) -> object:
+        return row["missing"]
+
+    BatchAgent.run_sync(worker=work, inputs=[{"text": "a"}], backend=ScriptedBackend(), run_dir="runs/worker")
+    text = shown(capsys, "show", "runs/worker", "--failed", "--full")
+    assert "KeyError: 'missing'" in text and "traceback\n    Traceback (most recent call last):" in text
+    assert 'return row["missing"]' in text
 
 
 def test_failed_rows_and_slow_ones_are_found(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

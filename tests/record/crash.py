@@ -23,9 +23,10 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.record.codec import DONE, TURN, decode
+from batch_agent.record.codec import ASKED, ENDED, decode
 from batch_agent.record.reader import look
-from batch_agent.record.steps import Done, Turn
+from batch_agent.record.steps import Asked as AskedStep
+from batch_agent.record.steps import Ended
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 Asked = tuple[int, int]  # row, turn
@@ -110,14 +111,14 @@ def recorded(directory: Path) -> set[Asked]:
         return set()
     db = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
     try:
-        steps = [decode(*row) for row in db.execute(f"SELECT kind, body FROM record WHERE kind IN ({TURN}, {DONE})")]
+        steps = [decode(*row) for row in db.execute(f"SELECT kind, body FROM record WHERE kind IN ({ASKED}, {ENDED})")]
     except sqlite3.OperationalError:  # killed before there was a table
         return set()
     finally:
         db.close()
     turns = set()
     for step in steps:
-        assert isinstance(step, Turn | Done)
+        assert isinstance(step, AskedStep | Ended) and step.reply is not None
         found = re.search(r"row\D+(\d+)\D+turn\D+(\d+)", step.reply.text)
         assert found is not None, step.reply.text
         turns.add((int(found[1]), int(found[2])))

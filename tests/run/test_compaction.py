@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent import AgentContext, AgentResult, BatchAgent, Tool
 from batch_agent.errors import SpecError
 from batch_agent.events import ContextCompacted, Event, TurnFailed
 from batch_agent.messages import Message, Usage
@@ -302,3 +302,33 @@ async def test_a_model_for_summaries_that_the_server_does_not_have_does_not_stop
     assert all(result.ok for result in results)
     assert len(events) > 3
     assert "- look({" in str(backend.requests[-1].messages[1]["content"])
+
+
+@virtual_clock
+async def test_a_loop_of_a_worker_is_cut_like_a_row_and_resumed_as_it_was(tmp_path: Path) -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        return await ctx.loop(max_turns=TURNS + 1)
+
+    def stops(request: Request) -> Any:
+        return Fail(400) if request.number >= 15 and request.model != "small" else with_summaries(request)
+
+    options = {"run_dir": tmp_path, "resume": True, "worker": work, "compaction_model": "small"}
+    [failed], before, events = await run(stops, **options)
+    assert not failed.ok and events
+    [result], after, _ = await run(with_summaries, **options)
+    assert (result.output, result.turns) == ("done", TURNS + 1)
+    assert after.requests[0].raw == before.requests[-1].raw
+    assert max(map(size, (*before.requests, *after.requests))) < CONTEXT
+    told = [request for request in (*before.requests, *after.requests) if request.model == "small"]
+    assert len({request.raw for request in told}) == len(told) > 1
+    assert result.usage.completion_tokens == 10 * result.turns + 20 * len(told)
+
+
+@virtual_clock
+async def test_a_loop_of_a_worker_is_not_cut_when_the_run_says_so() -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        return await ctx.loop(max_turns=TURNS + 1)
+
+    [result], backend, events = await run(worker=work, compaction="off")
+    assert (result.ok, events) == (True, [])
+    assert max(map(size, backend.requests)) > CONTEXT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
 
@@ -45,9 +46,8 @@ def mending(complaint: str) -> type[BaseModel]:
 
 
 async def run(directory: Path, backend: ScriptedBackend, **options: Any) -> list[AgentResult[Any]]:
-    return await BatchAgent.run(
-        task="{input}", inputs=["a"], backend=backend, run_dir=directory, resume=True, max_retries=1, **options
-    )
+    known: dict[str, Any] = {"inputs": ["a"], "run_dir": directory, "resume": True, "max_retries": 1}
+    return await BatchAgent.run(task="{input}", backend=backend, **{**known, **options})
 
 
 def once_bad(request: Request) -> Say:
@@ -70,7 +70,7 @@ async def test_a_row_that_would_ask_something_else_fails_and_says_what_differs(t
 async def test_a_worker_of_ours_that_asks_otherwise_gets_no_old_answer(tmp_path: Path) -> None:
     question = "sure?"
 
-    async def twice(row: object, ctx: LoopContext) -> object:
+    async def twice(row: object, ctx: Dialogue) -> object:
         await ctx.ask()
         ctx.say(question)
         return (await ctx.ask()).text
@@ -95,7 +95,7 @@ async def test_a_damaged_record_with_a_write_that_was_begun_is_not_taken_for_non
 
     await run(tmp_path, ScriptedBackend(script), tools=[note])
     db = sqlite3.connect(tmp_path / "journal.db")
-    db.execute("UPDATE record SET body = CAST('[]' AS BLOB) WHERE kind = 3")
+    db.execute("UPDATE record SET body = CAST('[]' AS BLOB) WHERE kind = 10")
     db.commit()
     db.close()
     for _ in range(2):
@@ -103,3 +103,17 @@ async def test_a_damaged_record_with_a_write_that_was_begun_is_not_taken_for_non
         [result] = await run(tmp_path, backend, tools=[note])
         assert result.error is not None and result.error.type == "RecordUnreadable"
         assert (ran, backend.requests) == (["it"], [])
+
+
+async def test_a_row_with_a_damaged_record_gives_its_slot_back(tmp_path: Path) -> None:
+    def script(request: Request) -> Say:
+        return CallTools(ToolUse("note", {"text": "it"})) if request.turn == 0 else Say("done")
+
+    await run(tmp_path, ScriptedBackend(script), tools=[note])
+    db = sqlite3.connect(tmp_path / "journal.db")
+    db.execute("UPDATE record SET body = CAST('[]' AS BLOB) WHERE kind = 10")
+    db.commit()
+    db.close()
+    async with asyncio.timeout(30):
+        results = await run(tmp_path, ScriptedBackend(script), tools=[note], inputs=["a", "b", "c"], max_inflight=1)
+    assert [result.error and result.error.type for result in results] == ["RecordUnreadable", None, None]

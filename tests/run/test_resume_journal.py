@@ -6,6 +6,7 @@ that the server refused after a tool call, and one that was interrupted while it
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sqlite3
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent import AgentContext, AgentResult, BatchAgent, Tool
+from batch_agent.errors import OutcomeUnknown
 from batch_agent.record.codec import FORMAT, OLDEST
 from batch_agent.record.sqlite import SqliteJournal, glance
 from batch_agent.testing import Request, Say, ScriptedBackend
@@ -129,3 +131,35 @@ async def test_a_record_of_a_wrong_type_costs_its_row(
     results, _ = await resume(directory)
     assert [result.output and result.output.word for result in results] == ["new", "mended", "new", "new"]
     assert "is unreadable and is ignored" in caplog.text
+
+
+async def work(row: str, ctx: AgentContext) -> object:
+    """A user's worker: a conversation of two requests and a loop with tools beside it."""
+    first, looked = await asyncio.gather(ctx.ask(), ctx.loop(f"look {row} up", tools=[look_up]))
+    ctx.say("Are you sure?")
+    second = await ctx.ask()
+    try:
+        sent = await ctx.call("send", to=row)
+    except OutcomeUnknown:
+        sent = "unknown"
+    return [first.text, looked, second.text, sent]
+
+
+async def test_a_worker_of_format_4_pays_for_nothing_again_and_writes_nothing_twice(tmp_path: Path) -> None:
+    ran.clear()
+    shutil.copy(JOURNALS / "format-4-worker.db", tmp_path / "journal.db")
+    backend = ScriptedBackend()
+    options: dict[str, Any] = {"task": "{input}", "inputs": ["done", "unfinished"], "tools": [look_up, send]}
+    for _ in range(2):
+        done, unfinished = await BatchAgent.run(
+            worker=work, backend=backend, model="scripted", run_dir=tmp_path, resume=True, **options
+        )
+        assert done.output == ["answer to done", "answer to about done", "answer to Are you sure?", "sent"]
+        assert unfinished.output == [
+            "answer to unfinished",
+            "answer to about unfinished",
+            "answer to Are you sure?",
+            "unknown",
+        ]
+        assert (done.resumed, unfinished.resumed, done.turns, unfinished.turns) == (True, True, 4, 4)
+    assert (ran, backend.requests) == ([], [])

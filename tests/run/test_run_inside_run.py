@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_agent import BatchSpec, Pipeline
-from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import prepare
 from batch_agent.dispatch.rate_mark import FILE
 from batch_agent.events import Event, JobFinished
@@ -20,7 +20,7 @@ def nested(backend: ScriptedBackend, outer: dict[str, Any], sinks: Any = ()) -> 
     """Each outer row asks four inner ones, in a run of their own, and its output is what they said."""
     run: Run[Any]
 
-    async def worker(row: object, ctx: LoopContext) -> object:
+    async def worker(row: object, ctx: Dialogue) -> object:
         inner = prepare(BatchSpec(task="inner {input}", inputs=[f"{row}.{n}" for n in range(4)], backend=backend))
         async with Run[str](inner, within=run.shared) as inside:
             results = [result async for result in inside.results()]

@@ -138,7 +138,7 @@ async def test_a_model_that_still_wants_tools_at_max_turns_fails_and_its_text_is
 @virtual_clock
 async def test_without_a_value_max_turns_is_one_without_tools_and_ten_with() -> None:
     backend = ScriptedBackend(lambda request: CallTools(ToolUse("look_up", {"word": "x"})))
-    [bare] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend)
+    [bare] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, max_retries=0)
     [armed] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, tools=[look_up])
     [endless] = await BatchAgent.run(
         task="{input}", inputs=["a"], backend=backend, tools=[look_up], max_turns=None, timeout_per_agent=60
@@ -327,3 +327,19 @@ async def test_a_model_without_a_name_is_the_one_the_backend_serves() -> None:
     backend = ScriptedBackend()
     await BatchAgent.run(task="{input}", inputs=["a"], backend=backend)
     assert backend.requests[0].model == "scripted"
+
+
+@pytest.mark.parametrize("schema", [None, Answer])
+async def test_a_call_although_no_tools_are_offered_is_repaired(schema: type[BaseModel] | None) -> None:
+    def script(request: Request) -> Say:
+        return CallTools(ToolUse("search", {"q": "x"})) if request.turn == 0 else Say('{"word": "w"}')
+
+    backend = ScriptedBackend(script)
+    [result] = await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, output_schema=schema)
+    assert (result.ok, result.turns, result.attempts) == (True, 2, 2)
+    assert [message.role for message in result.messages][-3:] == ["assistant", "tool", "assistant"]
+    assert "no tools are offered" in backend.requests[1].text
+    stubborn = ScriptedBackend(lambda _: CallTools(ToolUse("search", {"q": "x"})))
+    [failed] = await BatchAgent.run(task="{input}", inputs=["a"], backend=stubborn, max_retries=1, output_schema=schema)
+    assert failed.error is not None and (failed.error.type, failed.turns) == ("Invalid", 2)
+    assert "calls search, although no tools are offered" in failed.error.message

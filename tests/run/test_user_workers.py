@@ -12,7 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import AgentContext, AgentResult, BatchAgent, BlockingContext, Tool
+from batch_agent.backends.base import ModelRequest, OnToolCall
 from batch_agent.errors import BackendError, JobError, OutcomeUnknown, RowEnded, ToolError
+from batch_agent.messages import Reply
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 ran: list[str] = []
@@ -401,3 +403,140 @@ async def test_a_plain_function_that_hangs_is_given_up_and_what_it_asks_later_is
     release.set()
     await left.wait()
     assert [type(error) for error in errors] == [RowEnded]
+
+
+@virtual_clock
+async def test_a_loop_starts_reads_while_the_answer_is_streamed_and_says_how_many_turns_are_left() -> None:
+    loop, started = asyncio.get_running_loop(), dict[str, float]()
+
+    @Tool.define(effect="read")
+    async def read(n: int) -> str:
+        started["read"] = loop.time()
+        return "read"
+
+    @Tool.define(effect="write")
+    async def write(n: int) -> str:
+        started["write"] = loop.time()
+        return "written"
+
+    async def work(row: str, ctx: AgentContext) -> object:
+        return await ctx.loop(row, max_turns=4)
+
+    class Seen(ScriptedBackend):
+        async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+            left.append(request.turns_left)
+            return await super().infer(request, on_tool_call)
+
+    def script(request: Request) -> Say:
+        if request.turn == 0:
+            return CallTools(ToolUse("read", {"n": 1}), ToolUse("write", {"n": 2}), chunk_delay=1.0)
+        return Say("done")
+
+    left: list[int] = []
+    [result] = await run(work, Seen(script), tools=[read, write])
+    assert (result.output, started["read"] < started["write"]) == ("done", True)
+    assert left == [4, 3]
+
+
+async def test_a_loop_takes_tools_that_the_run_does_not_have(tmp_path: Path) -> None:
+    def shout(text: str) -> str:
+        """Shout it."""
+        ran.append(text)
+        return text.upper()
+
+    @Tool.define(effect="write", name="note")
+    async def another(text: str) -> str:
+        return "never"
+
+    async def work(row: str, ctx: AgentContext) -> object:
+        if row == "same name":
+            return await ctx.loop(row, tools=[another])
+        said = await ctx.loop(row, tools=[shout, "look_up", note])
+        return [said, await ctx.call("shout", text="more")]
+
+    def script(request: Request) -> Say:
+        if request.turn == 0:
+            names = [tool["function"]["name"] for tool in request.body["tools"]]
+            return CallTools(*(ToolUse(name, {"text": f"{request.text} {name}"}) for name in names))
+        return Say(f"{request.text}!")
+
+    backend = ScriptedBackend(script)
+    results = await run(work, backend, tmp_path, inputs=["a", "b", "same name"])
+    assert [result.output for result in results[:2]] == [["noted a note!", "MORE"], ["noted b note!", "MORE"]]
+    assert "the run has another tool called note" in results[2].error.message
+    assert sorted(ran)[:3] == ["a look_up", "a note", "a shout"]
+    again = await run(work, ScriptedBackend(lambda _: Fail(500)), tmp_path, inputs=["a", "b"], force_resume=True)
+    assert [result.output for result in again] == [result.output for result in results[:2]]
+
+
+async def test_a_text_that_was_cut_is_kept_when_the_run_says_so_and_says_that_it_was_cut(tmp_path: Path) -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        reply = await ctx.ask(row)
+        return [reply.text, reply.truncated]
+
+    backend = ScriptedBackend(lambda request: Say("half of", finish_reason="length"))
+    for _ in range(2):
+        [kept] = await run(work, backend, tmp_path, truncated="keep")
+        assert (kept.output, kept.truncated) == (["half of", True], True)
+    assert len(backend.requests) == 1
+    [failed] = await run(work, backend, truncated="fail")
+    assert failed.error is not None and failed.error.type == "Truncated"
+    [whole] = await run(work, ScriptedBackend([Say("all")]), truncated="keep")
+    assert (whole.output, whole.truncated) == (["all", False], False)
+
+
+def broken(row: str) -> object:
+    return {}[row]
+
+
+async def test_the_error_of_a_worker_says_where_it_was_raised_and_has_its_traceback(tmp_path: Path) -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        return broken(row)
+
+    for _ in range(2):
+        [result] = await run(work, ScriptedBackend(), tmp_path, retry_failed=False)
+        assert "KeyError: 'a'" in result.error.message
+        assert "test_user_workers.py, line " in result.error.message
+        assert "in broken: return {}[row]" in result.error.message
+        assert result.error.traceback.startswith("Traceback (most recent call last):")
+        assert "return broken(row)" in result.error.traceback and "batch_agent/agent" not in result.error.traceback
+    assert "return broken(row)" in (tmp_path / "failures.jsonl").read_text()
+
+
+async def test_a_write_of_the_tool_loop_is_not_made_again_by_a_worker_that_takes_over_its_record(
+    tmp_path: Path,
+) -> None:
+    def script(request: Request) -> Say:
+        return CallTools(ToolUse("note", {"text": "it"})) if request.turn == 0 else Say("done")
+
+    async def work(row: str, ctx: AgentContext) -> object:
+        return [await ctx.call("note", text="it"), await ctx.call("note", text="more")]
+
+    options = {"task": "{input}", "force_resume": True}
+    known = {"inputs": ["a"], "tools": [note, look_up], "task": "{input}"}
+    await BatchAgent.run(backend=ScriptedBackend(script), run_dir=tmp_path, **known)
+    [result] = await run(work, ScriptedBackend(), tmp_path, **options)
+    assert (result.output, ran) == (["noted it", "noted more"], ["it", "more"])
+
+
+async def test_a_write_of_a_worker_is_not_made_again_by_the_tool_loop_that_takes_over_its_record(
+    tmp_path: Path,
+) -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        await ctx.call("note", text="it")
+        raise ValueError("not finished")
+
+    fails = True
+
+    def script(request: Request) -> Say | Fail:
+        if request.turn == 0:
+            return CallTools(ToolUse("note", {"text": "it"}), ToolUse("note", {"text": "it"}))
+        return Fail(400) if fails else Say(request.text)
+
+    await run(work, ScriptedBackend(), tmp_path, task="{input}")
+    options = {"inputs": ["a"], "tools": [note, look_up], "task": "{input}", "resume": True, "force_resume": True}
+    backend = ScriptedBackend(script)
+    for _ in range(3):
+        [result] = await BatchAgent.run(backend=backend, run_dir=tmp_path, **options)
+        fails = False
+    assert (result.output, ran, len(backend.requests)) == ("noted it", ["it", "it"], 3)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.agent.loop_context import InnerWorker, LoopContext
+from batch_agent.agent.dialogue import Dialogue
+from batch_agent.agent.loop import InnerWorker
 from batch_agent.errors import BackendError, NotJSON, SpecError
 from batch_agent.record.reader import look
 from batch_agent.run.run import Run
@@ -29,7 +30,7 @@ async def note(text: str) -> str:
     return f"noted {text}"
 
 
-async def debate(row: object, ctx: LoopContext) -> object:
+async def debate(row: object, ctx: Dialogue) -> object:
     """Asks, lets the model use a tool, asks back, and makes its own value of what it was told."""
     first = await ctx.ask()
     [noted] = await ctx.call(first.tool_calls)
@@ -78,7 +79,7 @@ async def test_a_worker_that_was_killed_finds_itself_where_it_was(tmp_path: Path
 
 
 async def test_a_worker_that_ends_with_a_call_or_asks_nothing_is_done_all_the_same(tmp_path: Path) -> None:
-    async def noting(row: object, ctx: LoopContext) -> object:
+    async def noting(row: object, ctx: Dialogue) -> object:
         return None if row == "silent" else await ctx.call((await ctx.ask()).tool_calls)
 
     options = {"inputs": ["a", "silent"]}
@@ -89,7 +90,7 @@ async def test_a_worker_that_ends_with_a_call_or_asks_nothing_is_done_all_the_sa
 
 
 async def test_another_worker_is_another_question(tmp_path: Path) -> None:
-    async def other(row: object, ctx: LoopContext) -> object:
+    async def other(row: object, ctx: Dialogue) -> object:
         return (await ctx.ask()).text
 
     await run(other, ScriptedBackend([Say("one")]), tmp_path)
@@ -102,7 +103,7 @@ async def test_another_worker_is_another_question(tmp_path: Path) -> None:
     "error, kind", [(KeyError("x"), "WorkerFailed"), (SpecError("inner"), "WorkerFailed"), (NotJSON("n"), "NotJSON")]
 )
 async def test_what_a_worker_raises_fails_its_row_alone(error: Exception, kind: str) -> None:
-    async def choosy(row: object, ctx: LoopContext) -> object:
+    async def choosy(row: object, ctx: Dialogue) -> object:
         if row == "b":
             raise error
         return row
@@ -112,7 +113,7 @@ async def test_what_a_worker_raises_fails_its_row_alone(error: Exception, kind: 
 
 
 async def test_a_worker_cannot_make_up_for_a_question_that_failed(tmp_path: Path) -> None:
-    async def forgiving(row: object, ctx: LoopContext) -> object:
+    async def forgiving(row: object, ctx: Dialogue) -> object:
         try:
             await ctx.ask()
         except BackendError:
@@ -128,7 +129,7 @@ async def test_a_worker_cannot_make_up_for_a_question_that_failed(tmp_path: Path
 
 
 async def test_max_turns_counts_the_questions_of_a_worker_only_where_it_is_given() -> None:
-    async def insistent(row: object, ctx: LoopContext) -> object:
+    async def insistent(row: object, ctx: Dialogue) -> object:
         return [(await ctx.ask()).text for _ in range(12)]
 
     [free] = await run(insistent, ScriptedBackend(lambda _: Say("again")))
@@ -142,7 +143,7 @@ async def test_a_worker_holds_no_slot_while_it_does_something_else() -> None:
     alive: list[object] = []
     both = asyncio.Event()
 
-    async def meeting(row: object, ctx: LoopContext) -> object:
+    async def meeting(row: object, ctx: Dialogue) -> object:
         alive.append(row)
         if len(alive) == 2:
             both.set()
@@ -155,7 +156,7 @@ async def test_a_worker_holds_no_slot_while_it_does_something_else() -> None:
 
 @virtual_clock
 async def test_the_deadline_of_an_agent_is_a_worker_s_too(tmp_path: Path) -> None:
-    async def endless(row: object, ctx: LoopContext) -> object:
+    async def endless(row: object, ctx: Dialogue) -> object:
         return await asyncio.get_running_loop().create_future()
 
     [result] = await run(endless, ScriptedBackend(), tmp_path, timeout_per_agent=5)
@@ -164,7 +165,7 @@ async def test_the_deadline_of_an_agent_is_a_worker_s_too(tmp_path: Path) -> Non
 
 
 async def test_a_worker_may_read_its_rows_in_its_own_way_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    async def echo(row: object, ctx: LoopContext) -> object:
+    async def echo(row: object, ctx: Dialogue) -> object:
         return row
 
     prepared = BatchAgent.plan(task="Say hello", inputs=["a", "b"], backend=ScriptedBackend())

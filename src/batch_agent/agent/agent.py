@@ -13,13 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeAlias, cast
 
-from batch_agent.agent.loop import tool_loop
-from batch_agent.agent.loop_context import InnerWorker, LoopContext
+from batch_agent.agent.loop import InnerWorker, tool_loop
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.resources import Resources
-from batch_agent.agent.row_work import RowWork
 from batch_agent.agent.user_worker import UserWorker, bounded
-from batch_agent.agent.work_state import WorkState
+from batch_agent.agent.work import Work
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
@@ -48,16 +46,12 @@ class Agent:
         self._deadline = resources.timeout_per_agent
         self._trail = trail
         self._worker = worker
-        self._state: WorkState
-        if isinstance(worker, UserWorker):
-            self._state = RowWork(job, resources, trail, worker)
-        else:
-            self._state = LoopContext(job, resources, trail, worker)
+        self._work = Work(job, resources, trail, worker)
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
         """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
-        state, deadline = self._state, self._deadline
-        state.ticket = ticket
+        work, deadline = self._work, self._deadline
+        work.ticket = ticket
         limit = None if deadline is None else asyncio.timeout(deadline)
         self._task = task = asyncio.current_task()
         if self.stopped_by is not None and task is not None:
@@ -66,16 +60,16 @@ class Agent:
             if self._trail.past.unreadable:
                 raise RecordUnreadable(UNREADABLE.format(reason=self._trail.past.unreadable))
             if limit is None:
-                self._output = await state.work()
+                self._output = await work.run()
             else:
                 async with limit:
-                    self._output = await state.work()
-            if state.failure is not None:  # the worker's output cannot replace this failure
-                raise state.failure
+                    self._output = await work.run()
+            if work.failure is not None:  # the worker's output cannot replace this failure
+                raise work.failure
         except TimeoutError:
             if limit is None or not limit.expired():
                 raise
-            turns = state.tally.turns
+            turns = work.tally.turns
             self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))
         except JobError as error:
             self.fail(error)
@@ -85,7 +79,7 @@ class Agent:
             self.fail(self.stopped_by)
         finally:
             self._task = None
-            await state.close()
+            await work.close()
         return self.result()
 
     def stop(self, error: JobError) -> None:
@@ -103,7 +97,7 @@ class Agent:
 
     def conversation(self) -> JsonObject:
         """Return the messages so far, and the answer that is being streamed."""
-        return self._state.shown()
+        return self._work.shown()
 
     def fail(self, error: JobError) -> None:
         self.error, self._output = error, None
@@ -114,14 +108,14 @@ class Agent:
         if isinstance(self.error, Interrupted):
             return
         if not self._trail.past.unreadable:  # nothing is added to an unreadable record
-            self._state.end(self._verdict)
+            self._work.end(self._verdict)
         self.recorded = result
 
     async def settle(self) -> None:
         await self._trail.settle()
 
     def result(self) -> AgentResult[object]:
-        state, tally = self._state, self._state.tally
+        work, tally = self._work, self._work.tally
         result: BaseResult[object] = BaseResult(
             index=self.job.index,
             job_id=self.job.job_id,
@@ -133,24 +127,24 @@ class Agent:
             turns=tally.turns,
             usage=tally.usage,
             cost=tally.cost,
-            timings=tally.timings(state.seconds()),
-            messages=_kept(state.messages, self.job),
-            raw_text=state.text,
-            repaired=state.repaired and self._verdict is None,
-            truncated=state.truncated and self._verdict is None,
+            timings=tally.timings(work.seconds()),
+            messages=_kept(work.messages, self.job),
+            raw_text=work.text,
+            repaired=work.repaired and self._verdict is None,
+            truncated=work.truncated and self._verdict is None,
             resumed=not self._trail.fresh,
             shortened=self.job.shortened,
-            artifacts=state.artifacts,
+            artifacts=work.artifacts,
         )
         return cast("AgentResult[object]", result)
 
     @property
     def progress(self) -> Progress:
-        return self._state.progress
+        return self._work.progress
 
     @property
     def turns(self) -> int:
-        return self._state.tally.turns
+        return self._work.tally.turns
 
 
 def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:

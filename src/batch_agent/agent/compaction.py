@@ -11,13 +11,11 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from batch_agent.agent.history import History
 from batch_agent.agent.prepare import Prepared, only_model
 from batch_agent.agent.resources import Resources
-from batch_agent.agent.tally import Tally
-from batch_agent.agent.turn import TurnCall
+from batch_agent.agent.turn import Tally, TurnCall
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler import compaction
 from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
@@ -32,6 +30,9 @@ from batch_agent.record.steps import Compacted
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.ordering import LAST
+
+if TYPE_CHECKING:
+    from batch_agent.agent.dialogue import Dialogue
 
 logger = logging.getLogger("batch_agent")
 
@@ -61,26 +62,26 @@ class Compactor:
     summaries: Resources | None = None
     shape: RequestShape | None = None
 
-    def excess(self, history: History) -> int:
+    def excess(self, dialogue: Dialogue) -> int:
         """Return by how many tokens the next prompt should be shortened; 0 if it fits."""
         if self.mode == "off" or self.context is None:
             return 0
-        room, foreseen = self.context, history.foreseen()
+        room, foreseen = self.context, dialogue.foreseen()
         if foreseen is None:
-            room, foreseen = int(TRUSTED * self.context), self._estimated(history)
+            room, foreseen = int(TRUSTED * self.context), self._estimated(dialogue)
         if foreseen is None or foreseen <= compaction.THRESHOLD * room:
             return 0
         return foreseen - int(compaction.TARGET * room)
 
-    def foreseen(self, history: History) -> int | None:
+    def foreseen(self, dialogue: Dialogue) -> int | None:
         """Return the tokens of the next prompt, or a high estimate; None before the first answer."""
-        foreseen = history.foreseen()
-        if foreseen is None and (estimated := self._estimated(history)) is not None:
+        foreseen = dialogue.foreseen()
+        if foreseen is None and (estimated := self._estimated(dialogue)) is not None:
             return int(estimated / TRUSTED)
         return foreseen
 
-    def _estimated(self, history: History) -> int | None:
-        own = history.estimated()
+    def _estimated(self, dialogue: Dialogue) -> int | None:
+        own = dialogue.estimated()
         return None if own is None else self.prefix_tokens + own
 
     def fitted(self, shape: RequestShape, prompt: int | None) -> RequestShape:
@@ -90,12 +91,12 @@ class Compactor:
         room = max(self.context - prompt - int(MARGIN * self.context), self.min_response_tokens)
         return shape if shape.max_tokens <= room else replace(shape, max_tokens=room)
 
-    def after(self, error: ContextOverflow, shape: RequestShape, history: History) -> tuple[RequestShape, int]:
+    def after(self, error: ContextOverflow, shape: RequestShape, dialogue: Dialogue) -> tuple[RequestShape, int]:
         """Return how to repeat a request that was too long for the server: the shape to use, and by how many tokens to
         shorten the prompt. (shape, 0) means that nothing helps."""
         says = stated(str(error))
         self.context = says.context or self.context
-        prompt = says.prompt or self.foreseen(history)
+        prompt = says.prompt or self.foreseen(dialogue)
         if self.context is not None and prompt is not None and prompt + self.min_response_tokens <= self.context:
             smaller = self.fitted(shape, prompt)
             if smaller is not shape:
@@ -104,14 +105,15 @@ class Compactor:
             return shape, 0
         if self.context is not None and prompt is not None:
             return shape, max(1, prompt - int(compaction.TARGET * self.context))
-        return shape, history_tokens(history.own_asked) // 2
+        return shape, history_tokens(dialogue.own_asked) // 2
 
-    async def compact(self, history: History, excess: int, job: Job, tally: Tally) -> Compacted | None:
-        """Cut the history by about ``excess`` tokens. Returns None if too little of it can be removed."""
-        own, before = history.own, history.cut
+    async def compact(self, dialogue: Dialogue, excess: int, job: Job, tally: Tally, digest: str) -> Compacted | None:
+        """Cut the conversation by about ``excess`` tokens, before the request with this digest. Returns None if too
+        little of it can be removed."""
+        own, before = dialogue.own, dialogue.cut
         told = self.summaries is not None or callable(self.mode)
         cut = plan_cut(own, before, excess, told=told)
-        if not self._is_worth(cut, history, excess):
+        if not self._is_worth(cut, dialogue, excess):
             return None
         summary, usage = "", Usage()
         if cut.kept_from > before.kept_from and told:
@@ -120,11 +122,11 @@ class Compactor:
                 cut = plan_cut(own, before, excess, told=False)
         if cut.kept_from > before.kept_from:
             cut = replace(cut, note=note(own, cut, summary))
-        history.compact(cut)
-        return Compacted(cut, usage)
+        dialogue.compact(cut)
+        return Compacted(cut, usage, digest)
 
-    def _is_worth(self, cut: Cut, history: History, excess: int) -> bool:
-        saved = history_tokens(history.own_asked) - history_tokens(cut.apply(history.own))
+    def _is_worth(self, cut: Cut, dialogue: Dialogue, excess: int) -> bool:
+        saved = history_tokens(dialogue.own_asked) - history_tokens(cut.apply(dialogue.own))
         return saved >= (excess // 4 if self.context is None else compaction.WORTH * self.context)
 
     async def _tell(self, own: Sequence[Message], before: Cut, cut: Cut, job: Job, tally: Tally) -> tuple[str, Usage]:
@@ -142,7 +144,7 @@ class Compactor:
         own_tally = Tally(turns=tally.turns)
         progress = Progress(LAST, model=shape.model)
         try:
-            turn = TurnCall(r, request, job.index, own_tally, None)
+            turn = TurnCall(r, request, job.index, own_tally, None, None)
             reply = await r.dispatcher.ask(turn, r.policy, progress=progress, observer=turn)
             summary = strip_reasoning(reply.text)
         except JobError as error:

@@ -1,7 +1,7 @@
 """The interface for a user's worker: ``AgentContext``, and ``BlockingContext`` for a worker that runs in a thread.
 
-Both are thin. ``row_work`` sends requests, calls tools and records; ``dialogue`` is a conversation; ``user_worker``
-knows the run.
+Both are thin. ``dialogue`` is a conversation, in which the tool loop can work too; ``work`` calls tools and records;
+``user_worker`` knows the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pydantic import JsonValue
 
 from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.loop import tool_loop
-from batch_agent.agent.row_work import RowWork
+from batch_agent.agent.turn import CUT
+from batch_agent.agent.work import CallOutcome, Work
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.system import schema_instruction
 from batch_agent.errors import BadArguments, InputError, OutcomeUnknown, OutputError, RowEnded, ToolFailed, UnknownTool
 from batch_agent.messages import Conversation, Message, ToolCall, Usage
 
@@ -42,19 +45,21 @@ class AskOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class AgentReply:
     """An answer. ``output`` is a value of the requested ``output_schema``, or the text without a schema; None if the
-    answer calls tools. ``message`` is the answer as a message, to continue the conversation."""
+    answer calls tools. ``message`` is the answer as a message, to continue the conversation. ``truncated``: the text
+    was cut at max_tokens."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
     output: Any
     usage: Usage
     message: Message
+    truncated: bool = False
 
 
 class WorkerContext:
     """The part of a worker's context that does not wait for anything."""
 
-    def __init__(self, work: RowWork) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
 
     def __repr__(self) -> str:
@@ -83,7 +88,7 @@ class WorkerContext:
     @property
     def model(self) -> str:
         """The default model of ``ask``."""
-        return self._work.worker.model
+        return self._work.user.model
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -101,7 +106,7 @@ class WorkerContext:
     def base_url(self) -> str:
         """The address where programs send requests for this row, in the formats of OpenAI and Anthropic."""
         self._work.check_open()
-        return f"{self._work.worker.gateway.url}/v1"
+        return f"{self._work.user.gateway.url}/v1"
 
     @property
     def api_key(self) -> str:
@@ -112,7 +117,7 @@ class WorkerContext:
     @property
     def env(self) -> dict[str, str]:
         """``base_url`` and ``api_key`` as environment variables, with the names that clients read."""
-        return self._work.worker.gateway.env(self.api_key)
+        return self._work.user.gateway.env(self.api_key)
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
         """Save text, bytes or a copy of a file. ``result.artifacts[name]`` is its path."""
@@ -133,7 +138,7 @@ class WorkerContext:
 class AgentContext(WorkerContext):
     """One row while a worker processes it. It ends with the row: later requests and calls are refused."""
 
-    def __init__(self, work: RowWork) -> None:
+    def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._busy = False  # a request of the row's own conversation is in flight
 
@@ -148,35 +153,21 @@ class AgentContext(WorkerContext):
         """Return the model's answer to a prompt or to messages. Without either, it answers the row's own conversation
         and becomes part of it.
 
-        Many requests may be in flight at once, but only one of the row's own conversation. ``tools`` are the tools of
-        the run that the model may call. With ``output_schema``, the model gets an invalid answer back with its errors,
-        up to ``max_retries`` times; then OutputError is raised. A failed request raises BackendError. Both may be
-        caught. The system prompt of the run is added before messages that have none.
+        Many requests may be in flight at once, but only one of the row's own conversation. ``tools`` are the tools that
+        the model may call: names of the run's, functions or Tools. With ``output_schema``, the model gets an invalid
+        answer back with its errors, up to ``max_retries`` times; then OutputError is raised. A failed request raises
+        BackendError. Both may be caught. A text that was cut at max_tokens is marked as ``truncated``; if the run has
+        ``truncated="fail"``, it raises Truncated. The system prompt of the run is added before messages that have none.
         """
-        dialogue = self._dialogue(prompt, tools, output_schema, None, options)
+        dialogue = self._dialogue(prompt, tools, output_schema, options)
         if prompt is None:
             if self._busy:
                 raise InputError("the row's own conversation has a request in flight: give ask a prompt or messages")
             self._busy = True
         try:
-            return await self._asked(dialogue)
+            return await self._work.owned(_ask(dialogue))
         finally:
             self._busy = self._busy and prompt is not None
-
-    async def _asked(self, dialogue: Dialogue) -> AgentReply:
-        shape, usage = dialogue.shapes.first, Usage()
-        while True:
-            reply = await dialogue.ask(shape)
-            usage += reply.usage
-            output = None
-            if not reply.tool_calls:
-                try:
-                    output = dialogue.read(reply)
-                except OutputError as error:
-                    dialogue.repair(error)
-                    shape = dialogue.shapes.repair
-                    continue
-            return AgentReply(reply.text, reply.tool_calls, output, usage, reply.message())
 
     async def loop(
         self,
@@ -189,10 +180,13 @@ class AgentContext(WorkerContext):
     ) -> Any:
         """Return the output of the built-in tool loop: request an answer, run the tools that it calls, and repeat until
         there is an answer without calls. The output is a value of ``output_schema``, or text. Without ``tools``, all
-        tools of the run are used. After ``max_turns`` answers (10 with tools, 1 without) LimitExceeded is raised."""
-        offered = self._work.worker.tool_names if tools is None else tools
+        tools of the run are used; tools that the run does not have are functions or Tools. After ``max_turns`` answers
+        (10 with tools, 1 without) LimitExceeded is raised. A conversation that outgrows the model's context is cut as
+        the run's ``compaction`` says."""
+        offered = self._work.user.tool_names if tools is None else tools
         turns = max_turns if max_turns is not None else MAX_TURNS if offered else 1
-        return await tool_loop(self.row, self._dialogue(prompt, offered, output_schema, turns, options))
+        dialogue = self._dialogue(prompt, offered, output_schema, options, max_turns=turns)
+        return await self._work.owned(tool_loop(self.row, dialogue))
 
     async def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
         """Return the result of a tool of the run.
@@ -202,20 +196,25 @@ class AgentContext(WorkerContext):
         there.
         """
         if isinstance(tool, ToolCall):
-            text = (await self._work.call(tool)).text
+            text = (await self._call(tool)).text
             self._answer_call(tool, text)
             return text
         try:
             written = json.dumps(arguments, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise BadArguments(f"the arguments of {tool} are not JSON: {error}") from None
-        outcome = await self._work.call(ToolCall("", tool, written))
+        outcome = await self._call(ToolCall("", tool, written))
         if outcome.ok:
             return outcome.text
         message = outcome.text.removeprefix("Error: ")
         if outcome.unknown:
             raise OutcomeUnknown(message)
-        raise (ToolFailed if tool in self._work.worker.tool_names else UnknownTool)(message)
+        raise (ToolFailed if self._work.r.tools.knows(tool) else UnknownTool)(message)
+
+    async def _call(self, call: ToolCall) -> CallOutcome:
+        known: dict[int, CallOutcome] = {}
+        await self._work.owned(self._work.make_calls((call,), known))
+        return known[0]
 
     def _answer_call(self, call: ToolCall, text: str) -> None:
         """Add the result to the row's own conversation, if the call came from there."""
@@ -229,18 +228,60 @@ class AgentContext(WorkerContext):
         prompt: Prompt | None,
         tools: Sequence[object],
         output_schema: object,
-        max_turns: int | None,
         options: AskOptions,
+        max_turns: int | None = None,
     ) -> Dialogue:
-        self._work.check_open()
-        asking = self._work.worker.asking(tools, output_schema, options)
+        """Return a conversation with these options. It is the row's own, or has the prompt, with the shared messages
+        before it if it has no system prompt."""
+        work = self._work
+        work.check_open()
+        asking = work.user.asking(tools, output_schema, options, work.r.tools)
         if prompt is not None:
-            own = Conversation(_messages(prompt))
-        elif self._work.conversation.messages[len(self._work.shared.messages) :]:
-            own = self._work.conversation
+            own = said = Conversation(_messages(prompt))
+            if not any(message.role == "system" for message in own.messages):
+                said = Conversation(own.messages, parent=work.r.shared)
         else:
-            raise InputError("there is nothing to send: the run has no task, so call ask with a prompt or messages")
-        return Dialogue(self._work, asking.shapes, asking.schema, own, max_turns)
+            own = said = work.conversation
+            if len(own.messages) == len(work.r.shared.messages):
+                raise InputError("there is nothing to send: the run has no task, so call ask with a prompt or messages")
+        if asking.shapes.schema_in_prompt and asking.schema is not None:
+            said = _with_schema(said, asking.schema)
+        mirror = own if prompt is None and said is not own else None
+        return Dialogue(
+            work,
+            said,
+            asking.shapes,
+            asking.schema,
+            max_turns=max_turns,
+            compacts=max_turns is not None,
+            mirror=mirror,
+        )
+
+
+async def _ask(dialogue: Dialogue) -> AgentReply:
+    shape, usage = dialogue.shapes.first, Usage()
+    while True:
+        reply = await dialogue.ask(shape)
+        usage += reply.usage
+        output = None
+        if not reply.tool_calls:
+            try:
+                output = dialogue.read(reply)
+            except OutputError as error:
+                dialogue.repair(error)
+                shape = dialogue.shapes.repair
+                continue
+        cut = reply.finish_reason == CUT
+        return AgentReply(reply.text, reply.tool_calls, output, usage, reply.message(), cut)
+
+
+def _with_schema(conversation: Conversation, schema: OutputSchema[object]) -> Conversation:
+    """Return the conversation with the schema in its system prompt."""
+    told = schema_instruction(schema.json_text)
+    first, *rest = conversation.messages
+    if first.role == "system" and isinstance(first.content, str):
+        return Conversation([Message("system", f"{first.content}\n\n{told}"), *rest])
+    return Conversation([Message("system", told), *conversation.messages])
 
 
 def _messages(prompt: Prompt) -> list[Message]:
@@ -259,7 +300,7 @@ class BlockingContext(WorkerContext):
     """The same interface for a worker that is a plain function and runs in a thread: ``ask``, ``call`` and ``loop``
     block and return the result. Threads that it starts may use it too."""
 
-    def __init__(self, work: RowWork, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(work)
         self._context, self._loop = AgentContext(work), loop
 

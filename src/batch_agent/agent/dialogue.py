@@ -1,91 +1,431 @@
-"""A conversation of a user's worker with a model: the interface of the tool loop, on the worker's record."""
+"""A conversation of a row with the model: ask, call tools, read and repair answers.
+
+The tool loop (``loop.py``) and built-in workers work on one dialogue, whose messages follow from the row. A user's
+worker has any number of them: each ``ctx.ask`` and ``ctx.loop`` is one. ``work.Work`` owns what they share: the tally,
+the record, the tool calls.
+
+A request that is recorded is answered from the record, and any other is sent. A conversation that would exceed the
+model's context is cut before it is sent. All of it is kept in ``said``; ``asked`` is the part that the model still
+reads. Both are one conversation until the first cut. So messages that were sent never change, except at a cut.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from batch_agent.agent.early_calls import MOST_CALLS
-from batch_agent.agent.loop_context import TOO_MANY_CALLS
-from batch_agent.agent.row_work import RowWork
 from batch_agent.agent.shapes import Shapes
-from batch_agent.backends.base import RequestShape
+from batch_agent.agent.turn import CUT, MOST_CALLS, EarlyCalls, TurnCall
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.compiler.compaction import Cut, history_tokens
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.compiler.system import schema_instruction
-from batch_agent.errors import LimitExceeded, OutputError
+from batch_agent.dispatch.policy import Question
+from batch_agent.errors import (
+    BackendError,
+    ContextOverflow,
+    Invalid,
+    JobError,
+    LimitExceeded,
+    OutputError,
+    ReplayMismatch,
+    Truncated,
+)
+from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
+from batch_agent.record.digests import difference, is_same, message_digest, next_asked, request_digest
+from batch_agent.record.replay import NO_MESSAGES
+from batch_agent.scheduler.kvflow import pin_seconds
+
+if TYPE_CHECKING:
+    from batch_agent.agent.work import CallOutcome, Work
+
+Send: TypeAlias = Callable[[ModelRequest], Question]
+TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
+NOT_OFFERED = "Error: not run: no tools are offered here. Answer without calling tools."
+MISMATCH = (
+    "the next request of this row differs from the recorded one: {difference}. The recorded answers are not "
+    "used. Undo the change since the run was recorded; or resume with force_resume=True (--force-resume), "
+    "which uses recorded answers without this check"
+)
 
 
 class Dialogue:
-    """``own`` is the row's conversation, which continues here. Or it has messages of the worker; if these have no
-    system prompt, the shared messages come before them. Without ``max_turns`` only the row's limit applies."""
+    """``said`` is the conversation, which continues here. ``shapes`` are the kinds of request, ``schema`` is that of
+    the answer. ``max_turns`` limits the answers without those that were repaired. ``compacts``: the conversation is cut
+    if it does not fit. ``mirror`` is a conversation that gets the same new messages."""
 
     def __init__(
         self,
-        work: RowWork,
+        work: Work,
+        said: Conversation,
         shapes: Shapes,
         schema: OutputSchema[object] | None,
-        own: Conversation,
-        max_turns: int | None,
+        *,
+        max_turns: int | None = None,
+        compacts: bool = False,
+        mirror: Conversation | None = None,
     ) -> None:
-        self.shapes = shapes
-        self._work, self._schema, self._max_turns = work, schema, max_turns
-        self._own = own if own is work.conversation else None
-        self._asked = own if self._own is not None else _with_system(own, work.shared)
-        if shapes.schema_in_prompt and schema is not None:
-            self._asked = _with_schema(self._asked, schema)
-        self._turns = self._repairs = 0
+        self.shapes, self.schema, self.max_turns = shapes, schema, max_turns
+        self.said = self.asked = said
+        self.cut = Cut()
+        self.turns = 0  # answers
+        self._work, self._mirror = work, mirror
+        self._compactor = work.r.compactor if compacts else None
+        self._follows = work.worker is None  # its messages follow from the row, so they are not recorded
+        self._fixed = _fixed(said)
+        self._repairs = 0  # answers that were requested again because they were invalid
+        self._forgiven = 0  # the number of those before a failure that is now retried
+        self._early: EarlyCalls | None = None
+        # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
+        # the first messages.
+        self._chain, self._digested = work.trail.key, len(said.messages)
+        # Of other requests: the digest of the conversation before each message.
+        self._digests: list[bytes] = [] if self._follows else [NO_MESSAGES]
+        self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
+        self._measured_at = 0
+        self._answered = False  # since the latest cut
+        self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
 
-    async def ask(self, shape: RequestShape) -> Reply:
-        if self._max_turns is not None and self._turns >= self._max_turns + self._repairs:
-            raise LimitExceeded(f"after max_turns, {self._max_turns}, the model has not answered")
-        reply = await self._work.answer(shape, self._asked, schema=self._schema)
-        self._turns += 1
-        self._append(reply.message())
+    # Asking
+
+    async def ask(self, shape: RequestShape | None = None, *, send: Send | None = None) -> Reply:
+        """Return the model's answer to the conversation, and add it. ``shape`` is the kind of request. ``send`` creates
+        the question to send, if that is not ``backend.infer(request)``; its ``request`` determines the price."""
+        work = self._work
+        r, trail, replay = work.r, work.trail, work.replay
+        work.check_open()
+        if work.answered is not None:
+            work.record_answer()
+        if shape is None:
+            shape = self.shapes.later if self.turns else self.shapes.first
+        digest, nth, reply, turn = "", 0, None, None
+        try:
+            if trail.records:
+                digest, nth, reply = self._recorded(shape)
+            if reply is None:
+                self._leave_record()
+                fitted, compactor, overflows = shape, self._compactor, 0
+                if compactor is not None:
+                    if excess := compactor.excess(self):
+                        await self._compact(excess, digest)
+                    if shape.max_tokens is not None:
+                        fitted = compactor.fitted(shape, compactor.foreseen(self))
+                while reply is None:
+                    if self._follows and trail.records and work.ticket is None:
+                        await trail.settle()  # before later steps depend on it
+                    turn = self._turn(fitted)
+                    question = turn if send is None else send(turn.request)
+                    ticket = work.claim(fitted.model, self)
+                    try:
+                        reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
+                    except ContextOverflow as error:
+                        overflows += 1
+                        if compactor is None or overflows > 1:
+                            raise
+                        fitted, excess = compactor.after(error, shape, self)
+                        if fitted is shape and not (excess and await self._compact(excess, digest)):
+                            raise
+                        work.tally.again = True
+                if self._cut_from is not None:
+                    self._tell_of_cut(reply, self._cut_from)
+                if self._follows:
+                    work.answered = (reply, digest) if trail.records else None
+                elif replay is not None:
+                    said = self.said.messages[: len(self._digests) - 1]
+                    spent, shared = work.spent(), r.shared.messages
+                    trail.add(replay.add_ask(digest, nth, reply, spent, said, self._digests, shared))
+                    await trail.settle()
+        except BaseException as error:
+            self._gave_up(error, digest, nth, None if turn is None else turn.request)
+            raise
+        finally:
+            if turn is not None and work.asking is turn.request:
+                work.asking = None
+        self._add_answer(reply)
         return reply
 
+    def _recorded(self, shape: RequestShape) -> tuple[str, int, Reply | None]:
+        """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the
+        record of the tool loop has an answer to another request here."""
+        work, messages = self._work, self.said.messages
+        replay, digests = work.replay, self._digests
+        if not self._follows:
+            assert replay is not None
+            for message in messages[len(digests) - 1 :]:
+                digests.append(message_digest(digests[-1], message))
+            digest = request_digest(digests[-1], work.r.digests.of(shape))
+            if (compacted := replay.cut(digest)) is not None:
+                self.compact(compacted.cut)
+            nth = replay.take(digest)
+            return digest, nth, replay.reply(digest, nth)
+        new, first = messages[self._digested :], self._digested + 1
+        self._digested += len(new)
+        self._chain, digest = next_asked(self._chain, work.r.digests.of(shape), new)
+        past, ahead = work.past_turn, work.turns_ahead
+        if past is not None and past.compacted is not None:
+            self.compact(past.compacted.cut)
+        if not ahead:
+            work.past_turn = None
+            return digest, 0, None
+        then = ahead[-1].asked
+        if work.trail.checks and not is_same(then, digest):
+            raise ReplayMismatch(MISMATCH.format(difference=difference(then, digest, new, first)))
+        work.past_turn = past = ahead.pop()
+        work.tally.again = False
+        return digest, 0, past.reply
+
+    def _leave_record(self) -> None:
+        """Begin to send. Raises LimitExceeded if no further request is allowed."""
+        work = self._work
+        if not work.trail.fresh:
+            work.trail.fresh = True
+            self._forgiven = self._repairs if work.trail.retried else 0
+        if self._is_out_of_turns:
+            raise LimitExceeded(f"after max_turns, {self.max_turns}, the model has not given its last answer")
+        limit = work.r.max_turns
+        if not self._follows and limit is not None and work.tally.turns >= limit:
+            raise LimitExceeded(f"after max_turns, {limit}, the worker asks again")
+        self.close()
+
+    def _turn(self, shape: RequestShape) -> TurnCall:
+        """Return the next request."""
+        work, limit = self._work, self._limit
+        left = self._turns_left(limit)
+        r, job, number = work.r, work.job, work.tally.turns + 1
+        scheduler = r.dispatcher.scheduler
+        can_call = bool(shape.tools) and shape.tool_choice != "none"
+        # No tool runs after the last turn, so none can start early.
+        last = limit is not None and left <= 1
+        pins = scheduler.parts.pin and can_call and not last
+        work.asking = request = ModelRequest(
+            shape,
+            self.asked,
+            job.job_id,
+            left,
+            job.index,
+            run=r.run,
+            turn=number,
+            # Turns left, so that the engine serves agents near their end first, and new agents can start. When all have
+            # started, this order would delay the end of the batch: then all have the priority of a new agent.
+            priority=(limit or 0) if scheduler.forecast.all_started else left,
+            pin_seconds=pin_seconds(scheduler.forecast, number - 1) if pins else 0.0,
+            last=self._follows and (last or (r.ends_with_answer and not can_call)),
+            hints=r.hints,
+            traceparent="" if r.traces is None else r.traces.of_turn(r.run, job.index, number),
+            usual_tokens=r.usual_tokens,
+            on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
+        )
+        calls_tools = self._follows or self.max_turns is not None  # else the worker does
+        streams = r.early_tools and can_call and not last and calls_tools and r.streaming.wants_next()
+        self._early = EarlyCalls(r, job, number) if streams else None
+        return TurnCall(r, request, job.index, work.tally, self._early, self.schema)
+
+    def _gave_up(self, error: BaseException, digest: str, nth: int, request: ModelRequest | None) -> None:
+        """A request failed or was cancelled."""
+        work = self._work
+        self.close()
+        if work.replay is not None and not self._follows and digest:
+            work.replay.give_back(digest, nth)
+        if request is not None:
+            said = error.text if isinstance(error, BackendError) else "".join(request.said)
+            work.text = said or work.text
+        if self._follows and isinstance(error, JobError):
+            work.failure = error
+
+    def _add_answer(self, reply: Reply) -> None:
+        self._append(reply.message())
+        self.turns += 1
+        self._answered = True
+        usage = reply.usage if reply.saved is None else reply.saved
+        if usage.prompt_tokens:  # else the earlier count plus an estimate of later messages is more exact
+            # Reasoning is not sent back.
+            self._measured = usage.prompt_tokens + usage.completion_tokens - usage.reasoning_tokens
+            self._measured_at = len(self.asked.messages)
+        if self._early is not None and not reply.tool_calls:
+            self.close()
+        work = self._work
+        work.text = reply.text
+        if not self._follows:
+            work.latest = self.said, len(self.said.messages)
+
+    @property
+    def _limit(self) -> int | None:
+        """The most answers, with those that were repaired. Requests beside a loop share the limit of their row."""
+        if self.max_turns is not None:
+            return self.max_turns + self._repairs
+        return None if self._follows else self._work.r.max_turns
+
+    def _turns_left(self, limit: int | None) -> int:
+        """Return how many answers are allowed; 0 or less: any number."""
+        row = self._work.tally.turns
+        return -row if limit is None else max(0, limit - (row if self.max_turns is None else self.turns))
+
+    @property
+    def _is_out_of_turns(self) -> bool:
+        return self.max_turns is not None and self.turns >= self.max_turns + self._repairs
+
+    # Calling tools
+
     async def call(self, calls: Sequence[ToolCall]) -> list[str]:
-        if self._max_turns is not None and self._turns >= self._max_turns + self._repairs:
-            names = ", ".join(dict.fromkeys(call.name for call in calls))
-            raise LimitExceeded(f"after max_turns, {self._max_turns}, the model still wants to call {names}")
-        if len(calls) > MOST_CALLS:
-            texts = [TOO_MANY_CALLS.format(count=len(calls), most=MOST_CALLS)] * len(calls)
-        else:
-            texts = [outcome.text for outcome in await asyncio.gather(*map(self._work.call, calls))]
-        for call, text in zip(calls, texts, strict=True):
-            self._append(Message("tool", text, tool_call_id=call.id, tool_name=call.name))
+        """Run these calls of the latest answer and return their results. The model gets them with the next request."""
+        work, r = self._work, self._work.r
+        work.check_open()
+        work.record_answer()
+        known: dict[int, CallOutcome] = {}
+        try:
+            if self._is_out_of_turns and not self._goes_on:
+                names = ", ".join(dict.fromkeys(call.name for call in calls))
+                raise LimitExceeded(f"after max_turns, {self.max_turns}, the model still wants to call {names}")
+            if len(calls) > MOST_CALLS:
+                self._refuse(calls, TOO_MANY_CALLS.format(count=len(calls), most=MOST_CALLS), known)
+            elif r.touches is None:
+                await work.make_calls(calls, known, self._early)
+            else:
+                async with r.touches.during(r.tools, [call.name for call in calls], work.progress, self.asked):
+                    await work.make_calls(calls, known, self._early)
+        except JobError as error:
+            if self._follows:
+                work.failure = error
+            raise
+        finally:
+            texts = self._tell(calls, known)
         return texts
 
+    def refuse(self, calls: Sequence[ToolCall]) -> None:
+        """Tell the model that its calls are not run, because no tools were offered. Raises Invalid if the retries are
+        used up."""
+        names = ", ".join(dict.fromkeys(call.name for call in calls))
+        self._begin_repair(Invalid(f"the model calls {names}, although no tools are offered"))
+        known: dict[int, CallOutcome] = {}
+        self._refuse(calls, NOT_OFFERED, known)
+        self._tell(calls, known)
+
+    def _refuse(self, calls: Sequence[ToolCall], text: str, known: dict[int, CallOutcome]) -> None:
+        """Give all calls of an answer the same outcome, and run none. Such an answer is no plan."""
+        self.close()
+        for place, call in enumerate(calls):
+            known[place] = self._work.refuse_call(place, call, text)
+
+    def _tell(self, calls: Sequence[ToolCall], known: Mapping[int, CallOutcome]) -> list[str]:
+        """Add the known outcomes to the conversation, in the order of the calls, and return them."""
+        texts = []
+        for place, call in enumerate(calls):
+            if place not in known:
+                break
+            texts.append(known[place].text)
+            self._append(Message("tool", known[place].text, tool_call_id=call.id, tool_name=call.name))
+        return texts
+
+    # Answers
+
+    def say(self, text: str) -> None:
+        self._append(Message("user", text))
+
     def read(self, reply: Reply) -> object:
-        if self._schema is None:
+        """Return the answer as a value of the schema; as text without a schema. Raises OutputError."""
+        work = self._work
+        if self.schema is None:
+            cut = reply.finish_reason == CUT
+            if cut and not work.r.keeps_cut_text:  # recorded by a session that kept such text
+                raise Truncated("the answer was cut at max_tokens", text=reply.text)
+            work.truncated = work.truncated or cut
             return strip_reasoning(reply.text)
-        return parse_output(reply.text, self._schema).value
+        parsed = parse_output(reply.text, self.schema)
+        work.repaired = self._follows and parsed.repaired
+        return parsed.value
 
     def repair(self, error: OutputError) -> None:
-        if self._schema is None or self._repairs >= self._work.worker.max_retries:
+        """Show the error to the model. Raises the error if the retries are used up."""
+        if self.schema is None:
             raise error
-        self._append(Message("user", repair_prompt(error, self._schema)))
+        self._begin_repair(error)
+        self.say(repair_prompt(error, self.schema))
+
+    def _begin_repair(self, error: OutputError) -> None:
+        work = self._work
+        r = work.r
+        work.check_open()
+        work.record_answer()
+        forgives = self._goes_on or (work.trail.retried and work.past_turn is not None)
+        if self._repairs - self._forgiven >= r.policy.max_retries and not forgives:
+            raise error
+        if work.trail.fresh:
+            r.emit(AnswerRejected(r.clock(), r.run, work.job.index, work.tally.turns, error.type, str(error)))
         self._repairs += 1
+        work.tally.again = True
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether recorded answers of the tool loop are left. Limits on its length do not apply to them."""
+        return self._follows and bool(self._work.turns_ahead)
+
+    def close(self) -> None:
+        """Stop the tool calls that started early and that the answer does not have."""
+        if self._early is not None:
+            self._early.abandon()
+            self._early = None
 
     def _append(self, message: Message) -> None:
-        self._asked.append(message)
-        if self._own is not None and self._own is not self._asked:
-            self._own.append(message)
+        self.said.append(message)
+        if self.asked is not self.said:
+            self.asked.append(message)
+        if self._mirror is not None:
+            self._mirror.append(message)
+
+    # Its length
+
+    def foreseen(self) -> int | None:
+        """Return the server's count of tokens, plus an estimate of later messages; None without a count."""
+        if self._measured is None:
+            return None
+        return self._measured + history_tokens(self.asked.messages[self._measured_at :])
+
+    def estimated(self) -> int | None:
+        """Return the estimated tokens of the next prompt without its fixed part. None before an answer."""
+        return history_tokens(self.own_asked) if self._answered else None
+
+    @property
+    def own(self) -> Sequence[Message]:
+        """The messages after the fixed part, which is never cut: the messages of all agents, or the system prompt."""
+        return self.said.messages[self._fixed :]
+
+    @property
+    def own_asked(self) -> Sequence[Message]:
+        return self.asked.messages[self._fixed :]
+
+    def compact(self, cut: Cut) -> None:
+        self.cut = cut
+        parent = self.said.parent
+        fixed = self.said.messages[: self._fixed] if parent is None else []
+        self.asked = Conversation([*fixed, *cut.apply(self.own)], parent=parent)
+        self._measured, self._answered = None, False
+
+    async def _compact(self, excess: int, digest: str) -> bool:
+        """Cut the conversation by about ``excess`` tokens. Returns whether that was possible."""
+        work, compactor = self._work, self._compactor
+        assert compactor is not None
+        before = compactor.foreseen(self)
+        compacted = await compactor.compact(self, excess, work.job, work.tally, "" if self._follows else digest)
+        if compacted is None:
+            return False
+        self._cut_from = before or 0
+        work.trail.add(compacted)
+        return True
+
+    def _tell_of_cut(self, reply: Reply, before: int) -> None:
+        work, usage = self._work, reply.usage
+        r = work.r
+        self._cut_from = None
+        turn, index = work.tally.turns, work.job.index
+        r.emit(ContextCompacted(r.clock(), r.run, index, turn, before, usage.prompt_tokens, usage.cached_tokens))
 
 
-def _with_system(own: Conversation, shared: Conversation) -> Conversation:
-    if any(message.role == "system" for message in own.messages):
-        return own
-    return Conversation(own.messages, parent=shared)
-
-
-def _with_schema(conversation: Conversation, schema: OutputSchema[object]) -> Conversation:
-    """Return the conversation with the schema in its system prompt."""
-    told = schema_instruction(schema.json_text)
-    first, *rest = conversation.messages
-    if first.role == "system" and isinstance(first.content, str):
-        return Conversation([Message("system", f"{first.content}\n\n{told}"), *rest])
-    return Conversation([Message("system", told), *conversation.messages])
+def _fixed(conversation: Conversation) -> int:
+    """Return the number of messages at the beginning that are never cut."""
+    if conversation.parent is not None:
+        return len(conversation.parent.messages)
+    messages = conversation.messages
+    return next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))

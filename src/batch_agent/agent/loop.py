@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
-from batch_agent.agent.shapes import Shapes
-from batch_agent.backends.base import RequestShape
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.errors import OutputError
-from batch_agent.messages import Reply, ToolCall
+
+InnerWorker: TypeAlias = Callable[[object, Dialogue], Awaitable[object]]
 
 
-class Looping(Protocol):
-    """A conversation in which the loop sends requests and calls tools."""
-
-    @property
-    def shapes(self) -> Shapes: ...
-
-    async def ask(self, shape: RequestShape) -> Reply: ...
-
-    async def call(self, calls: Sequence[ToolCall]) -> list[str]: ...
-
-    def read(self, reply: Reply) -> object:
-        """Return the output in an answer. Raises OutputError if it is invalid."""
-
-    def repair(self, error: OutputError) -> None:
-        """Show the error to the model. Raises the error if the retries are used up."""
-
-
-async def tool_loop(row: object, ctx: Looping) -> object:
+async def tool_loop(row: object, dialogue: Dialogue) -> object:
     """Return the output of the agent. The loop requests an answer. If the answer calls tools, it runs them and repeats.
-    If the answer is invalid, it shows the error to the model and repeats."""
-    shapes = ctx.shapes
+    If the answer is invalid, or calls tools that were not offered, it tells the model so and repeats."""
+    shapes = dialogue.shapes
     shape = shapes.first
+    offers_tools = bool(shape.tools) and shape.tool_choice != "none"
     while True:
-        reply = await ctx.ask(shape)
-        if reply.tool_calls:
-            await ctx.call(reply.tool_calls)
+        reply = await dialogue.ask(shape)
+        if not reply.tool_calls:
+            try:
+                return dialogue.read(reply)
+            except OutputError as error:
+                dialogue.repair(error)
+            shape = shapes.repair
+        elif offers_tools:
+            await dialogue.call(reply.tool_calls)
             shape = shapes.later
         else:
-            try:
-                return ctx.read(reply)
-            except OutputError as error:
-                ctx.repair(error)
+            dialogue.refuse(reply.tool_calls)
             shape = shapes.repair

@@ -1,12 +1,14 @@
-"""Rebuilds the messages of a successful agent from its record.
+"""Rebuilds the messages of an agent from its record.
 
-The record has the model's answers and the tools' results. Prompts are computed here in the same way as by the agent.
+The record of the tool loop has the model's answers and the tools' results. Prompts are computed here in the same way as
+by the agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from batch_agent.compiler.pictures import content_of
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError
 from batch_agent.job import Job
@@ -27,11 +29,13 @@ def conversations(shared: Conversation, past: Past) -> Iterator[tuple[Message, .
 
 def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | None, past: Past) -> tuple[Message, ...]:
     """Return the messages that ``AgentResult.messages`` had."""
-    messages, said = [*shared.messages, Message("user", job.prompt)], repairs(schema, past)
+    messages, said = [*shared.messages, Message("user", content_of(job))], repairs(schema, past)
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
         messages.append(reply.message())
         for position, call in enumerate(reply.tool_calls):
+            if position not in turn.outcomes:
+                break
             messages.append(Message("tool", turn.outcomes[position], tool_call_id=call.id, tool_name=call.name))
         if number in said:
             messages.append(Message("user", said[number]))

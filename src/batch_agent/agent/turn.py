@@ -1,29 +1,108 @@
-"""One turn of an agent for the dispatcher: the request, and the effects of each attempt on the agent."""
+"""One turn of an agent for the dispatcher: the request, the effects of each attempt on the agent's tally, and the tool
+calls that start while the answer is still being written."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from types import EllipsisType
+from dataclasses import dataclass, field
 
-from batch_agent.agent.early_calls import EarlyCalls
 from batch_agent.agent.resources import Resources
-from batch_agent.agent.tally import Tally
 from batch_agent.backends.base import ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.dispatcher import ModelCall
 from batch_agent.dispatch.policy import Observer
 from batch_agent.errors import BackendError, EmptyAnswer, OutputError, Truncated
 from batch_agent.events import SchemaUnsupported, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.job import Job, Timings
 from batch_agent.messages import Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.record.steps import Spent
+from batch_agent.tools.pool import PendingCall
 
 CUT = "length"  # finish reason of a text that was cut at max_tokens and is kept
+# The most calls of one answer that are run. Models that plan make a few at once. A model that writes hundreds is in a
+# loop, and each of its calls would need a task, a record and a message.
+MOST_CALLS = 64
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one agent has used so far. Times in seconds."""
+
+    sent: int = 0  # requests that left
+    retries: int = 0  # requests sent again, and answers requested again
+    again: bool = False  # the next request is one of these
+    turns: int = 0  # complete answers
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None  # $, of the turns whose price is known
+    queued: float = 0.0
+    inference: float = 0.0
+    tool_wait: float = 0.0
+    first_token: float | None = None
+    before: float = 0.0  # seconds spent in earlier sessions
+
+    @property
+    def attempts(self) -> int:
+        return 1 + self.retries if self.sent else 0
+
+    def leave(self) -> None:
+        self.sent += 1
+        self.retries += self.again
+        self.again = False
+
+    def add(self, reply: Reply, cost: float | None) -> None:
+        self.turns += 1
+        self.pay(reply.usage, cost)
+        if self.first_token is None:
+            self.first_token = reply.first_token
+
+    def pay(self, usage: Usage, cost: float | None) -> None:
+        self.usage += usage
+        if cost is not None:
+            self.cost = cost + (self.cost or 0.0)
+
+    def take_over(self, spent: Spent) -> None:
+        self.sent, self.retries, self.cost, self.before = spent.sent, spent.retries, spent.cost, spent.total
+        self.again = False
+        self.queued, self.inference, self.tool_wait = spent.queued, spent.inference, spent.tool_wait
+
+    def spent(self, seconds: float) -> Spent:
+        """Return everything spent. ``seconds`` is the agent's lifetime in this session."""
+        total = self.before + seconds
+        return Spent(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
+
+    def timings(self, total: float) -> Timings:
+        return Timings(self.queued, self.inference, self.tool_wait, total, self.first_token)
+
+
+@dataclass(slots=True)
+class EarlyCalls:
+    """Tool calls that started while their answer was streamed, by call id."""
+
+    r: Resources
+    job: Job
+    turn: int
+    started: dict[str, PendingCall] = field(default_factory=dict)
+
+    def __call__(self, call: ToolCall) -> None:
+        # A write starts only when the answer is complete, because an incomplete answer is requested again.
+        if len(self.started) < MOST_CALLS and self.r.tools.can_start_early(call.name):
+            self.started[call.id] = self.r.start_tool(call, self.job, self.turn)
+
+    def gained(self, now: float) -> float:
+        """Return the seconds that the longest call has been running."""
+        return max((pending.seconds(now) for pending in self.started.values()), default=0.0)
+
+    def abandon(self) -> None:
+        for pending in self.started.values():
+            pending.abandon()
+        self.started.clear()
 
 
 class TurnCall(ModelCall, Observer):
     """A Question and its Observer. ``early`` has the tool calls that start while the answer is streamed. ``schema`` is
-    the schema of the answer, if not the run's."""
+    that of the answer."""
 
     __slots__ = ("_early", "_index", "_r", "_schema", "_tally")
 
@@ -34,16 +113,16 @@ class TurnCall(ModelCall, Observer):
         index: int,
         tally: Tally,
         early: EarlyCalls | None,
-        schema: OutputSchema[object] | EllipsisType | None = ...,
+        schema: OutputSchema[object] | None,
     ) -> None:
         super().__init__(r.backend, request, early)
         if early is None and request.on_begin is not None:
             self.on_tool_call = _start_nothing
         self._r, self._index, self._tally, self._early = r, index, tally, early
-        self._schema = r.schema if isinstance(schema, EllipsisType) else schema
+        self._schema = schema
 
     def shortened(self, cut: Truncated) -> Reply:
-        if not self._r.keeps_cut_text or cut.in_call or not _is_begun(cut.text):
+        if self._schema is not None or not self._r.keeps_cut_text or cut.in_call or not _is_begun(cut.text):
             return super().shortened(cut)
         return Reply(cut.text, usage=cut.usage or Usage(), finish_reason=CUT)
 

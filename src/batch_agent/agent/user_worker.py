@@ -13,28 +13,31 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from batch_agent.agent.context import AgentContext, AskOptions, BlockingContext
 from batch_agent.agent.fingerprint import fingerprint_of
-from batch_agent.agent.gateway_row import ClientShapes
 from batch_agent.agent.prepare import Prepared
-from batch_agent.agent.row_work import RowWork
 from batch_agent.agent.shapes import Shapes, build_shapes
-from batch_agent.agent.worker_output import read_output, write_output
+from batch_agent.agent.work import Work
 from batch_agent.agent.workplace import Workplaces
-from batch_agent.backends.base import RequestShape
+from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import worker_boundary
+from batch_agent.dispatch.dispatcher import ModelCall
 from batch_agent.dispatch.spending import Spending
-from batch_agent.errors import InputError, SpecError, WorkerFailed
-from batch_agent.foreign import is_async
+from batch_agent.errors import InputError, Invalid, OutputError, SpecError, WorkerFailed
+from batch_agent.foreign import boundary, describe, is_async
+from batch_agent.gateway.client_request import ClientRequest
+from batch_agent.messages import Conversation, Reply
+from batch_agent.outputs.validate import parse_output
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.base import Tool
+from batch_agent.tools.base import resolve_tools
+from batch_agent.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from batch_agent.gateway.gateway import Gateway
@@ -45,6 +48,10 @@ Returned: TypeAlias = tuple[object, BaseException | None]  # its return value, o
 ENDING_SECONDS = 5.0  # time for a cancelled worker to end
 STUCK = 256  # abandoned functions that still run in their threads; above that, no more are started
 SHAPES = 256  # number of kinds of request that are cached
+NOT_JSON = (
+    "the return value of the worker is not JSON: {reason}. Return text, numbers, lists and mappings, or give "
+    "output_schema a class and return an instance of it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,6 @@ class UserWorker:
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
     ) -> None:
         self.gateway = gateway
-        self.client_shapes = ClientShapes(self._admit_shape)
         self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
         self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
@@ -71,15 +77,16 @@ class UserWorker:
         self._spending = spending
         self._tools = {tool.name: tool for tool in prepared.tools}
         self._shapes: dict[object, AskShapes] = {}
+        self._client_shapes: dict[bytes, tuple[RequestShape, RequestShape]] = {}
         self._stuck = 0
 
     # Its row
 
-    async def run(self, work: RowWork) -> object:
+    async def run(self, work: Work) -> object:
         """Return the worker's output for a row. Raises JobError."""
         return await bounded(self._run)(work.job.input, work)
 
-    async def _run(self, row: object, work: RowWork) -> object:
+    async def _run(self, row: object, work: Work) -> object:
         """Run the worker in a task. A task that ignores its cancellation is abandoned."""
         run = self._run_here if is_async(self._function) else self._run_in_thread
         task = asyncio.get_running_loop().create_task(run(row, work))
@@ -99,14 +106,14 @@ class UserWorker:
             raise error
         return returned
 
-    async def _run_here(self, row: object, work: RowWork) -> Returned:
+    async def _run_here(self, row: object, work: Work) -> Returned:
         """Return the worker's result or exception. A SystemExit must not escape from a task."""
         try:
             return await self._function(row, AgentContext(work)), None
         except BaseException as error:
             return None, error
 
-    async def _run_in_thread(self, row: object, work: RowWork) -> Returned:
+    async def _run_in_thread(self, row: object, work: Work) -> Returned:
         if self._stuck >= STUCK:
             return None, WorkerFailed(f"not started: {self._stuck} abandoned workers are still running")
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
@@ -147,18 +154,19 @@ class UserWorker:
     def model(self) -> str:
         return self._prepared.model or ""
 
-    @property
-    def max_retries(self) -> int:
-        return self._prepared.spec.max_retries
+    def admit(self, work: Work) -> str:
+        """Return a new API key of the row at the gateway."""
+        return self.gateway.admit(GatewayRow(work, self, self._prepared.backend))
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        return tuple(self._tools)
+        """The tools of the run."""
+        return tuple(tool.name for tool in self._prepared.tools)
 
-    def asking(self, tools: Sequence[object], output_schema: object, options: AskOptions) -> AskShapes:
+    def asking(self, tools: Sequence[object], output_schema: object, options: AskOptions, pool: ToolPool) -> AskShapes:
         """Return the kinds of request for these options; the defaults are those of the run. Equal options return the
-        same object, because backends cache what they derive from a shape."""
-        names = tuple(map(self._tool_name, tools))
+        same object, because backends cache what they derive from a shape. ``pool`` gets tools that it does not have."""
+        names = tuple(self._find_tool(tool, pool) for tool in tools)
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         key = (names, id(output_schema), json.dumps(given, sort_keys=True, default=str))
         known = self._shapes.get(key)
@@ -186,10 +194,18 @@ class UserWorker:
             self._spending.set_prices(every, self._prices(model))
         return AskShapes(shapes, schema, output_schema)
 
-    def _admit_shape(self, shape: RequestShape) -> None:
-        """Set the prices of a client's shape. The backend checks it when it is sent."""
-        if self._spending is not None:
-            self._spending.set_prices((shape,), self._prices(shape.model))
+    def client_shapes(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
+        """Return the shape for the record of a client's request, and the shape to send, which is a part of the first.
+        Equal requests have the same objects, as in ``asking``. The backend checks a shape when it is sent."""
+        shapes = self._client_shapes.get(request.head)
+        if shapes is None:
+            if len(self._client_shapes) >= SHAPES:
+                self._client_shapes.clear()
+            if self._spending is not None:
+                self._spending.set_prices((request.shape,), self._prices(request.shape.model))
+            asked = replace(request.shape, extra_body={"client": request.head.hex()})
+            shapes = self._client_shapes[request.head] = asked, request.shape
+        return shapes
 
     def _prices(self, model: str) -> Prices | None:
         prepared = self._prepared
@@ -200,18 +216,52 @@ class UserWorker:
             raise SpecError(f"max_cost: no price of {model} at {prepared.backend.name} is known; give prices")
         return None if prices is None else prices.times(prepared.backend.capabilities.price)
 
-    def _tool_name(self, tool: object) -> str:
+    def _find_tool(self, tool: object, pool: ToolPool) -> str:
+        """Return the name of a tool. A function or a Tool that the run does not have is added to the pool."""
         if isinstance(tool, str):
-            found = self._tools.get(tool)
-        elif isinstance(tool, Tool):
-            found = self._tools.get(tool.name)
-        else:
-            found = next((known for known in self._tools.values() if known.function is tool), None)
-        if found is None or (isinstance(tool, Tool) and found is not tool):
-            name = tool if isinstance(tool, str) else getattr(tool, "name", getattr(tool, "__name__", repr(tool)))
-            there = ", ".join(self._tools) or "none"
-            raise InputError(f"{name} is not a tool of this run: give it in tools= of the run. Its tools are: {there}")
-        return found.name
+            if tool not in self._tools:
+                there = ", ".join(self._tools) or "none"
+                raise InputError(f"{tool} is not a tool of this run: give the tool itself. Its tools are: {there}")
+            return tool
+        for known in self._tools.values():
+            if known is tool or known.function is tool:
+                return known.name
+        (new,) = resolve_tools([tool])
+        if new.name in self._tools:
+            raise InputError(
+                f"the run has another tool called {new.name}: give this one another name, or define it once, outside "
+                "of the worker"
+            )
+        pool.add(new)
+        self._tools[new.name] = new
+        return new.name
+
+
+class GatewayRow:
+    """A row as the gateway uses it: requests of the row's clients become requests of the row."""
+
+    def __init__(self, work: Work, worker: UserWorker, backend: Backend) -> None:
+        self._work, self._worker, self._backend = work, worker, backend
+
+    @property
+    def model(self) -> str:
+        return self._worker.model
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return self._backend.wires
+
+    async def models(self) -> Sequence[str]:
+        return await self._backend.models()
+
+    async def answer(self, request: ClientRequest) -> Reply:
+        asked, sent = self._worker.client_shapes(request)
+
+        def send(question: ModelRequest) -> ModelCall:
+            question.shape, question.client = sent, request.client_body
+            return ModelCall(self._backend, question)
+
+        return await self._work.answer(asked, Conversation(request.messages), send=send)
 
 
 def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[object, C], Awaitable[object]]:
@@ -222,3 +272,44 @@ def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[objec
             return await worker(row, context)
 
     return work
+
+
+# Its return value, which becomes the output of its row: JSON, validated by the schema if there is one. The output is
+# recorded as JSON and read back from it, also the first time, so a resumed row has the same output.
+
+
+def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple[str, object, bool]:
+    """Return the output as JSON text, the output itself, and whether its JSON was repaired."""
+    if schema is None:
+        text = _to_text(returned)
+        return text, json.loads(text), False
+    value, repaired = _valid(returned, schema)
+    with boundary(lambda raised: Invalid(f"the output cannot be written as JSON: {raised}")):  # the user's serializers
+        plain = schema.to_plain(value)
+    text = _to_text(plain)
+    return text, schema.validate_json(text), repaired
+
+
+def read_output(text: str, schema: OutputSchema[object] | None) -> object:
+    """Return a recorded output. Raises Invalid if the schema no longer accepts it."""
+    return json.loads(text) if schema is None else schema.validate_json(text)
+
+
+def _valid(returned: object, schema: OutputSchema[object]) -> tuple[object, bool]:
+    """Return an instance, a mapping or JSON text as a value of the schema, and whether its JSON was repaired."""
+    if not isinstance(returned, str):
+        return schema.validate_python(returned), False
+    try:
+        parsed = parse_output(returned, schema)
+    except OutputError:
+        if not schema.is_scalar:
+            raise
+        return schema.validate_python(returned), False
+    return parsed.value, parsed.repaired
+
+
+def _to_text(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WorkerFailed(NOT_JSON.format(reason=describe(error))) from None

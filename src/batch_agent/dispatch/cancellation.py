@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from batch_agent.errors import JobError, StoreError, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.foreign import describe, place_of, traceback_of
 
 
 def cancelled_by_us() -> bool:
@@ -31,7 +31,9 @@ def worker_boundary(what: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
             raise
-        raise WorkerFailed(f"{what} {describe(error)}") from error
+        failed = WorkerFailed(f"{what} {describe(error)}{place_of(error)}")
+        failed.traceback = traceback_of(error)
+        raise failed from error
 
 
 async def outlast(task: asyncio.Task[None]) -> None:

@@ -42,7 +42,7 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
         "job_id": result.job_id,
         "ok": result.ok,
         "output": result.output,
-        "error": result.error,
+        "error": error_record(result.error),
         "attempts": result.attempts,
         "turns": result.turns,
         "usage": {name: getattr(result.usage, name) for name in _USAGE},
@@ -62,6 +62,14 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
     if result.artifacts:
         record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
     return record
+
+
+def error_record(error: AgentError | None) -> dict[str, object] | None:
+    """Return the fields of an error. Most have no traceback, and then no field for it."""
+    if error is None:
+        return None
+    fields = dataclasses.asdict(error)
+    return fields if error.traceback else {name: value for name, value in fields.items() if name != "traceback"}
 
 
 def record_line(record: Mapping[str, object]) -> bytes:

@@ -8,6 +8,8 @@ the journal unchanged. Fields are never removed or moved, so every version reads
     format 3    kind 7: a conversation was compacted
     format 4    the lease of a session; kinds 8 to 10: requests and calls of a user's worker; its output in kind 6; the
                 digest of the request in kinds 1 and 4
+    format 5    kinds 8 to 10 record the tool loop too, instead of kinds 1 to 4; its last answer in kind 6; the request
+                of a compaction in kind 7; the traceback of an error in kind 5
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
 from batch_agent.messages import Message, Reply, Role, Sealed, ToolCall, Usage, content_shown
 from batch_agent.record.steps import (
+    OWN,
     Asked,
     Begun,
     CallBegun,
@@ -51,7 +54,7 @@ CALL: Form = (str, str, str)
 USAGE: Form = (int, int, int, int, int)
 SEALED: Form = (str, object)
 SPENT: Form = (int, int, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER | None)
-ERROR: Form = (str, str, str, bool)
+ERROR: Form = (str, str, str, bool, str)
 MESSAGE: Form = (str, str, list, str, str, str)
 ROLES = get_args(Role)
 
@@ -67,15 +70,23 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Begun(calls):
             return BEGUN, _dump(calls)
         case Failed(error, text, spent):
-            fields = (error.stage, error.type, error.message, error.retryable)
+            fields = (error.stage, error.type, error.message, error.retryable, error.traceback)
             return FAILED, _dump([fields, text, _from_spent(spent)])
-        case Ended(spent, output, fingerprint):
-            return ENDED, _dump([_from_spent(spent), output, fingerprint])
-        case Compacted(cut, usage):
-            return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage)])
+        case Ended(spent, output, fingerprint, last, asked, truncated):
+            later = (None if last is None else _from_reply(last), asked, truncated)
+            count = 3 if truncated else 0 if last is None and not asked else 2
+            return ENDED, _dump([_from_spent(spent), output, fingerprint, *later[:count]])
+        case Compacted(cut, usage, digest):
+            return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage), digest])
         case Asked(digest, nth, reply, spent, after, said):
+            if after == OWN and not said:
+                return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent)])
             messages = [from_message(message) for message in said]
             return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
+        case CallBegun("", nth, "", ""):
+            return CALL_BEGUN, _dump([nth])
+        case CallEnded("", nth, "", "", ok, text):
+            return CALL_ENDED, _dump([nth, ok, text])
         case CallBegun(digest, nth, name, arguments):
             return CALL_BEGUN, _dump([digest, nth, name, arguments])
         case CallEnded(digest, nth, name, arguments, ok, text):
@@ -94,20 +105,28 @@ def decode(kind: int, body: bytes) -> Step:
         return Begun(tuple(_read(record, (int,) * len(record) if isinstance(record, list) else ())))
     if kind == FAILED:
         error, text, spent = _read(record, (list, str, list))
-        return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
+        return Failed(AgentError(*_read(error, ERROR, least=4)), text, _to_spent(spent))
     if kind == ENDED:
-        spent, *later = _read(record, (list, str | None, str), least=1)
+        spent, *later = _read(record, (list, str | None, str, list | None, str, bool), least=1)
+        if len(later) > 2 and later[2] is not None:
+            later[2] = _to_reply(later[2])
         return Ended(_to_spent(spent), *later)
     if kind == COMPACTED:
-        kept_from, note, reduced, usage = _read(record, (int, str, list, list))
+        kept_from, note, reduced, usage, *of = _read(record, (int, str, list, list, str), least=4)
         texts = dict(_read(pair, (int, str)) for pair in reduced)
-        return Compacted(Cut(kept_from, note, texts), _to_usage(usage))
+        return Compacted(Cut(kept_from, note, texts), _to_usage(usage), *of)
     if kind == ASKED:
-        digest, nth, reply, spent, after, said = _read(record, (str, int, list, list, int, list))
+        digest, nth, reply, spent, *later = _read(record, (str, int, list, list, int, list), least=4)
+        after, said = later if len(later) == 2 else (*later, OWN, ())[:2]
         return Asked(digest, nth, _to_reply(reply), _to_spent(spent), after, tuple(map(to_message, said)))
     if kind == CALL_BEGUN:
+        if isinstance(record, list) and len(record) == 1:
+            return CallBegun("", *_read(record, (int,)))
         return CallBegun(*_read(record, (str, int, str, str)))
     if kind == CALL_ENDED:
+        if isinstance(record, list) and len(record) == 3:
+            nth, ok, text = _read(record, (int, bool, str))
+            return CallEnded("", nth, "", "", ok, text)
         return CallEnded(*_read(record, (str, int, str, str, bool, str)))
     raise ValueError(f"a record of kind {kind} was written by a newer version of this package, or is damaged")
 
@@ -124,21 +143,22 @@ def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
 
 
 def _from_reply(reply: Reply) -> list[object]:
-    return [
+    fields: list[object] = [
         reply.text,
-        [(call.id, call.name, call.arguments) for call in reply.tool_calls],
+        [(call.id, call.name, call.arguments) for call in reply.tool_calls] if reply.tool_calls else (),
         _from_usage(reply.usage),
         reply.reasoning,
         reply.first_token,
         reply.finish_reason,
         None if reply.saved is None else _from_usage(reply.saved),
-        None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value),
     ]
+    if reply.sealed is not None:
+        fields.append((reply.sealed.wire, reply.sealed.value))
+    return fields
 
 
 def _to_reply(array: object) -> Reply:
-    # Later fields are at the end of the array and may be missing: early formats have no ``sealed``, and no
-    # ``cache_write_tokens`` in a Usage.
+    # The last fields may be missing: ``sealed``, and the ``cache_write_tokens`` of a Usage.
     text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
     sealed = later[0] if later else None
     return Reply(
@@ -169,13 +189,8 @@ def to_message(array: object) -> Message:
 
 
 def _from_usage(usage: Usage) -> tuple[int, ...]:
-    return (
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        usage.reasoning_tokens,
-        usage.cache_write_tokens,
-    )
+    counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens
+    return (*counts, usage.cache_write_tokens) if usage.cache_write_tokens else counts
 
 
 def _to_usage(array: object) -> Usage:

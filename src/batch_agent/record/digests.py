@@ -3,16 +3,15 @@
 A conversation only grows, so digests are chained: new messages are hashed together with the digest of all earlier ones.
 Reasoning, and data that only one provider's wire can read, are omitted: they come from recorded answers.
 
-The tool loop sends requests in a fixed order, so each request is compared with the one recorded at the same position.
-It costs one hash per request, because it is on the hot path. A user's worker may send requests in any order, so its
-requests are looked up by digest.
+The tool loop sends the requests of its row one after the other. Its chain begins with the key of the row and costs one
+hash per request, because it is on the hot path (``next_asked``). A user's worker has any number of conversations, so
+its requests have the digest of their content alone (``request_digest``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from zlib import crc32
@@ -77,15 +76,8 @@ def message_digest(before: bytes, message: Message) -> bytes:
 
 
 def request_digest(conversation: bytes, shape: ShapeDigest) -> str:
-    """Return the digest under which a worker's request is recorded."""
-    return _hash(conversation, shape.whole).hex()
-
-
-def call_digest(name: str, arguments: str) -> str:
-    """Return the digest under which a worker's tool call is recorded. The order of the arguments does not matter."""
-    with suppress(ValueError):  # the tool rejects arguments that are not JSON
-        arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
-    return _hash(name.encode("utf-8", "surrogatepass"), b"\0", arguments.encode("utf-8", "surrogatepass")).hex()
+    """Return the digest under which a worker's request is recorded. Format 4 recorded twice as many digits."""
+    return _hash(conversation, shape.whole).hex()[:WHOLE]
 
 
 def next_asked(before: bytes, shape: ShapeDigest, new: Sequence[Message]) -> tuple[bytes, str]:

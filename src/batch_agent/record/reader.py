@@ -351,6 +351,8 @@ def as_result(record: Record) -> Record:
     if "ok" in record:
         return record
     error = {name: record.pop(name, None) for name in ("stage", "type", "message", "retryable")}
+    if "traceback" in record:
+        error["traceback"] = record.pop("traceback")
     first = {name: record.pop(name, None) for name in ("index", "job_id")}
     return {**first, "ok": False, "output": None, "error": error, **record}
 

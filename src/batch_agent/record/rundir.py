@@ -30,7 +30,7 @@ from typing import Literal, cast
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, SpecError, StoreError
-from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
+from batch_agent.files.results import error_record, from_json, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.record.lock import Lock, is_locked
@@ -192,10 +192,7 @@ def failure_line(result: AgentResult[object]) -> bytes:
     record: dict[str, object] = {
         "index": result.index,
         "job_id": result.job_id,
-        "stage": error and error.stage,
-        "type": error and error.type,
-        "message": error and error.message,
-        "retryable": error and error.retryable,
+        **(error_record(error) or {}),
         "attempts": result.attempts,
         "turns": result.turns,
         "usage": result.usage,

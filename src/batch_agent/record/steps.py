@@ -1,15 +1,23 @@
 """The recorded steps of an agent: those that cannot be derived from the spec and the input.
 
-For the tool loop, prompts, repair prompts and typed outputs are not recorded: its code computes them again from these
-steps, so a resumed agent takes the same path. The code of a user's worker may be different each time, so its requests
-and its output are recorded too.
+Answers and tool calls are found by content: by the digest of the request or call, and by ``nth``, which is 0 for the
+first equal one and 1 for the second. The prompts of the tool loop follow from its row and its earlier steps, so they
+are not recorded. The code of a user's worker may be different each time, so its prompts and its output are recorded.
+
+Formats 1 to 4 recorded the tool loop by position (``Turn``, ``Begun``, ``Outcome``, ``Done``). Nothing writes these
+steps any more. ``read_past`` reads both vocabularies.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TypeAlias
+
+import orjson
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
@@ -31,10 +39,87 @@ class Spent:
     cost: float | None = None
 
 
+SHARED, ALONE, OWN = -1, -2, -3  # what a request continues that continues no earlier request
+
+
+@value_type
+class Asked:
+    """An answer of the model. The request is the conversation of the earlier request number ``after`` (from 0) with its
+    answer, followed by ``said``. SHARED: it starts with the messages that all rows share. ALONE: it starts empty. OWN:
+    it is the next request of the tool loop, whose messages follow from the row."""
+
+    digest: str
+    nth: int
+    reply: Reply
+    spent: Spent
+    after: int = OWN
+    said: tuple[Message, ...] = ()
+
+
+@value_type
+class CallBegun:
+    """A tool call that may write and is about to start. ``arguments`` is JSON text. With the digest "", it is call
+    number ``nth`` (from 0) of the latest answer of the tool loop. That answer has the rest."""
+
+    digest: str
+    nth: int
+    name: str = ""
+    arguments: str = ""
+
+
+@value_type
+class CallEnded:
+    """The end of a tool call. ``text`` is the result or the error. The digest may be "" as in CallBegun."""
+
+    digest: str
+    nth: int
+    name: str
+    arguments: str
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A conversation was compacted before a request. ``usage`` is that of the model that summarised the removed part.
+    ``digest`` is that of the request; "" for the next request of the tool loop."""
+
+    cut: Cut
+    usage: Usage
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The agent ended with an error; ``text`` is the last text of the model."""
+
+    error: AgentError
+    text: str
+    spent: Spent
+
+
+@value_type
+class Ended:
+    """The agent ended successfully. ``output`` is the return value of a user's worker as JSON, and ``fingerprint`` that
+    of its run (``record.keys``). ``output`` is None for the tool loop and built-in workers, which compute it again.
+    ``reply`` is the answer that ended the tool loop, and ``asked`` the digest of its request; recorded here, it costs
+    no step of its own. ``truncated``: a text that was cut at max_tokens was kept for the user's worker."""
+
+    spent: Spent
+    output: str | None = None
+    fingerprint: str = ""
+    reply: Reply | None = None
+    asked: str = ""
+    truncated: bool = False
+
+
+# Steps of formats 1 to 4, by position.
+
+
 @value_type
 class Turn:
     """A complete answer of the model that did not complete the agent. ``asked`` is the digest of the request
-    (``record.digests``), "" if an older version recorded it."""
+    (``record.digests``), "" before format 4."""
 
     reply: Reply
     spent: Spent
@@ -65,84 +150,13 @@ class Done:
     asked: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The agent ended with an error; ``text`` is the last text of the model."""
-
-    error: AgentError
-    text: str
-    spent: Spent
+Step: TypeAlias = Asked | CallBegun | CallEnded | Compacted | Failed | Ended | Turn | Begun | Outcome | Done
+WorkStep: TypeAlias = Asked | CallBegun | CallEnded | Compacted
 
 
 @value_type
-class Ended:
-    """The agent ended successfully, without an answer of its own. ``output`` is the return value of a user's worker as
-    JSON, and ``fingerprint`` that of its run (``record.keys``). ``output`` is None for a built-in worker, which
-    computes it again."""
-
-    spent: Spent
-    output: str | None = None
-    fingerprint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Compacted:
-    """The conversation was compacted after the last turn. ``usage`` is that of the model that summarised the removed
-    part."""
-
-    cut: Cut
-    usage: Usage
-
-
-# Steps of a user's worker. Each is found by the digest of the request or call, and by ``nth``: 0 for the first equal
-# one, 1 for the second.
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """An answer to a user's worker. The request is the conversation of the earlier request number ``after`` (from 0)
-    with its answer, followed by ``said``. SHARED: it starts with the messages that all rows share. ALONE: it starts
-    empty."""
-
-    digest: str
-    nth: int
-    reply: Reply
-    spent: Spent
-    after: int
-    said: tuple[Message, ...]
-
-
-SHARED, ALONE = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A call of a user's worker that may write and is about to start. ``arguments`` is JSON text."""
-
-    digest: str
-    nth: int
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    """The end of a call of a user's worker. ``text`` is the result or the error."""
-
-    digest: str
-    nth: int
-    name: str
-    arguments: str
-    ok: bool
-    text: str
-
-
-Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended | Compacted | Asked | CallBegun | CallEnded
-
-
-@dataclass(frozen=True, slots=True)
 class PastTurn:
-    """A recorded answer, the outcomes of its tool calls, and the compaction after it, if any."""
+    """A recorded answer of the tool loop, the outcomes of its calls by position, and the compaction after it."""
 
     reply: Reply
     spent: Spent
@@ -155,14 +169,14 @@ class PastTurn:
 @dataclass(frozen=True, slots=True)
 class Past:
     """A recorded agent. ``done``: it ended successfully. ``failed``: its last step was a failure. Otherwise it is
-    unfinished. ``worked`` are the requests and calls of a user's worker, in order, and ``ended`` its end.
-    ``unreadable`` is the reason why a record that contains a begun write cannot be read."""
+    unfinished. ``turns`` are those of the tool loop; ``worked`` are the steps of a user's worker, in order, and
+    ``ended`` its end. ``unreadable`` is the reason why a record that contains a begun write cannot be read."""
 
     agent: int
     turns: tuple[PastTurn, ...]
     failed: Failed | None = None
     done: bool = False
-    worked: tuple[Asked | CallBegun | CallEnded, ...] = ()
+    worked: tuple[WorkStep, ...] = ()
     ended: Ended | None = None
     spent: Spent | None = None  # from the last step that has it
     unreadable: str = ""
@@ -176,9 +190,29 @@ def read_past(agent: int, steps: list[Step]) -> Past:
     """Return what a resumed agent needs from its recorded steps, which are given in order. Raises ValueError for an
     impossible sequence of steps."""
     turns: list[PastTurn] = []
-    worked: list[Asked | CallBegun | CallEnded] = []
+    worked: list[WorkStep] = []
+    spent: Spent | None = None
     for step in steps:
         match step:
+            case Asked(digest, _, reply, spent, after):
+                if after == OWN:
+                    turns.append(PastTurn(reply, spent, digest))
+                else:
+                    worked.append(step)
+            case CallBegun("", place):
+                _turn_of(turns, place).begun.add(place)
+            case CallEnded("", place):
+                _turn_of(turns, place).outcomes[place] = step.text
+            case CallBegun() | CallEnded():
+                worked.append(step)
+            case Compacted():
+                if step.digest:
+                    worked.append(step)
+                else:
+                    turns[-1:] = [replace(_last(turns), compacted=step)]
+            case Ended(spent, _, _, reply, asked):
+                if reply is not None:
+                    turns.append(PastTurn(reply, spent, asked))
             case Turn(reply, spent, asked) | Done(reply, spent, asked):
                 turns.append(PastTurn(reply, spent, asked))
             case Begun(calls):
@@ -186,13 +220,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                     _turn_of(turns, call).begun.add(call)
             case Outcome(call, text):
                 _turn_of(turns, call).outcomes[call] = text
-            case Compacted():
-                if not turns:
-                    raise ValueError("a compaction is recorded before the first turn")
-                turns[-1] = replace(turns[-1], compacted=step)
-            case Asked() | CallBegun() | CallEnded():
-                worked.append(step)
-            case Failed() | Ended():
+            case Failed(_, _, spent):
                 pass  # steps after a failure belong to the retry
     asks = [step for step in worked if isinstance(step, Asked)]
     if any(not ALONE <= step.after < place for place, step in enumerate(asks)):
@@ -205,15 +233,32 @@ def read_past(agent: int, steps: list[Step]) -> Past:
         isinstance(last, Done | Ended),
         tuple(worked),
         last if isinstance(last, Ended) else None,
-        next((step.spent for step in reversed(steps) if isinstance(step, Turn | Done | Failed | Ended | Asked)), None),
+        spent,
     )
+
+
+def _last(turns: list[PastTurn]) -> PastTurn:
+    if not turns:
+        raise ValueError("no call and no compaction of the tool loop can come before its first answer")
+    return turns[-1]
 
 
 def _turn_of(turns: list[PastTurn], call: int) -> PastTurn:
     """Return the turn that a recorded call belongs to."""
-    if not turns or not 0 <= call < len(turns[-1].reply.tool_calls):
+    if not 0 <= call < len(_last(turns).reply.tool_calls):
         raise ValueError(f"the last turn has no call {call}")
     return turns[-1]
+
+
+def call_digest(name: str, arguments: str) -> str:
+    """Return the digest under which a tool call is recorded. The order of the arguments does not matter."""
+    written = arguments.encode("utf-8", "surrogatepass")
+    with suppress(ValueError):  # the tool rejects arguments that are not JSON
+        try:
+            written = orjson.dumps(orjson.loads(arguments or "{}"), option=orjson.OPT_SORT_KEYS)
+        except (orjson.JSONDecodeError, TypeError):  # a lone surrogate, or an integer beyond 64 bits
+            written = json.dumps(json.loads(arguments or "{}"), sort_keys=True).encode("ascii")
+    return blake2b(name.encode("utf-8", "surrogatepass") + b"\0" + written, digest_size=8).hexdigest()
 
 
 def conversation_of_ask(asks: Sequence[Asked], place: int, shared: Sequence[Message]) -> list[Message]:

@@ -25,7 +25,7 @@ from typing import Generic, Self, TypeVar, cast, final
 from pydantic import JsonValue
 
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
-from batch_agent.agent.loop_context import InnerWorker
+from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from batch_agent.agent.agent import open_worker
 from batch_agent.agent.compaction import open_compactor
 from batch_agent.agent.fingerprint import rows_under
-from batch_agent.agent.loop_context import InnerWorker
+from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prefix_leader import lead_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.resources import Resources
@@ -110,7 +110,7 @@ class Workshop:
             timeout_per_agent=spec.timeout_per_agent,
             early_tools=spec.streaming_tool_dispatch and capabilities.streaming and can_start_early,
             ends_with_answer=loops,
-            keeps_cut_text=loops and prepared.schema is None and spec.truncated == "keep",
+            keeps_cut_text=spec.truncated == "keep",
             prewarm=self.prewarm,
             touches=touches if shared.dispatcher.scheduler.parts.touch else None,
             # A user's worker may send other requests first, or none.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import orjson
 
-from batch_agent.agent.loop_context import LoopContext
+from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe
 from batch_agent.dispatch.cancellation import first_error
@@ -164,7 +164,7 @@ class RecordedCall:
         return Fleet(seats, name=f"swarm of {len(seats)}")
 
 
-async def _answer(row: object, context: LoopContext) -> object:
+async def _answer(row: object, context: Dialogue) -> object:
     """Return the answer with all its details, so that the record has them too."""
     value: object = orjson.loads((await context.ask()).text)
     return value

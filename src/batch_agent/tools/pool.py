@@ -93,14 +93,14 @@ class ToolPool:
         prewarm_max_age: float | None = None,
         once: Once | None = None,
     ) -> None:
-        on_loop, in_threads = Slots(ASYNC_CALLS), Slots(THREADS)
-        self._offers = {t.name: _Offer(t, (*_own_gates(t), on_loop if t.is_async else in_threads)) for t in tools}
+        self._on_loop, self._in_threads = Slots(ASYNC_CALLS), Slots(THREADS)
+        self._offers: dict[str, _Offer] = {}
         self._timeout = timeout
         self._spawn = spawn
         self._prewarm_max_age = prewarm_max_age
         self.once = once
         self._now = asyncio.get_running_loop().time
-        self._written = {tool.resource for tool in tools if tool.effect == "write"}
+        self._written: set[Resource | None] = set()  # resources that a tool can write
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
         self._flights: dict[Key, Flight] = {}
@@ -110,6 +110,15 @@ class ToolPool:
         self._writes: Counter[Resource] = Counter()  # counts starts and ends; earlier reads are stale
         self._state: dict[str, Any] = {}  # shared by the tools of this run
         self._closed = False
+        for tool in tools:
+            self.add(tool)
+
+    def add(self, tool: Tool) -> None:
+        """Offer one more tool."""
+        slots = self._on_loop if tool.is_async else self._in_threads
+        self._offers[tool.name] = _Offer(tool, (*_own_gates(tool), slots))
+        if tool.effect == "write":
+            self._written.add(tool.resource)
 
     async def __aenter__(self) -> Self:
         return self

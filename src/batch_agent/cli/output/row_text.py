@@ -11,7 +11,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
 from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines
-from batch_agent.record.steps import Asked, CallEnded, Past, PastTurn, Spent
+from batch_agent.record.steps import Asked, CallBegun, CallEnded, Past, PastTurn, Spent
 
 CUT_CHARACTERS = 2000  # shown of a text without --full
 INDENT = "    "
@@ -169,7 +169,7 @@ def _worked(past: Past, page: Page) -> Iterator[str]:
         elif isinstance(step, CallEnded):
             yield page.said("the worker calls", _call(ToolCall("", step.name, step.arguments)))
             yield page.said(f"{harmless(step.name)} {'answers' if step.ok else 'fails'}", step.text)
-        elif (step.digest, step.nth) not in ended:
+        elif isinstance(step, CallBegun) and (step.digest, step.nth) not in ended:
             yield page.said("the worker calls", _call(ToolCall("", step.name, step.arguments)))
             yield page.said(harmless(step.name), "started; its outcome is unknown")
 
@@ -190,8 +190,12 @@ def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
     failed = past.failed.error if past is not None and past.failed is not None else None
     if isinstance(error, dict):
         yield page.said("failed", f"{error.get('type')}: {error.get('message')}")
+        if traceback := error.get("traceback"):
+            yield page.said("traceback", str(traceback).rstrip())
     elif failed is not None and not (record or {}).get("ok"):
         yield page.said("failed", str(failed))
+        if failed.traceback:
+            yield page.said("traceback", failed.traceback.rstrip())
     output = (record or {}).get("output")
     if output is not None and not isinstance(output, str):
         yield page.said("output", to_json(output).decode())

@@ -111,7 +111,7 @@ function long(content, grows) {
 
 function ending(record) {
   if (record.ok || !record.error) return null;
-  return h("article", { class: "m-error" }, h("header", null, h("b", null, text(record.error.type)), h("span", null, "in ", text(record.error.stage)), record.error.retryable ? h("span", null, "a retry may succeed") : null), long(record.error.message || ""));
+  return h("article", { class: "m-error" }, h("header", null, h("b", null, text(record.error.type)), h("span", null, "in ", text(record.error.stage)), record.error.retryable ? h("span", null, "a retry may succeed") : null), long(record.error.message || ""), record.error.traceback ? long(record.error.traceback) : null);
 }
 
 function facts(record, data) {
