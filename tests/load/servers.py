@@ -153,14 +153,17 @@ class Engine(SimulatedBackend):
 
 
 class Balancer(SimulatedBackend):
-    """Several replicas behind one address. A request goes to its agent's replica; metrics come from the first alone."""
+    """Several replicas behind one address; metrics come from the first alone. With ``sticky``, all requests of an agent
+    go to the same replica; otherwise they take turns."""
 
-    def __init__(self, model: EngineModel, replicas: int) -> None:
+    def __init__(self, model: EngineModel, replicas: int, *, sticky: bool = True) -> None:
         super().__init__(model)
+        self._sticky, self._requests = sticky, 0
         self.replicas = [SimulatedBackend(model) for _ in range(replicas)]
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        place = hash(request.agent) % len(self.replicas) if request.agent else 0
+        self._requests += 1
+        place = (request.agent if self._sticky else self._requests) % len(self.replicas)
         return await self.replicas[place].infer(request, on_tool_call)
 
     async def load(self, endpoint: str = "") -> Load:

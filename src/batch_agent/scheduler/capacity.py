@@ -56,6 +56,9 @@ class Capacity:
 
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
+    _answers: float  # since the limit changed; old ones count less
+    _refused: float
+    _crowd: int  # most requests in flight when one was refused
 
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
         self.generation = -1  # a request stores the generation in which it was sent, and passes it to ``overloaded``
@@ -289,8 +292,7 @@ class Capacity:
             self._known = self.ceiling
 
     def _count_anew(self) -> None:
-        self._answers = self._refused = 0.0  # since the limit changed; old ones count less
-        self._crowd = 0  # most requests in flight when one was refused
+        self._answers, self._refused, self._crowd = 0.0, 0.0, 0
 
     def _climb_from(self, gain: float) -> None:
         self.generation += 1
