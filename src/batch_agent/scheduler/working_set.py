@@ -19,14 +19,14 @@ LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a co
 SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens per second, in seconds and in turns
 QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
 WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
-MEMBERS_A_CHANGE = 16  # a projection is computed again when one in so many members has changed,
+MEMBERS_A_CHANGE = 16  # a projection is computed again when one member in this number has changed,
 REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
 SHARE_STEP = 0.05  # weight of a turn in the share of evictions
 JUDGED, MOST_LOST = 64, 0.75  # turns until holding is judged, and the share of evictions that it may leave
 FIRST_REST = 512  # turns without holding after it did not help; doubled each time
 OVERBOOKED = 1.3  # part of a reported capacity that is used until an eviction confirms it
 CONFIRMS = 2  # contradictions that one eviction outweighs
-WRONG, CONTRADICTED = 1.1, 6  # hits at this part of a reported capacity contradict it; so many of them are enough
+WRONG, CONTRADICTED = 1.1, 6  # hits at this part of a reported capacity contradict it; this number of them is enough
 LESS, MORE, LEAST = 0.95, 0.002, 0.6  # factor of the margin after an eviction, what a hit adds to it, and its minimum
 
 
@@ -105,8 +105,8 @@ class EnginePace:
 
 
 class HoldWatch:
-    """Judges by the answers whether holding agents back helps. If many contexts are evicted all the same, the reason is
-    another one (another client, a balancer that sends each turn elsewhere), and nobody is held back for a long time."""
+    """Judges by the answers whether holding agents back helps. If many contexts are evicted nevertheless, the reason
+    is another one (another client, a balancer that sends each turn elsewhere), and no agent is held for a long time."""
 
     def __init__(self) -> None:
         self.tells = False  # answers tell how many tokens were cached
@@ -295,8 +295,8 @@ class WorkingSet:
         return self.is_cached(progress) and progress.turns > near.least_turns
 
     def fits(self, now: float, turns: int, tokens: int = 0) -> bool:
-        """Return whether the members' contexts fit for the turns ahead, with one more agent that has taken so many
-        turns."""
+        """Return whether the members' contexts fit for the turns ahead, with one more agent that has taken
+        ``turns``."""
         if self._fits_anyway:
             return True
         projection, room = self._projected(self._all, now, FARTHEST), self._allowed
