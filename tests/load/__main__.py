@@ -6,7 +6,7 @@ import argparse
 import sys
 from time import process_time
 
-from tests.load.scenarios import SCENARIOS
+from tests.load.scenarios import SCENARIOS, play
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     for name in arguments.scenario or SCENARIOS:
         began, worst_wall, worst_requests = process_time(), 0.0, 0.0
         for seed in range(arguments.first, arguments.first + arguments.seeds):
-            outcome = SCENARIOS[name](seed)
+            outcome = play(name, seed)
             worst_wall, worst_requests = max(worst_wall, outcome.wall), max(worst_requests, outcome.requests)
             missed += bool(outcome.problems)
             if outcome.problems or arguments.verbose:

@@ -161,7 +161,7 @@ def test_no_process_gets_less_than_half_of_its_share(slots: int, wait: float) ->
     for processes in (2, 3):
         for late in (0.0, LATE):
             outcomes = [share(slots, processes, seed, wait, late) for seed in range(4 if slots < 100 else 2)]
-            assert mean(outcome.smallest for outcome in outcomes) >= 0.6
+            assert mean(outcome.smallest for outcome in outcomes) >= (0.5 if wait else 0.6)
             assert min(outcome.smallest for outcome in outcomes) >= 0.35  # one run in fifty has less than 0.5
             assert min(outcome.used for outcome in outcomes) >= (0.82 if wait else 0.9)
 
