@@ -47,7 +47,7 @@ PAUSE = 6  # rounds before a refused number is tried again
 TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
 LEAST_REFUSALS = 2  # ... and this many in any case
 WINDOW = 512  # answers, at least: after that, older answers and refusals count half
-FALLEN = 1 / 4  # of the requests that the server took: if refusals lower the limit below this, they come by chance
+FALLEN = 1 / 8  # of the requests that the server took: if refusals lower the limit below this, they come by chance
 WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square root of the limit, at most MOST_WAITS
 
 
