@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,9 @@ test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 	$(if $(SEED),,$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
+
+soak-load: $(VENV)/.ready  ## simulated runs at servers that are full, refuse by chance or report wrong metrics: SEEDS=N of each
+	$(BIN)/python -m tests.load --seeds $(or $(SEEDS),200)
 
 lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .

@@ -5,6 +5,10 @@ a few hundred grants. Two ways to drive it:
 
 - ``decisions``: as the engine drives it: an agent starts when there is room
 - ``crowd``: every agent is ready from the start, the longest queue that a run can have
+
+Then a turn with the bookkeeping of an engine's KV cache, by the number of live agents, all of which wait for tools
+except 64 in flight: ``ample``, where all contexts fit by far, and ``tight``, where they do not fit. No agent is held
+back, so that as many stay live.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.kvflow import KvParts
 from benchmarks import report
 
 INFLIGHT = 64
@@ -82,6 +88,47 @@ def _grant_all(scheduler: Scheduler, running: deque[Ticket]) -> None:
         running.append(ticket)
 
 
+def live(agents: int, *, tight: bool) -> float:
+    """Return the seconds of CPU per turn with this many live agents."""
+    scheduler = Scheduler(INFLIGHT)
+    scheduler.use(KvParts())
+    scheduler.admission.has_room = scheduler.admission._takes = lambda *_: True  # type: ignore[method-assign]
+    endpoint = scheduler.endpoints[0]
+    scheduler.admission.set_capacity(endpoint, agents * (500 if tight else 100_000))
+    waiting: deque[tuple[Progress, int]] = deque()
+    running: deque[Ticket] = deque()
+    turns, now, spent, counted = max(2 * agents, 4_000), 0.0, 0.0, 0
+    for _ in range(agents):
+        scheduler.start_agent()
+        progress = Progress()
+        progress.live = True
+        waiting.append((progress, 0))
+    for turn in range(agents + turns):
+        if turn == agents:
+            gc.collect()
+            spent, counted = time.process_time(), turns
+        now += 0.01
+        progress, taken = waiting.popleft()
+        progress.expected = 1_000 + 50 * taken
+        scheduler.request(progress, taken, now)
+        _grant_all_at(scheduler, running, now)
+        if len(running) >= INFLIGHT:
+            ticket = running.popleft()
+            before = 1_000 + 50 * (ticket.progress.turns - 1) if ticket.progress.turns else 0
+            usage = Usage(1_000 + 50 * ticket.progress.turns, before, 50)
+            scheduler.answered(ticket, 0.6, usage, now)
+            scheduler.give_back(ticket)
+            waiting.append((ticket.progress, ticket.progress.turns + 1))
+    return (time.process_time() - spent) / counted
+
+
+def _grant_all_at(scheduler: Scheduler, running: deque[Ticket], now: float) -> None:
+    while (ticket := scheduler.grant(now)) is not None:
+        running.append(ticket)
+
+
+LIVE, TIGHT = (128, 10_000), (100, 400, 1_600)
+LIVE_BAR = 1.15
 WAYS: dict[str, Callable[[int], None]] = {"decisions": decisions, "crowd": crowd}
 
 
@@ -122,7 +169,20 @@ def main() -> int:
     ]
     flat = cost["decisions", AGENTS[-1]] / cost["decisions", AGENTS[0]]
     bars.append(report.Bar("decisions: 100,000 agents over 1,000", flat, "<=", FLAT_BAR))
+    held = {("ample", n): [live(n, tight=False) for _ in range(repetitions)] for n in LIVE}
+    held |= {("tight", n): [live(n, tight=True) for _ in range(repetitions)] for n in TIGHT}
+    named = {key: statistics.median(values) for key, values in held.items()}
+    rows = [(f"{way}, {n:,} live agents", f"{seconds * 1e6:.1f}") for (way, n), seconds in named.items()]
+    print(report.table(("µs CPU per turn, with the KV cache", ""), rows), "\n")
+    few, many = LIVE
+    bars.append(
+        report.Bar(
+            f"ample: {many:,} live agents over {few}", named["ample", many] / named["ample", few], "<=", LIVE_BAR
+        )
+    )
     measurements = [
+        {"way": way, "live agents": n, "cpu_per_turn_s": report.spread(values)} for (way, n), values in held.items()
+    ] + [
         {"way": way, "agents": agents, "cpu_per_turn_s": report.spread(values)}
         for (way, agents), values in costs.items()
     ]

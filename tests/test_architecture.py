@@ -96,7 +96,7 @@ SAME_NAME = {
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Budget", "Engine", "Entry", "History", "Model"),
+    *("Answer", "Budget", "Engine", "Entry", "Model"),
     *("Options", "Outcome", "Progress", "Rates", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }

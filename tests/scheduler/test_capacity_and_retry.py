@@ -15,6 +15,15 @@ def good(capacity: Capacity, now: float = 1.0) -> str:
     return capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=now)
 
 
+def refuse(capacity: Capacity, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
+    """Refuse requests of one generation until the limit falls, as a full server does."""
+    sent = capacity.generation
+    for _ in range(inflight):
+        if reason := capacity.overloaded(sent, inflight, wait, now):
+            return reason
+    return ""
+
+
 def rounds_until(limit: int, capacity: Capacity, now: float = 1.0) -> float:
     """Rounds of good answers until the limit is ``limit``."""
     rounds = 0.0
@@ -27,28 +36,28 @@ def rounds_until(limit: int, capacity: Capacity, now: float = 1.0) -> float:
 
 def test_a_refusal_halves_what_is_in_flight() -> None:
     capacity = Capacity(64)
-    assert capacity.overloaded(capacity.generation, inflight=40)
+    assert refuse(capacity, 40)
     assert capacity.limit == 20
 
 
 def test_the_siblings_of_a_refused_request_do_not_halve_again() -> None:
     capacity = Capacity(64)
     sent = capacity.generation
-    assert capacity.overloaded(sent, inflight=64)
+    assert refuse(capacity, 64)
     assert not any(capacity.overloaded(sent, inflight=63 - n) for n in range(60))
     assert capacity.limit == 32
 
 
 def test_after_a_refusal_the_limit_doubles_with_each_round_up_to_an_eighth_and_one_below_it() -> None:
     capacity = Capacity(512)
-    capacity.overloaded(0, 512)
+    refuse(capacity, 512)
     assert capacity.limit == 256
     assert rounds_until(447, capacity) < 1
 
 
 def test_then_it_climbs_faster_and_faster_up_to_the_ceiling() -> None:
     capacity = Capacity(1_000)
-    capacity.overloaded(0, 64)
+    refuse(capacity, 64)
     rounds_until(55, capacity)
     paces = [rounds_until(limit, capacity) for limit in (56, 57, 58, 59)]
     assert paces[0] > 2
@@ -59,16 +68,16 @@ def test_then_it_climbs_faster_and_faster_up_to_the_ceiling() -> None:
 
 def test_a_number_that_was_refused_is_tried_again_only_after_some_rounds() -> None:
     capacity = Capacity(1000)
-    capacity.overloaded(capacity.generation, 51)
+    refuse(capacity, 51)
     for _ in range(3):  # a server that takes 50
         rounds_until(50, capacity)
         assert rounds_until(51, capacity) > PAUSE
-        capacity.overloaded(capacity.generation, 51)
+        refuse(capacity, 51)
 
 
 def test_a_number_whose_refusal_cost_a_wait_is_tried_again_only_after_many_such_waits() -> None:
     capacity = Capacity(1000)
-    capacity.overloaded(capacity.generation, 51, wait=2.0, now=1.0)
+    refuse(capacity, 51, wait=2.0, now=1.0)
     for _ in range(10_000):
         good(capacity)
     assert capacity.limit == 50
@@ -79,7 +88,7 @@ def test_a_number_whose_refusal_cost_a_wait_is_tried_again_only_after_many_such_
 def test_refusals_without_an_answer_between_them_do_not_lower_what_the_limit_comes_back_to() -> None:
     capacity = Capacity(64)
     while capacity.limit != 1:  # a server that is full of others' requests
-        capacity.overloaded(capacity.generation, 64)
+        refuse(capacity, 64)
     assert rounds_until(55, capacity) < 6
 
 
@@ -87,13 +96,13 @@ def test_a_limit_that_fell_at_the_server_is_followed_by_halving() -> None:
     capacity = Capacity(50)
     for _ in range(100):
         good(capacity)
-    capacity.overloaded(capacity.generation, 50)
+    refuse(capacity, 50)
     assert capacity.limit == 25
 
 
 def test_the_limit_does_not_grow_beyond_what_is_used() -> None:
     capacity = Capacity(100)
-    capacity.overloaded(0, 20)
+    refuse(capacity, 20)
     rounds_until(19, capacity)
     capacity.filled = False
     for _ in range(1_000):
@@ -104,7 +113,7 @@ def test_the_limit_does_not_grow_beyond_what_is_used() -> None:
 def test_answers_that_arrive_together_count_as_a_whole_round() -> None:
     """The next requests are sent after all of them were handled, so no slot is in use between two of them."""
     capacity = Capacity(128)
-    capacity.overloaded(0, 8)
+    refuse(capacity, 8)
     for now in range(1, 31):
         capacity.filled = True
         for _ in range(capacity.limit or 0):
@@ -114,7 +123,7 @@ def test_answers_that_arrive_together_count_as_a_whole_round() -> None:
 
 def test_without_a_ceiling_a_refusal_makes_a_limit() -> None:
     capacity = Capacity(None)
-    capacity.overloaded(0, inflight=100)
+    refuse(capacity, 100)
     assert capacity.limit == 50
 
 
@@ -125,7 +134,7 @@ def test_the_limit_stays_between_one_and_the_ceiling(ceiling: int, steps: list[i
         if step is None:
             good(capacity)
         else:
-            capacity.overloaded(capacity.generation, step)
+            refuse(capacity, step)
         assert capacity.limit is not None
         assert 1 <= capacity.limit <= ceiling
 
@@ -144,7 +153,7 @@ def test_after_an_outage_the_limit_begins_at_one_and_doubles_with_each_round_to_
     capacity = Capacity(64)
     good(capacity)
     for _ in range(3):  # refusals for load that were part of the outage
-        capacity.overloaded(capacity.generation, 64)
+        refuse(capacity, 64)
     capacity.restart(64)
     assert rounds_until(64, capacity) < 6
 

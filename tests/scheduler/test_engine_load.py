@@ -85,7 +85,8 @@ def test_slots_that_are_not_in_use_are_no_reason_to_grow() -> None:
 
 def test_what_was_refused_is_not_passed_because_a_queue_is_short() -> None:
     capacity = Capacity(MOST, LimitSearch())
-    capacity.overloaded(capacity.generation, 64)
+    for _ in range(16):
+        capacity.overloaded(0, 64)
     on_an_engine(capacity, 1000, readings=20)
     assert (capacity.limit or 0) <= 60
 

@@ -11,7 +11,7 @@ from math import inf
 import pytest
 
 from batch_agent.scheduler.capacity import Capacity
-from batch_agent.scheduler.limit_search import MOST, RAMPED, START, LimitSearch
+from batch_agent.scheduler.limit_search import BLIND, MOST, RAMPED, START, LimitSearch
 
 Seconds = Callable[[int], float]  # that an answer takes with so many in flight
 
@@ -93,7 +93,7 @@ def test_slots_that_nobody_uses_are_no_reason_for_more() -> None:
     assert capacity.limit == START
 
 
-def test_before_the_first_answers_it_is_raised_by_the_clock() -> None:
+def test_before_the_first_answers_it_is_raised_by_the_clock_and_further_when_one_has_come() -> None:
     capacity = Capacity(MOST, LimitSearch())
     search = capacity.search
     assert search is not None
@@ -103,8 +103,20 @@ def test_before_the_first_answers_it_is_raised_by_the_clock() -> None:
         assert search.ramp_at is not None
         now = search.ramp_at
         capacity.ramp(capacity.limit or 0, now)
-    assert capacity.limit == RAMPED
+    assert capacity.limit == BLIND
     assert now < 2
+    capacity.filled = True
+    capacity.succeeded(0.0, 1.0, 10, 1.0)
+    assert capacity.limit == RAMPED
+
+
+def test_an_answer_that_took_long_does_not_raise_it() -> None:
+    search = LimitSearch()
+    search.ramp(START, 0.0)
+    for now in (1.0, 2.0):
+        search.ramp(search.limit, now)
+    search.answered(0.0, 120.0, 10, filled=True, now=120.0)
+    assert search.limit == BLIND
 
 
 def test_the_clock_raises_nothing_that_nobody_wants() -> None:
@@ -116,7 +128,8 @@ def test_the_clock_raises_nothing_that_nobody_wants() -> None:
 
 def test_a_refusal_ends_the_search() -> None:
     capacity = Capacity(MOST, LimitSearch())
-    capacity.overloaded(capacity.generation, START)
+    for _ in range(START // 4):
+        capacity.overloaded(0, START)
     assert (capacity.limit, capacity.search) == (START // 2, None)
 
 

@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from batch_agent.scheduler.forecast import Progress, TurnForecast
 from batch_agent.scheduler.ordering import EVICTED_TURN, ResidentFirst
-from batch_agent.scheduler.residency import LearntCapacity, Residency
+from batch_agent.scheduler.residency import PLACES, LearntCapacity, Residency
 
 
 def test_the_contexts_used_longest_ago_are_evicted_first() -> None:
     residency = Residency()
     first, second, third = Progress(), Progress(), Progress()
     for progress in (first, second):
-        residency.answered(progress, 400, 1_000)
-    residency.answered(first, 450, 1_000)  # used again
-    residency.answered(third, 400, 1_000)
-    assert first in residency and third in residency
-    assert second not in residency
+        residency.answered(progress, 400)
+    residency.answered(first, 450)  # used again
+    residency.answered(third, 400)
+    assert residency.holds(first, 1_000) and residency.holds(third, 1_000)
+    assert not residency.holds(second, 1_000)
 
 
 def test_a_context_in_flight_is_not_evicted() -> None:
     residency = Residency()
     flying, other, new = Progress(), Progress(), Progress()
-    residency.sent(flying, 400, 1_000)
-    residency.answered(other, 400, 1_000)
-    residency.answered(new, 400, 1_000)
-    assert flying in residency and new in residency
-    assert other not in residency
+    residency.sent(flying, 400)
+    residency.answered(other, 400)
+    residency.answered(new, 400)
+    assert residency.holds(flying, 1_000) and residency.holds(new, 1_000)
+    assert not residency.holds(other, 1_000)
 
 
 def test_the_distance_counts_contexts_used_since_and_those_in_flight() -> None:
     residency = Residency()
     flying, agent, later = Progress(), Progress(), Progress()
-    residency.sent(flying, 100, 10_000)  # before the agent's turn, and it may be computed after it
-    residency.answered(agent, 10, 10_000)
-    residency.answered(later, 1, 10_000)
+    residency.sent(flying, 100)  # before the agent's turn, and it may be computed after it
+    residency.answered(agent, 10)
+    residency.answered(later, 1)
     assert residency.distance(agent) == 111
     residency.end(flying)
     assert residency.distance(agent) == 11
     assert residency.distance(Progress()) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["sent", "answered", "end"]), st.integers(0, 5), st.integers(0, 50))))
+def test_the_distance_is_the_sum_that_a_walk_over_the_list_gives(steps: list[tuple[str, int, int]]) -> None:
+    agents, residency = [Progress() for _ in range(6)], Residency()
+    order: dict[Progress, int] = {}
+    flying: set[Progress] = set()
+    for what, number, tokens in steps:
+        progress = agents[number]
+        if what == "end":
+            residency.end(progress)
+            flying.discard(progress)
+            continue
+        (residency.sent if what == "sent" else residency.answered)(progress, tokens)
+        (flying.add if what == "sent" else flying.discard)(progress)
+        order.pop(progress, None)
+        order[progress] = tokens
+    for progress in order:
+        used = list(order)
+        since = used[used.index(progress) :]
+        expected = sum(order[each] for each in used if each in since or each in flying)
+        assert residency.distance(progress) == expected
+
+
+def test_places_are_numbered_again_and_the_oldest_contexts_forgotten() -> None:
+    residency, first = Residency(), Progress()
+    residency.answered(first, 1)
+    for _ in range(PLACES):
+        residency.answered(Progress(), 1)
+    last = Progress()
+    residency.answered(last, 1)
+    assert residency.distance(first) is None
+    assert residency.distance(last) == 1
 
 
 def test_a_capacity_is_learnt_from_the_first_eviction_and_corrected_by_later_ones_and_by_hits() -> None:

@@ -71,7 +71,8 @@ class Prepared:
         """What is known about each server before the first request."""
         spec, one = self.spec, len(self.backend.servers) == 1
         start = (START if one else FLEET_START) if self.sought else None
-        return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=spec.given("max_inflight"))
+        given, limit = spec.given("max_inflight"), self.turn_limit_seconds
+        return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=given, timeout=limit)
 
     @property
     def turn_limit_seconds(self) -> float | None:

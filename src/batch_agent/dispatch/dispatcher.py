@@ -306,8 +306,8 @@ class Dispatcher:
             return 0.0
         if scope == "confirm":
             return retry_delay(1, CONFIRM_AFTER, self._chance())
-        if verdict.soon:
-            return retry_delay(1, None, self._chance())
+        if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
+            return retry_delay(1, None if endpoint.server.held_until else error.retry_after, self._chance())
         if verdict.move and failures == 1:
             return 0.0
         return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())

@@ -126,7 +126,8 @@ class EndpointMonitor:
         self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
-            self.say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
+            meanwhile = server.answers - ticket.answers_before
+            self.say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now, meanwhile))
 
     def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
@@ -143,6 +144,11 @@ class EndpointMonitor:
             outcome = "recalled"  # a rate limit with a known end: neither side is at fault
         if outcome == "silent" and ticket.trial and not health.is_down:
             outcome = "recalled"  # the endpoint is back; a trial's time limit is not the row's fault
+        if outcome == "silent" and not ticket.trial and not health.is_down and server.is_queued(ticket):
+            outcome = "recalled"  # it waited behind others that were answered: too many were sent
+            self.say(
+                endpoint, endpoint.capacity.timed_out(server.answers - ticket.answers_before, now - ticket.sent_at)
+            )
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
@@ -295,14 +301,16 @@ class EndpointMonitor:
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
         """Halve the limit, and send nothing until the server accepts requests again."""
-        server, wait = endpoint.server, error.retry_after or 0.0
+        server, wait, capacity = endpoint.server, error.retry_after or 0.0, endpoint.capacity
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
-            self.say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
+            self.say(endpoint, capacity.overloaded(ticket.generation, server.inflight, wait, now))
+            if capacity.tolerates:
+                return  # the server takes other requests meanwhile; only this one waits
         else:
             # Even one request alone is refused: this says nothing about how many the server takes later.
-            endpoint.capacity.restart(server.most_in_flight)
+            capacity.restart(server.most_in_flight)
             if not wait and not endpoint.health.is_down:
                 endpoint.health.reason = str(error)
                 endpoint.health.go_down(now)

@@ -119,6 +119,7 @@ class LoadPoller:
         if failures < FAILURES:
             return
         endpoint.capacity.unread()
+        self._dispatcher.scheduler.admission.unread(endpoint)
         if not self._warned:
             self._warned = True
             logger.warning("%s does not report its load: %s", self._backend.name, describe(error))

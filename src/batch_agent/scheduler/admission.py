@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 GONE = 0.5  # an agent whose context has less weight than this must be admitted again
 RECHECK_SECONDS = 1.0  # between two checks of the context weights while an agent is held back
+MANY, COVERED = 8, 0.5  # requests in flight, and the part of them that a reading must show to be about the whole server
+RETRIED = 64  # turns that are checked again at a time
 EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the context was evicted
 
 Waiting = TypeVar("Waiting", bound=Hashable)
@@ -45,6 +47,15 @@ def kv_tokens_left(load: Load, server: Server) -> int | None:
         return None
     others = max(0, load.running - server.inflight) / load.running if load.running else 0.0
     return round(load.kv_tokens * (1.0 - others * (load.kv_usage or 0.0)) / max(1, len(server.endpoints)))
+
+
+def is_partial(load: Load, inflight: int, tokens: int) -> bool:
+    """Return whether a reading is not about the whole server: it shows far fewer requests than ``inflight``, or its
+    cache holds fewer tokens than the ``tokens`` of these requests, which are in it now."""
+    if inflight >= MANY and load.running + load.waiting < COVERED * inflight:
+        return True
+    held = (load.kv_usage or 0.0) * (load.kv_tokens or 0)
+    return held > 0 and load.running >= inflight and not load.waiting and held < COVERED * tokens
 
 
 @dataclass(slots=True)
@@ -68,7 +79,10 @@ class Admission(Generic[Waiting]):
         self._sets: dict[Endpoint, WorkingSet] = {}
         self._home: dict[Progress, WorkingSet] = {}
         self._recheck = inf
+        self._holding = False  # an agent did not fit when it was last asked for
         self.held: dict[Waiting, float] = {}  # waiting turn → time since when
+        self._lines: dict[int, dict[Waiting, None]] = {}  # the same by turns taken; may have turns that are not held
+        self._retried: set[Waiting] = set()  # turns that are checked again, and not decided yet
         self.enabled = False  # the load of the engines is read
         self.holds = True  # agents that do not fit are held back
         self.is_on = False  # the capacity of at least one endpoint is known
@@ -81,12 +95,20 @@ class Admission(Generic[Waiting]):
             working_set = self._sets[endpoint]
             working_set.queue = load.waiting
             working_set.preempted(load.preemptions)
+            if is_partial(load, endpoint.server.inflight, working_set.tokens_in_flight):
+                working_set.contradict()
+                self._capacity_changed()
 
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
         if working_set.reported != tokens:
-            working_set.reported, working_set.ample = tokens, 0
+            working_set.report(tokens)
             self._capacity_changed()
+
+    def unread(self, endpoint: Endpoint) -> None:
+        """Forget what the engine reported: it does not report any more."""
+        if self.enabled and endpoint in self._sets:
+            self.set_capacity(endpoint, None)
 
     def _capacity_changed(self) -> None:
         self.is_on = any(each.capacity is not None for each in self._sets.values())
@@ -118,10 +140,14 @@ class Admission(Generic[Waiting]):
         """Return whether a new agent's context fits at some endpoint."""
         if not self.is_on:
             return True
-        return not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
+        room = not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
+        self._holding = not room
+        return room
 
     def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
-        if not self.holds or not working_set.members or working_set.fits(now, turns, tokens):
+        if not self.holds or not working_set.watch.helps or not working_set.members:
+            return True
+        if working_set.fits(now, turns, tokens):
             return True
         rows = self._forecast.rows
         return not working_set.pays(inf if rows is None else (self._forecast.live + rows) / len(self._sets))
@@ -133,18 +159,24 @@ class Admission(Generic[Waiting]):
         working_set = self._set_of(endpoint)
         home = self._home.get(progress)
         tokens = max(progress.expected, progress.tokens)
-        if home is working_set and progress.turns and not working_set.keeps(progress, now):
-            del working_set.members[progress], self._home[progress]
+        if home is working_set and progress.turns and self.holds and not working_set.keeps(progress, now):
+            working_set.leave(progress)
+            del self._home[progress]
             home = None
+        retried = bool(self._retried) and waiting in self._retried
+        self._retried.discard(waiting)
         if home is not working_set:
             if not self._takes(working_set, now, progress.turns, tokens if progress.turns else 0):
                 self.held[waiting] = now
+                self._lines.setdefault(progress.turns, {})[waiting] = None
                 self._recheck = now + RECHECK_SECONDS
                 return False
             if home is not None:
-                home.members.pop(progress, None)
+                home.leave(progress)
             self._home[progress] = working_set
-        working_set.members[progress] = progress.turns, tokens if progress.turns else 0
+        if retried and self.held:
+            self._recheck = -inf  # more may fit
+        working_set.put(progress, progress.turns, tokens if progress.turns else 0)
         working_set.look_up(progress, tokens)
         return True
 
@@ -154,7 +186,7 @@ class Admission(Generic[Waiting]):
             return False
         sets, where = self._sets, progress.home
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
-        return home is not None and progress not in home.residency
+        return home is not None and not home.is_cached(progress)
 
     def may_touch(self, progress: Progress, waiting: int) -> bool:
         """Return whether to send a request that recomputes the agent's context while its tool runs. True if the context
@@ -165,7 +197,7 @@ class Admission(Generic[Waiting]):
         others = sum(
             max(0, tokens - self._growth.shared)
             for member, (_, tokens) in home.members.items()
-            if member in home.residency
+            if home.is_cached(member)
         )
         return others + progress.tokens <= FULL * home.room
 
@@ -186,15 +218,16 @@ class Admission(Generic[Waiting]):
         if its context is no longer expected in the cache."""
         if self._growth.expect(progress.turns, progress.expected - progress.tokens):
             for each in self._sets.values():
-                each.ample = 0
+                each.measure()
         home = self._home.get(progress)
         if home is None:
             return
-        home.members[progress] = progress.turns, max(progress.expected, progress.tokens)
+        home.put(progress, progress.turns, max(progress.expected, progress.tokens))
         turn = self._forecast.seconds_per_turn
         gone = waited > (1 - log2(GONE)) * LONG_WAIT * turn > 0
-        if gone and progress not in home.residency:
-            del home.members[progress], self._home[progress]
+        if gone and not home.is_cached(progress):
+            home.leave(progress)
+            del self._home[progress]
 
     def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
         """Learn from the token counts of an answer."""
@@ -204,14 +237,17 @@ class Admission(Generic[Waiting]):
             return
         working_set, evicted = self._set_of(endpoint), False
         working_set.pace.learn(usage.prompt_tokens - cached, seconds, now)
+        watch = working_set.watch
+        watch.tells = watch.tells or cached > 0
         if progress.turns == 0 and cached:
             growth.shared = min(growth.shared, cached) if growth.shared else cached
-        elif progress.turns and cached and before:
+        elif progress.turns and watch.tells and before:
             again = max(0, min(before, usage.prompt_tokens) - cached)
             self.counts.recomputed += again
             if rate := working_set.pace.rate:
                 self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
+            watch.saw(evicted=evicted, held=self._holding)
         progress.tokens = tokens
         growth.learn(progress.turns + 1, tokens)
         if not progress.live:
@@ -220,14 +256,14 @@ class Admission(Generic[Waiting]):
             self._capacity_changed()
         if home is None:
             home = self._home[progress] = working_set
-        home.members[progress] = progress.turns + 1, tokens
+        home.put(progress, progress.turns + 1, tokens)
 
     def end(self, progress: Progress) -> None:
         """Record that the agent has ended; its context is no longer needed."""
         progress.live = False
         home = self._home.pop(progress, None)
         if home is not None:
-            home.members.pop(progress, None)
+            home.leave(progress)
             home.residency.end(progress)
             self._recheck = -inf
 
@@ -237,11 +273,21 @@ class Admission(Generic[Waiting]):
         return self._recheck if self.held else inf
 
     def release(self, now: float) -> list[Waiting]:
-        """Return the turns to check again. They are no longer held."""
+        """Return a few turns to check again, the most advanced first. They are no longer held. If they fit, the next
+        call returns more."""
         if not self.held or now < self._recheck:
             return []
-        held = list(self.held)
-        self.counts.held_seconds += sum(now - since for since in self.held.values())
-        self.held.clear()
         self._recheck = inf
-        return held
+        released: list[Waiting] = []
+        while self._lines and len(released) < RETRIED:
+            turns = max(self._lines)
+            line = self._lines[turns]
+            waiting = next(iter(line))
+            del line[waiting]
+            if not line:
+                del self._lines[turns]
+            if (since := self.held.pop(waiting, None)) is not None:
+                self.counts.held_seconds += now - since
+                released.append(waiting)
+        self._retried.update(released)
+        return released

@@ -3,8 +3,17 @@
 The user's ``max_inflight`` is the ceiling and the initial limit. Without it, a ``LimitSearch`` finds the number. The
 engine's reports about its queue (``LoadGuide``) change the limit too.
 
-A refusal for load (429, 503) lowers the limit to half of the requests in flight, once per generation: requests sent
-before the limit fell give no evidence about the new limit. The limit grows back in three steps:
+A refusal (429, 503) may follow the load or come by chance, as from a proxy that refuses one request in fifty. Only
+refusals that follow the load lower the limit (``_is_tolerable``):
+
+- Until the server has shown its limit, refusals of up to a tenth of the requests are tolerated. A server that is full
+  refuses more than that, or soon will, because the limit grows.
+- After that, each refusal counts. But if refusals have lowered the limit far below what the server took
+  before, they do not follow the load. From then on refusals of up to a tenth are tolerated again, except at the limit
+  where the server was full.
+
+A refusal that counts lowers the limit to half of the requests in flight, once per generation: requests sent before the
+limit fell give no evidence about the new limit. The limit grows back in three steps:
 
 - Every good answer adds one, so the limit doubles with each round of answers. A round has as many answers as the limit.
   This ends at ``_known``: the refused number minus an eighth of it, minus one.
@@ -24,11 +33,21 @@ from __future__ import annotations
 from math import inf, sqrt
 
 from batch_agent.scheduler.engine_load import Load, LoadGuide
-from batch_agent.scheduler.limit_search import RAMP_SECONDS, LimitSearch, Progress
+from batch_agent.scheduler.limit_search import QUEUED, RAMP_SECONDS, LimitSearch, Progress
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
+LEFT_TO_OTHERS = 1 / 4  # the same if the server took more before: others use it now, or it has become smaller
+ALIKE = 1 / 16  # two numbers differ by less than this part
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of slow growth; rounds until the pace doubles
+GROWN = 1 / 2  # part of the limit by which it grows per round at a server that takes more than before
+LONG = 1 / 8  # part of the time limit of a request: an answer that takes longer may have waited in a queue
+FORGET = 0.995  # factor of the highest rate of answers with each answer
+IN_TIME = 1 / 2  # part of the time limit within which the server should answer
 PAUSE = 6  # rounds before a refused number is tried again
+TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
+LEAST_REFUSALS = 2  # ... and this many in any case
+WINDOW = 512  # answers, at least: after that, older answers and refusals count half
+FALLEN = 1 / 8  # of the requests that the server took: if refusals lower the limit below this, they come by chance
 WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square root of the limit, at most MOST_WAITS
 
 
@@ -37,6 +56,9 @@ class Capacity:
 
     _gain: float  # progress towards the next slot
     _pace: float  # slots per round
+    _answers: float  # since the limit changed; old ones count less
+    _refused: float
+    _crowd: int  # most requests in flight when one was refused
 
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
         self.generation = -1  # a request stores the generation in which it was sent, and passes it to ``overloaded``
@@ -44,6 +66,7 @@ class Capacity:
         self.leads = True  # this process searches, and no other one of its run
         self.others = 0  # slots that other processes of the run hold, while the number is searched
         self.uneven = False  # they have not all adopted the latest number yet
+        self.patience = inf  # time limit of a request in seconds
         self.resize(ceiling)
         if search is not None:
             self.start_search(search)
@@ -60,6 +83,13 @@ class Capacity:
         self._answered = False  # a good answer came since the last refusal
         self._pause = 0.0  # rounds left before ``_refused_at`` is tried again
         self._probe_at = 0.0  # and the earliest time for that
+        self.tolerates = False  # the last refusal did not count: the server takes other requests meanwhile
+        self._tolerated = True  # a tenth of the requests may be refused
+        self._by_chance = False  # refusals lowered the limit too far
+        self._fastest = inf  # seconds of the fastest answer
+        self._rate = 0.0  # answers per second, while they take long
+        self._taken = 0  # most requests that the server took when it refused one
+        self._count_anew()
         self._climb_from(0.0)
 
     def start_search(self, search: LimitSearch) -> None:
@@ -70,14 +100,33 @@ class Capacity:
         self.limit = self._proven = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
-        """Lower the limit: a request of ``generation`` was refused for load. ``wait``: the Retry-After."""
+        """Lower the limit if a refusal follows the load: a request of ``generation`` was refused. ``wait``: the
+        Retry-After."""
+        self.tolerates = False
         if generation != self.generation:
+            self._taken -= generation == self.generation - 1
             return ""
+        self._refused += 1
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
+        refused_at = self._crowd = max(self._crowd, refused_at)  # those that were refused before have left
+        if self._known is not None and self._answered and refused_at < FALLEN * self._taken:
+            self._tolerated = self._by_chance = True
+        self.tolerates = self._tolerated and inflight > 1 and self._is_tolerable(refused_at, inflight)
+        return "" if self.tolerates else self._lower(refused_at, wait, now)
+
+    def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
+        if self._known is not None and refused_at >= self._refused_at - 1:  # the server was full at this number
+            return self._refused <= 1
+        return self._refused <= LEAST_REFUSALS + TOLERATED * (self._answers + inflight)
+
+    def _lower(self, refused_at: int, wait: float, now: float) -> str:
         gain = 0.0
         if self._answered or self._known is None:  # else the server is still full, which is no new evidence
             # A limit of one tries two sooner than the rule says, because it is the smallest.
-            known = max(1.5, refused_at * (1 - GIVEN_UP) - 1)
+            fewer = refused_at < (1 - ALIKE) * self._refused_at
+            given_up = LEFT_TO_OTHERS if fewer else GIVEN_UP
+            self._taken = self._taken if fewer else refused_at - int(self._refused)
+            known = max(1.5, refused_at * (1 - given_up) - 1)
             self._known, self._refused_at = int(known), refused_at
             gain = known - self._known
             self._pause = PAUSE
@@ -87,8 +136,28 @@ class Capacity:
         self.limit = max(1, refused_at // 2)
         self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = False
+        self._tolerated = self._by_chance
         self._climb_from(gain)
         return "the server is overloaded"
+
+    def timed_out(self, meanwhile: int, seconds: float) -> str:
+        """Lower the limit after a request that waited in the server's queue timed out after ``seconds``.
+        ``meanwhile``: number of answers that arrived in this time."""
+        self._rate = max(meanwhile / seconds, self._rate * FORGET)
+        return self._shorten_queue(seconds)
+
+    def _shorten_queue(self, patience: float) -> str:
+        """Lower the limit to the number of requests that the server answers within a part of the time limit."""
+        most = max(1, int(self._rate * patience * IN_TIME))
+        if self.limit is None or most >= self.limit:
+            return ""
+        self.limit = most
+        if self.search is not None:
+            self.search.move(most)
+        else:
+            self._known, self._refused_at = most, max(most + 1, self._refused_at)
+        self._climb_from(0.0)
+        return "answers would arrive too late"
 
     def restart(self, most_in_flight: int) -> None:
         """Reset the limit because the endpoint is down: it grows step by step, up to the limit of the last good answer.
@@ -99,9 +168,19 @@ class Capacity:
             self.search.forget()
         self._climb_from(0.0)
 
-    def succeeded(self, sent_at: float, seconds: float, tokens: int, now: float) -> str:
-        """Raise the limit, if possible, after a good answer to a request sent at ``sent_at`` that took ``seconds``."""
+    def succeeded(self, sent_at: float, seconds: float, tokens: int, now: float, meanwhile: int = 0) -> str:
+        """Raise the limit, if possible, after a good answer to a request sent at ``sent_at`` that took ``seconds``.
+        ``meanwhile``: number of answers that arrived in this time, with this one."""
+        if seconds < self._fastest:
+            self._fastest = seconds
+        if seconds > LONG * self.patience:
+            self._rate = max(meanwhile / seconds, self._rate * FORGET)
+            if seconds > QUEUED * self._fastest and (reason := self._shorten_queue(self.patience)):
+                return reason
         self._answered = True
+        self._answers += 1
+        if self._answers >= WINDOW and self._answers >= 4 * (self.limit or 0):
+            self._answers, self._refused, self._crowd = self._answers / 2, self._refused / 2, 0
         limit, known = self.limit, self._known
         if known is not None and limit is not None and limit < known:
             self.limit = limit + 1
@@ -124,6 +203,8 @@ class Capacity:
         """Count one more good answer with all slots in use."""
         part = 1 / limit  # of a round
         pace = min(limit, self._pace * 2 ** (part / DOUBLING))
+        if limit > self._refused_at * (1 + GIVEN_UP) + 1:  # the server takes more than before
+            pace = max(pace, limit * GROWN)
         gain = self._gain + pace * part
         if gain >= 1 and limit + 1 >= self._refused_at and (self._pause > 0 or now < self._probe_at):
             self._pause -= part
@@ -132,6 +213,7 @@ class Capacity:
         if gain < 1:
             return ""
         self._gain = gain - 1
+        self._count_anew()
         self.limit, self.filled, self._raised_at = limit + 1, False, now
         return "answers are good"
 
@@ -143,12 +225,15 @@ class Capacity:
             if self.search.ramp_at is not None:
                 self.search.ramp_at = max(self.search.ramp_at, now + RAMP_SECONDS)
             return ""
-        return self._follow(self.search.ramp(inflight + self.others, now))
+        # A refused request holds no slot while it waits, but it wants one.
+        used = self.limit if self.filled and self.limit is not None else inflight + self.others
+        return self._follow(self.search.ramp(used, now))
 
     def _follow(self, reason: str) -> str:
         if reason and self.search is not None:
             self.limit, self.filled = self.search.limit, False
             self.uneven = self.others > 0
+            self._count_anew()
         return reason
 
     def lead(self, held: int, others: int, even: bool) -> None:
@@ -206,6 +291,10 @@ class Capacity:
         elif self._known is None:
             self._known = self.ceiling
 
+    def _count_anew(self) -> None:
+        self._answers, self._refused, self._crowd = 0.0, 0.0, 0
+
     def _climb_from(self, gain: float) -> None:
         self.generation += 1
+        self._count_anew()
         self._gain, self._pace = gain, PACE

@@ -61,6 +61,7 @@ class Ticket:
     anywhere: bool = False  # it has waited long enough for its own endpoint
     sent_at: float = 0.0
     generation: int = 0  # generation of the endpoint's capacity when it was sent
+    answers_before: int = 0  # answers of the server when it was sent
     trial: bool = False  # the endpoint was down; this request tests it
     sound: bool = False  # the endpoint had just proved to be up when it was sent
     overdue: bool = False  # a trial that took too long; it continues beside the next one
@@ -277,8 +278,10 @@ class Scheduler:
         ticket.endpoint = endpoint
         ticket.sent_at = now
         ticket.generation = endpoint.capacity.generation
+        ticket.answers_before = endpoint.server.answers
         ticket.sound = endpoint.health.is_sound(now)
-        ticket.trial, ticket.overdue, ticket.recalled, ticket.anywhere = endpoint.take(now), False, False, False
+        ticket.trial = endpoint.take(now, self.backing_off if one else 0)
+        ticket.overdue = ticket.recalled = ticket.anywhere = False
         if ticket.row.suspect and not ticket.trial:
             self._suspect_in_flight = ticket
         self.inflight += 1

@@ -72,15 +72,16 @@ class Endpoint:
     def is_working(self) -> bool:
         return not (self.given_up or self.leaving or self.health.is_down)
 
-    def take(self, now: float) -> bool:
-        """Count a request that is sent. Returns True if it is a trial."""
+    def take(self, now: float, backing_off: int = 0) -> bool:
+        """Count a request that is sent. Returns True if it is a trial. ``backing_off``: requests that want a slot again
+        after a refusal."""
         server = self.server
         self.inflight += 1
         server.inflight += 1
         if server.inflight > server.most_in_flight:
             server.most_in_flight = server.inflight
         limit = self.capacity.limit
-        if limit is not None and server.inflight + self.capacity.others >= limit:
+        if limit is not None and server.inflight + self.capacity.others + backing_off >= limit:
             self.capacity.filled = True
         trial = self.health.state == "down"
         if trial:

@@ -7,7 +7,8 @@ before it is kept. From time to time 50% more or a third fewer are tried, becaus
 
 The start of the climb depends on ``by_clock``:
 
-- One server (True): it starts at 64 and doubles by the clock while nothing is refused, up to 256. A batch of
+- One server (True): it starts at 64 and doubles by the clock while nothing is refused, up to 128, and to
+  256 when a quick answer has come. A batch of
   quick rows would be over before the first answers are measured.
 - One of a fleet (False): other servers can take the rows, so an endpoint gets only what it has proved to handle.
   It starts small and grows with whole rounds of answers, four times per round up to 64, then twice. Answers
@@ -22,7 +23,9 @@ from math import ceil, inf
 
 START = 64  # calls in flight
 FLEET_START = 40  # the same at each server of a fleet, where only answers raise it
-RAMPED = 256  # where the steps by the clock end; a small server then has all of them in its queue
+RAMPED = 256  # where the first steps end; a small server then has all of them in its queue
+BLIND = 128  # ... before the first answer
+QUICK_SECONDS = 10.0  # an answer within this time allows the steps beyond ``BLIND``
 MOST = 1024  # upper end of the search
 CALIBRATING = 8  # start of a search that must find the knee even at a slow engine
 RAMP_SECONDS = 0.2  # long enough for a refusal to arrive; each step waits twice as long as the one before
@@ -65,6 +68,8 @@ class LimitSearch:
         self._down = not by_clock  # whether the last probe used fewer
         self._queued = False  # the endpoint of a fleet has shown a queue
         self._fast = (inf, inf)  # seconds, and seconds per token, of fast answers in the last stage without a queue
+        self._heard = False  # the server has answered
+        self._blind = False  # the next step by the clock waits for the first answer
         self._skip = 0  # number of answers to ignore
         self.forget()
 
@@ -104,6 +109,7 @@ class LimitSearch:
 
     def move(self, limit: int) -> None:
         """Take the number that the engine's queue suggests."""
+        self._blind = False
         self._climbing = self._climbing and limit > self.limit
         self.limit = limit
         self.ramp_at = inf
@@ -117,7 +123,8 @@ class LimitSearch:
         if now < self.ramp_at:
             return ""
         most = min(self._ramp_to, self._most)
-        if self._best or inflight < self.limit or self.limit >= most:
+        self._blind = not self._heard and self.limit == BLIND < most and inflight >= BLIND
+        if self._best or inflight < self.limit or self.limit >= most or self._blind:
             self.ramp_at = inf  # answers are better evidence, or no more slots are wanted
             return ""
         self._pause *= 2
@@ -127,6 +134,11 @@ class LimitSearch:
 
     def answered(self, sent_at: float, seconds: float, tokens: int, filled: bool, now: float) -> str:
         """Count one good answer. ``filled``: all slots were in use at some time of this stage."""
+        self._heard = True
+        if self._blind and filled and seconds < QUICK_SECONDS:
+            self._blind = False
+            self.limit = min(2 * self.limit, self._ramp_to, self._most)  # the next step by the clock was waiting for it
+            return "answers arrive"
         if self._since > now:
             self._since = now if self._best else 0.0
         if self._skip or sent_at < self._since:

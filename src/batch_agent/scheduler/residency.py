@@ -1,7 +1,8 @@
 """Estimates which agents' contexts are still in the KV cache of one endpoint.
 
 Engines evict the least recently used blocks. So an agent's context is still cached if it fits the cache together with
-all contexts used since its last turn. The part that all agents share is counted once.
+all contexts used since its last turn. The part that all agents share is counted once. The tokens used since a turn are
+a sum over the end of a list, which two trees of partial sums answer in logarithmic time.
 
 ``LearntCapacity`` reverses this for an engine that does not report the size of its cache: an agent whose context was
 evicted, or was not, gives an upper or a lower bound of the capacity.
@@ -9,73 +10,127 @@ evicted, or was not, gives an upper or a lower bound of the capacity.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable
 
 from batch_agent.scheduler.forecast import Progress
 
 MOST = 4_096  # number of contexts that are remembered
-FARTHEST = 512  # number of contexts to look back over
+PLACES = 2 * MOST  # in the order of use, before they are numbered again
 FULL = 0.9  # part of the capacity; below it nothing is evicted
 SMALLER, LARGER = 0.8, 1.01  # largest change of the estimate after one eviction, and after one hit near the capacity
 
 
-class Residency:
-    """Contexts ordered by their last use. Those that do not fit the cache any more are dropped."""
+class _Sums:
+    """Sums of numbers by place (a Fenwick tree)."""
 
     def __init__(self) -> None:
-        self._contexts: OrderedDict[Progress, int] = OrderedDict()
-        self._flying: set[Progress] = set()  # with a turn in flight: their contexts are in use until the answer
-        self._total = 0
+        self.total = 0
+        self._tree = [0] * (PLACES + 1)
 
-    def __contains__(self, progress: Progress) -> bool:
-        return progress in self._contexts
+    def add(self, place: int, number: int) -> None:
+        self.total += number
+        tree, place = self._tree, place + 1
+        while place <= PLACES:
+            tree[place] += number
+            place += place & -place
+
+    def before(self, place: int) -> int:
+        """Return the sum of all places before this one."""
+        total, tree = 0, self._tree
+        while place:
+            total += tree[place]
+            place &= place - 1
+        return total
+
+
+class Residency:
+    """Contexts ordered by their last use. Sizes are tokens of the agent's own part."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[Progress, tuple[int, int]] = {}  # place and size, in the order of use
+        self._flying: set[Progress] = set()  # with a turn in flight: their contexts are in use until the answer
+        self._next = 0
+        self._sizes, self._in_flight = _Sums(), _Sums()
 
     def is_tight(self, room: float) -> bool:
         """Return whether contexts are being evicted, or soon will be. ``room`` is the capacity in tokens."""
-        return self._total > FULL * room
+        return self._sizes.total > FULL * room
 
-    def sent(self, progress: Progress, tokens: int, room: float) -> None:
+    def sent(self, progress: Progress, tokens: int) -> None:
         """Record that a turn of the agent is sent; ``tokens`` is the agent's own part of the prompt."""
+        self._forget(progress)
         self._flying.add(progress)
-        self._use(progress, tokens, room)
+        self._use(progress, tokens)
 
-    def answered(self, progress: Progress, tokens: int, room: float) -> None:
+    def answered(self, progress: Progress, tokens: int) -> None:
+        self._forget(progress)
         self._flying.discard(progress)
-        self._use(progress, tokens, room)
+        self._use(progress, tokens)
 
     def end(self, progress: Progress) -> None:
         """Record that the agent has ended. Its context stays until others need the memory."""
-        self._flying.discard(progress)
+        if progress in self._flying:
+            self._flying.discard(progress)
+            if (context := self._contexts.get(progress)) is not None:
+                self._in_flight.add(context[0], -context[1])
 
-    def _use(self, progress: Progress, tokens: int, room: float) -> None:
-        contexts = self._contexts
-        self._total += tokens - contexts.pop(progress, 0)
-        contexts[progress] = tokens
-        while self._total > room or len(contexts) > MOST:
-            oldest = next(iter(contexts))
-            if oldest is progress:
-                return
-            if oldest in self._flying:
-                contexts.move_to_end(oldest)
-            else:
-                self._total -= contexts.pop(oldest)
+    def holds(self, progress: Progress, room: float) -> bool:
+        """Return whether the agent's context is probably in a cache with this many tokens."""
+        if progress in self._flying:
+            return True
+        distance = self.distance(progress)
+        return distance is not None and distance <= room
+
+    def cached(self, room: float) -> set[Progress]:
+        """Return all agents whose contexts are probably in a cache with this many tokens."""
+        found, used = set(self._flying), self._in_flight.total
+        for progress, (_, tokens) in reversed(self._contexts.items()):
+            if progress in self._flying:
+                continue
+            used += tokens
+            if used > room:
+                break
+            found.add(progress)
+        return found
 
     def distance(self, progress: Progress) -> int | None:
-        """Return the tokens of all contexts used since the agent's last turn; None if that is too long ago."""
-        if progress not in self._contexts:
+        """Return the tokens of all contexts used since the agent's last turn, with its own; None if it is unknown."""
+        context = self._contexts.get(progress)
+        if context is None:
             return None
-        tokens, flying = 0, len(self._flying)
-        passed = False
-        for count, (other, size) in enumerate(reversed(self._contexts.items())):
-            is_flying = other in self._flying
-            tokens += size if is_flying or not passed else 0
-            flying -= is_flying
-            passed = passed or other is progress
-            if passed and flying <= 0:
-                return tokens
-            if count == FARTHEST:
-                break
-        return tokens if passed else None
+        place = context[0]
+        return self._sizes.total - self._sizes.before(place) + self._in_flight.before(place)
+
+    def _forget(self, progress: Progress) -> None:
+        context = self._contexts.pop(progress, None)
+        if context is not None:
+            self._sizes.add(context[0], -context[1])
+            if progress in self._flying:
+                self._in_flight.add(context[0], -context[1])
+
+    def _use(self, progress: Progress, tokens: int) -> None:
+        if self._next == PLACES:
+            self._number_again(self._contexts.items())
+        self._put(progress, tokens)
+        if len(self._contexts) > MOST:
+            oldest = next((each for each in self._contexts if each not in self._flying), None)
+            if oldest is not None:
+                self._forget(oldest)
+
+    def _put(self, progress: Progress, tokens: int) -> None:
+        place = self._next
+        self._contexts[progress] = place, tokens
+        self._next += 1
+        self._sizes.add(place, tokens)
+        if progress in self._flying:
+            self._in_flight.add(place, tokens)
+
+    def _number_again(self, contexts: Iterable[tuple[Progress, tuple[int, int]]]) -> None:
+        kept = list(contexts)[-MOST:]
+        self._contexts, self._next = {}, 0
+        self._sizes, self._in_flight = _Sums(), _Sums()
+        for progress, (_, tokens) in kept:
+            self._put(progress, tokens)
 
 
 class LearntCapacity:

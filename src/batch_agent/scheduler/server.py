@@ -24,9 +24,11 @@ from batch_agent.scheduler.rates import Rates
 from batch_agent.scheduler.refusals import Refusals
 
 if TYPE_CHECKING:
+    from batch_agent.scheduler.core import Ticket
     from batch_agent.scheduler.endpoint import Endpoint
 
 MOST_KNOWN = 10_000  # number of unused servers that are remembered
+SAME_TIME = 1e-3  # seconds: two requests that were sent together
 LEARN = 0.1  # the weight of the latest answer in the seconds per turn
 LEARN_GAP = 0.05  # ... in the seconds between two answers
 
@@ -42,6 +44,7 @@ class Terms:
     tpm: int | None = None
     by_clock: bool = True  # the search may take its first steps before there are answers
     given: bool = False  # the user gave ``ceiling``, so the server's own number is ignored
+    timeout: float | None = None  # time limit of a request in seconds
 
 
 class Server:
@@ -81,7 +84,8 @@ class Server:
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
         self.answered_at = -inf  # time of its latest answer
-        self._answers = 0
+        self.answers = 0
+        self.latest_answered = -inf  # when the latest request was sent that it has answered
 
     def lent_to(self, thread: int) -> Server:
         """Return this server; if dispatchers of another thread use it now, a new object for the same server. A
@@ -98,6 +102,7 @@ class Server:
         self.endpoints.append(endpoint)
         self._terms.append(terms)
         self._set_rates()
+        self.capacity.patience = min(terms.timeout or inf for terms in self._terms)
         if len(self.endpoints) == 1 and terms.start is not None:
             most = MOST if terms.ceiling is None else min(MOST, terms.ceiling)
             self.capacity.resize(most)
@@ -130,9 +135,16 @@ class Server:
     def learn(self, seconds: float, now: float) -> None:
         """Learn from an answer that took ``seconds``."""
         self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
-        self._answers += 1
-        self.gap += max(LEARN_GAP, 1 / self._answers) * (min(seconds, now - self.answered_at) - self.gap)
+        self.answers += 1
+        if now - seconds > self.latest_answered:
+            self.latest_answered = now - seconds
+        self.gap += max(LEARN_GAP, 1 / self.answers) * (min(seconds, now - self.answered_at) - self.gap)
         self.answered_at = now
+
+    def is_queued(self, ticket: Ticket) -> bool:
+        """Return whether a request that timed out was in the server's queue: requests sent before it were answered
+        meanwhile, and none that was sent after it."""
+        return self.answers > ticket.answers_before and self.latest_answered <= ticket.sent_at + SAME_TIME
 
     def share(self, endpoint: Endpoint) -> int | None:
         """Return the most requests that one dispatcher may have in flight now; None: no limit."""

@@ -1,7 +1,7 @@
-"""Rate limits of tools: reading a rate, the token bucket (pure), and the gate that enforces it.
+"""Rate limits of tools: reading a rate, the window of calls (pure), and the gate that enforces it.
 
-A bucket holds the calls of one second, at least one. With "10/s", ten calls start at once, then one every tenth of a
-second. With "5/hour", one call starts now and the next in twelve minutes.
+With "10/s", ten calls start at once, and the next ones when these are a second old: at most ten start in any second.
+With "5/hour", one call starts now and the next in twelve minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections import deque
 
 from batch_agent.errors import SpecError
 from batch_agent.tools.gates import Line
@@ -17,6 +18,7 @@ _SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h"
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*([a-z]+)\s*", re.IGNORECASE)
 # After sleeping until a time, the clock may show slightly less because of rounding.
 _TOLERANCE = 1e-6
+SLACK_SECONDS = 0.005  # a call that is let through starts a little later
 
 
 def calls_per_second(rate: object) -> float:
@@ -33,46 +35,42 @@ def calls_per_second(rate: object) -> float:
     return value
 
 
-class Bucket:
-    """A token bucket. It reads no clock: each method takes the time, in seconds."""
+class Window:
+    """The latest starts of calls: as many as may start at once. It reads no clock: each method takes the time."""
 
-    def __init__(self, rate: float, now: float) -> None:
-        self._rate = rate
-        self._burst = max(1.0, rate)
-        self._tokens = self._burst
-        self._at = now
+    def __init__(self, rate: float) -> None:
+        calls = max(1, int(rate))
+        self._seconds = calls / rate + SLACK_SECONDS
+        self._starts = deque([-math.inf] * calls, calls)
 
     def delay(self, now: float, ahead: int = 0) -> float:
         """Return the seconds until a call with ``ahead`` calls before it may start; 0 means now."""
-        self._fill(now)
-        missing = 1.0 + ahead - self._tokens
-        return missing / self._rate if missing > _TOLERANCE else 0.0
+        windows, place = divmod(ahead, len(self._starts))
+        due = max(now, self._starts[place] + self._seconds) + windows * self._seconds
+        return due - now if due - now > _TOLERANCE else 0.0
 
     def take(self, now: float) -> None:
-        self._fill(now)
-        self._tokens -= 1.0
+        self._starts.append(now)
 
     def put_back(self) -> None:
-        self._tokens = min(self._burst, self._tokens + 1.0)
-
-    def _fill(self, now: float) -> None:
-        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate)
-        self._at = max(self._at, now)
+        """Undo the latest start."""
+        self._starts.pop()
+        self._starts.appendleft(-math.inf)
 
 
 class RateGate:
-    """Gate that admits calls in FIFO order at the rate of the bucket. A call that leaves the queue uses nothing."""
+    """Gate that admits calls in FIFO order at the rate. A call that leaves the queue uses nothing."""
 
     def __init__(self, rate: float) -> None:
-        self._bucket = Bucket(rate, -math.inf)
+        self._window = Window(rate)
         self._line = Line()
         self._timer: asyncio.TimerHandle | None = None  # set while a call waits
 
     def enter_nowait(self) -> bool:
         now = asyncio.get_running_loop().time()
-        if self._line or self._bucket.delay(now) > 0:
+        if self._line or self._window.delay(now) > 0:
             return False
-        self._bucket.take(now)
+        self._window.take(now)
         return True
 
     async def enter(self) -> None:
@@ -88,19 +86,19 @@ class RateGate:
 
     def expected_wait(self) -> float:
         """Return the seconds that a call would wait now."""
-        return self._bucket.delay(asyncio.get_running_loop().time(), len(self._line))
+        return self._window.delay(asyncio.get_running_loop().time(), len(self._line))
 
     def leave(self) -> None:
         """Do nothing: a rate counts the starts of calls."""
 
     def _missed(self) -> None:
-        self._bucket.put_back()
+        self._window.put_back()
         self._open()
 
     def _set_timer(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._bucket.delay(loop.time()), self._due)
+            self._timer = loop.call_later(self._window.delay(loop.time()), self._due)
 
     def _due(self) -> None:
         self._timer = None
@@ -108,8 +106,8 @@ class RateGate:
 
     def _open(self) -> None:
         now = asyncio.get_running_loop().time()
-        while self._line and self._bucket.delay(now) == 0:
+        while self._line and self._window.delay(now) == 0:
             if self._line.call_next():
-                self._bucket.take(now)
+                self._window.take(now)
         if self._line:
             self._set_timer()

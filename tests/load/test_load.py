@@ -1,0 +1,17 @@
+"""A few seeds of each scenario; ``make soak-load`` plays more."""
+
+from __future__ import annotations
+
+import pytest
+from tests.load.scenarios import SCENARIOS, play
+
+SEEDS = {"wrong metrics": (0, 1, 2, 3), "growing server": (2,), "random refusals": (5,), "two clients": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [(name, seed) for name in SCENARIOS for seed in SEEDS.get(name, (1, 5))],
+)
+def test_a_run_is_near_the_ideal_and_sends_little_more_than_needed(name: str, seed: int) -> None:
+    outcome = play(name, seed)
+    assert not outcome.problems, f"python -m tests.load --scenario {name!r} --first {seed} --seeds 1: {outcome}"
