@@ -34,6 +34,7 @@ ORDER = [
     "outputs",
     "http",
     "backends",
+    "conformance",
     "runtimes",
     "tools",
     "files",
@@ -83,6 +84,7 @@ START_TASKS = {
     "api.py": "run_sync inside a running loop",
     "backends/base.py": "many requests as one call, which awaits them",
     "backends/engines/lists.py": "many requests as one call, which awaits them",
+    "conformance/serving.py": "requests at once, and one that is cancelled; each question awaits its own",
 }
 STARTERS = {"create_task", "ensure_future", "gather", "TaskGroup"}
 # Class names that are there more than once, and why.
