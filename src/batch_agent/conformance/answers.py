@@ -13,6 +13,7 @@ from batch_agent.messages import Image, JsonObject, Message
 UNKNOWN_MODEL = "batch-agent-no-such-model"
 OVERFLOW_TOKENS = 200_000  # the longest prompt that is sent to find the end of a context
 UNKNOWN_CONTEXT_TOKENS = 40_000  # ... if the server does not report its context
+IMAGE_TOKENS = 8  # a prompt with an image has more tokens than without, by more than this
 STORY = "Count from one to thirty in English words."
 NOT_CHAT = not_asked("asked of servers with /chat/completions only")
 
@@ -144,7 +145,7 @@ async def seed(s: Subject) -> Finding:
     except SpecError as error:
         return missing(str(error))
     first, second = [(await s.hear("Invent a name.", seed=7, temperature=1.0, max_tokens=24)).text for _ in range(2)]
-    return works() if first == second else missing("one seed gave two different answers")
+    return works() if first == second else missing("one seed gave two different answers", flag(s, "seed"))
 
 
 async def overflow(s: Subject) -> Finding:
@@ -309,15 +310,19 @@ async def tokenizer(s: Subject) -> Finding:
 async def picture(s: Subject) -> Finding:
     if not s.backend.capabilities.images:
         return missing("this backend sends no images")
+    words = "What is this?"
     try:
-        await s.hear([Message("user", ("What is this?", Image.of(_PNG, "image/png")))], max_tokens=4)
+        shown = await s.hear([Message("user", (words, Image.of(_PNG, "image/png")))], max_tokens=4)
     except Rejected as error:
         return missing(f"refused with {error.status}: the model reads no images")
     except BackendError as error:
         if not isinstance(s.backend, HttpBackend):
             raise
         return missing(f"an image is an error of the server ({error.status}), not a refusal: {error}")
-    return works()
+    blind = await s.hear(words, max_tokens=4)
+    if shown.usage.prompt_tokens and shown.usage.prompt_tokens <= blind.usage.prompt_tokens + IMAGE_TOKENS:
+        return missing("it accepted an image and ignored it: the prompt has no more tokens with it")
+    return works(f"{shown.usage.prompt_tokens - blind.usage.prompt_tokens} tokens")
 
 
 # A grey square of 32 pixels.

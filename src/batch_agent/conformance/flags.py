@@ -21,6 +21,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "reasoning": "--reasoning-parser NAME",
             "concurrency": "--max-num-seqs N",
             "embeddings": "a server of its own, with an embedding model",
+            "whitespace": "--structured-outputs-config '{\"disable_any_whitespace\": true}'",
         },
         "sglang": {
             "key": "--api-key KEY",
@@ -33,6 +34,8 @@ FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "reasoning": "--reasoning-parser NAME",
             "concurrency": "--max-running-requests N",
             "embeddings": "a server of its own, with --is-embedding",
+            "seed": "--enable-deterministic-inference",
+            "whitespace": "--constrained-json-disable-any-whitespace",
         },
         "llamacpp": {
             "key": "--api-key KEY",

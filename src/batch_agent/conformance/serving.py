@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from batch_agent.backends.engines.advice import SHARED
 from batch_agent.backends.engines.engine import EngineBackend
@@ -107,16 +108,16 @@ async def abort(s: Subject) -> Finding:
         if asking.done():
             await asking
             return unclear("the answer was complete before it could be cancelled")
-        busy = await _running(s)
+        busy = await _reading(s, lambda running: idle is not None and running > idle)
     finally:
         await _ended(asking)
-    if idle is None or busy is None or busy <= idle:
+    if idle is None or busy is None:
         after = await s.hear(STORY, max_tokens=8)
-        return unclear(f"it reports no load; the next answer took {after.seconds:.2f} s, {before.seconds:.2f} s before")
-    for reading in range(READINGS):
-        if ((now := await _running(s)) is not None) and now < busy:
-            return works(f"after {reading * FREED_SECONDS / READINGS:.1f} s" if reading else "at once")
-        await asyncio.sleep(FREED_SECONDS / READINGS)
+        why = "it reports no load" if idle is None else "its load did not show the request"
+        return unclear(f"{why}; the next answer took {after.seconds:.2f} s, {before.seconds:.2f} s before")
+    left = time.perf_counter()
+    if await _reading(s, lambda running: running <= idle) is not None:
+        return works(f"after {time.perf_counter() - left:.1f} s at most")
     return missing(f"a cancelled request still ran {FREED_SECONDS:g} s later")
 
 
@@ -131,6 +132,16 @@ async def time_limit(s: Subject) -> Finding:
     if needed < TURN_SECONDS:
         return works(note)
     return missing(f"{note}: {TURN_TOKENS:,} tokens take {needed:.0f} s", f"timeout_per_turn={needed * 1.5:.0f}")
+
+
+async def _reading(s: Subject, wanted: Callable[[int], bool]) -> int | None:
+    """Return the running requests once they are as wanted; None if that does not happen soon. Loads lag behind."""
+    for _ in range(READINGS):
+        running = await _running(s)
+        if running is not None and wanted(running):
+            return running
+        await asyncio.sleep(FREED_SECONDS / READINGS)
+    return None
 
 
 async def _running(s: Subject) -> int | None:

@@ -13,7 +13,7 @@ from batch_agent.conformance.subject import CLOCK, WEATHER, Heard, RawAnswer, Su
 from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import JsonObject, Message, ToolCall
 
-CALL_TOKENS, SCHEMA_TOKENS = 128, 128
+CALL_TOKENS, SCHEMA_TOKENS = 256, 256
 ASK_WEATHER = "What is the weather in Paris for the next 3 days? Use the tool weather."
 ASK_BOTH = "Call the tool weather for Paris for 2 days, and the tool clock for Tokyo, both at once."
 SCHEMA: JsonObject = {
@@ -68,7 +68,7 @@ async def _forced(s: Subject, choice: str) -> Finding:
         return missing(f"refused with {error.status}: {error}", flag(s, "tools"))
     if not heard.calls:
         if heard.finish == "length":
-            return unclear("the call reached the token limit")
+            return unclear("the call reached the token limit", flag(s, "whitespace"))
         return missing("the answer has no call: tool_choice is ignored", flag(s, "tools"))
     if choice != "required" and heard.calls[0].name != choice:
         return missing(f"the model called {heard.calls[0].name}, not {choice}")
@@ -204,7 +204,8 @@ async def _kept(s: Subject, prompt: str, wanted: JsonObject, *, streamed: bool =
     if _fits(heard.text, wanted):
         return works(heard.text[:60])
     if heard.finish == "length":
-        return unclear(f"the answer reached {SCHEMA_TOKENS} tokens: {heard.text.strip()[:40]!r}")
+        spaced = flag(s, "whitespace") if _is_spaced(heard.text) else ""
+        return unclear(f"the answer reached {SCHEMA_TOKENS} tokens: {heard.text.strip()[:40]!r}", spaced)
     return emulated(f"answers are validated and repaired, because the server answered {heard.text[:40]!r}")
 
 
@@ -255,6 +256,11 @@ async def bad_schema(s: Subject) -> Finding:
     except BackendError as error:
         return missing(f"a schema that cannot be compiled is an error of the server ({error.status}), not a refusal")
     return missing("a schema that cannot be compiled is ignored")
+
+
+def _is_spaced(text: str) -> bool:
+    """Return whether much of an answer is white space, which a grammar may allow without limit."""
+    return sum(map(str.isspace, text)) > len(text) / 4
 
 
 def _fits(text: str, wanted: JsonObject) -> bool:
