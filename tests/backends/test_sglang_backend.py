@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.sglang import LIST, SglangBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec, Usage
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer
 
 MODELS = {"object": "list", "data": [{"id": "m", "max_model_len": 32768}]}
 SAMPLING = {"max_new_tokens", "temperature", "top_p", "stop", "sampling_seed", "json_schema"}

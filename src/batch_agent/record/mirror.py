@@ -169,15 +169,16 @@ class RunMirror:
         entries: list[Entry] = []
         spans: list[Line] = []
         for row in rows:
+            record: JsonObject | None = None
             if row.result is not None:
-                record: JsonObject = {**cast(JsonObject, from_json(row.result)), "index": row.index}
+                record = {**cast(JsonObject, from_json(row.result)), "index": row.index}
                 self._history.add(row.place, record)
                 lines[bool(record["ok"])].append(_line(record))
                 self.count += 1
             steps = self._reader.steps(row.row) if self._steps else ()
             self._agents, own = _entries(steps, self._agents)
             entries += own
-            if row.result is not None:
+            if record is not None:
                 spans += spans_of(row.place, record, (each.step for each in own if each.agent == self._agents))
         assert self._journal is not None and self._timeline is not None
         self._journal.commit(entries, view.glance.latest)
