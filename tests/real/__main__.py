@@ -1,5 +1,5 @@
-"""``python -m tests.real vllm`` (``vllm-pin``, ``dynamo``, ``agents``, ``llamacpp``): set the real thing up from nothing, run its
-suite, stop it.
+"""``python -m tests.real vllm`` (``vllm-pin``, ``dynamo``, ``agents``, ``llamacpp``): set the real thing up from
+nothing, run its suite, stop it.
 
 What is installed stays in ``--folder``. With ``--serve`` the server is started and its address printed, for whoever
 wants to look for themselves; it runs until it is interrupted.
