@@ -14,6 +14,7 @@ from batch_agent.backends.base import Capabilities
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.schemes import SCHEMES, Scheme
 from batch_agent.cli.spec.arguments import flag_help, flag_name
+from batch_agent.conformance.examination import CHECKS
 from batch_agent.option import Flag, Unset, notes
 from batch_agent.spec import OLD_NAMES, BatchSpec
 
@@ -96,9 +97,9 @@ def engines() -> Iterator[str]:
     yield "| the server … | " + " | ".join(heads) + " |"
     yield "| --- " * (len(heads) + 1) + "|"
     found = [{answer["id"]: answer for answer in each["answers"]} for each in reports]
-    for id, first in found[0].items():
-        cells = [MARKS[each[id]["status"]] if id in each else "" for each in found]
-        yield f"| {first['question']} | " + " | ".join(cells) + " |"
+    for check in CHECKS:
+        cells = [MARKS[each[check.id]["status"]] if check.id in each else "" for each in found]
+        yield f"| {check.text} | " + " | ".join(cells) + " |"
 
 
 BLOCKS: Mapping[str, Callable[[], Iterator[str]]] = {

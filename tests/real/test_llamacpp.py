@@ -29,7 +29,7 @@ async def test_rows_get_answers_that_fit_their_schema() -> None:
 
 @pytest.mark.parametrize(
     "question",
-    ["plain", "usage", "token_limit", "stream_form", "stream_usage", "tool_required", "tool_named", "schema"],
+    ["plain", "usage", "token_limit", "stream_form", "stream_usage", "schema", "schema_bounds", "bad_schema"],
 )
 async def test_it_does_what_a_run_needs(question: str) -> None:
     backend, _ = open_backend(URL)
