@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,7 +48,7 @@ test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed w
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
 	$(BIN)/python -m pytest tests/observe/test_real_prometheus.py tests/observe/test_prometheus.py tests/observe/test_metric_names.py
 
-test-vllm test-vllm-pin test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
+test-vllm test-vllm-pin test-dynamo test-agents test-llamacpp: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*
 
 CLUSTER := .venv-cluster

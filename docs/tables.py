@@ -1,11 +1,12 @@
 """``python docs/tables.py``: writes the tables of backends, of options and of their flags into the pages.
 
 The table of backends is made of the lines of ``batch_agent.backends.schemes`` and of the Capabilities of each backend,
-which is opened for it and sends nothing; the others of BatchSpec.
+which is opened for it and sends nothing; that of engines of the reports in docs/engines; the others of BatchSpec.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from batch_agent.backends.base import Capabilities
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.schemes import SCHEMES, Scheme
 from batch_agent.cli.spec.arguments import flag_help, flag_name
+from batch_agent.conformance.examination import CHECKS
 from batch_agent.option import Flag, Unset, notes
 from batch_agent.spec import OLD_NAMES, BatchSpec
 
@@ -85,7 +87,27 @@ def flags() -> Iterator[str]:
         yield f"| `{flag_name(name)}{value}` | `{name}`: {text} |"
 
 
-BLOCKS: Mapping[str, Callable[[], Iterator[str]]] = {"backends": table, "options": options, "flags": flags}
+MARKS = {"works": "yes", "emulated": "emulated", "missing": "no", "unclear": "?", "not asked": ""}
+
+
+def engines() -> Iterator[str]:
+    """A column for each report of ``doctor --thorough`` in docs/engines."""
+    reports = [json.loads(path.read_text()) for path in sorted((ROOT / "docs" / "engines").glob("*.json"))]
+    heads = [f"{each['engine']}, {each['hardware']}, {each['model']}, {each['date']}" for each in reports]
+    yield "| the server … | " + " | ".join(heads) + " |"
+    yield "| --- " * (len(heads) + 1) + "|"
+    found = [{answer["id"]: answer for answer in each["answers"]} for each in reports]
+    for check in CHECKS:
+        cells = [MARKS[each[check.id]["status"]] if check.id in each else "" for each in found]
+        yield f"| {check.text} | " + " | ".join(cells) + " |"
+
+
+BLOCKS: Mapping[str, Callable[[], Iterator[str]]] = {
+    "backends": table,
+    "engines": engines,
+    "options": options,
+    "flags": flags,
+}
 
 
 def filled(page: str) -> str:

@@ -36,6 +36,7 @@ ORDER = [
     "http",
     "door",
     "backends",
+    "conformance",
     "runtimes",
     "tools",
     "files",
@@ -65,6 +66,7 @@ FOLDERS = {
     "cli": ["output", "spec", "commands"],
     "record": ["redis"],
     "swarm": ["patterns", "uq"],
+    "testing": ["contract"],
     "tools": ["builtin", "mcp"],
 }
 PURE = ("compiler", "scheduler", "outputs")
@@ -83,6 +85,9 @@ START_TASKS = {
     "api.py": "run_sync inside a running loop",
     "backends/base.py": "many requests as one call, which awaits them",
     "backends/engines/lists.py": "many requests as one call, which awaits them",
+    "testing/contract/backend.py": "requests that a test cancels, or holds",
+    "testing/contract/wire.py": "the connections of a test server, which end with it",
+    "conformance/serving.py": "requests at once, and one that is cancelled; each question awaits its own",
 }
 STARTERS = {"create_task", "ensure_future", "gather", "TaskGroup"}
 # Class names that are there more than once, and why.
@@ -90,7 +95,11 @@ SAME_NAME = {
     "Agent": "the vocabulary of ticks, for users",
     "AnswerStream": "the same role in two wires",
     "Cut": "the vocabulary of testing, for users",
+    "Exchange": "the vocabulary of testing, for users",
+    "Hang": "the vocabulary of testing, for users",
+    "Heard": "what a server understood, and what a model answered; both for authors",
     "Reduced": "the vocabulary of swarm, for users",
+    "Say": "the vocabulary of testing, for users",
     "Request": "the vocabulary of testing, for users",
     "ToolUse": "the vocabulary of testing, for users",
 }

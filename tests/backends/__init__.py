@@ -1,4 +1,4 @@
 import pytest
 
 # The contract's assertions tell both sides when they fail, as those of test modules do.
-pytest.register_assert_rewrite("backends.contract", "backends.terms")
+pytest.register_assert_rewrite("batch_agent.testing.contract")

@@ -4,16 +4,17 @@ its flavours, and for whatever wraps one."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import ClassVar
 
 import orjson
 
-from backends.http_contract import HttpContract
-from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say, hear
-from backends.wire import Exchange, Step, answer, half_of, stream
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.gateway.chat import ChatDialect
+from batch_agent.testing.contract.http import HttpContract
+from batch_agent.testing.contract.peer import BreakOff, ErrorInside, Heard, Refuse, Say, hear
+from batch_agent.testing.contract.wire import Exchange, Step, answer, half_of, stream
 
 
 def usage_of(say: Say) -> dict:
@@ -80,6 +81,9 @@ class ChatContract(HttpContract):
 
     def backend(self, url: str) -> Backend:
         return OpenAIBackend(url)
+
+    def keyed(self, url: str, key: str, headers: Mapping[str, str]) -> Backend:
+        return OpenAIBackend(url, api_key=key, headers=headers)
 
     def say(self, item: Say, streamed: bool) -> Step:
         return stream(*in_pieces(item)) if streamed else answer(whole(item))

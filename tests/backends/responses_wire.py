@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import orjson
 
-from backends.peer import Heard, Say, hear
 from backends.strict_mode import Refused, judge
-from backends.wire import dumped
 from batch_agent.gateway.responses import ResponsesDialect
+from batch_agent.testing.contract.peer import Heard, Say, hear
+from batch_agent.testing.contract.wire import dumped
 
 FIELDS = {
     *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"),

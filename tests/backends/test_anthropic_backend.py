@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, Field
 
-from backends.wire import Exchange, WireServer, answer
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.anthropic.messages import AnthropicBackend
 from batch_agent.backends.base import ModelRequest, RequestShape
@@ -15,6 +14,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message, Sealed, Usage
 from batch_agent.testing import Body, CallTools, Fail, MessagesServer, Request, Say, StreamError, ToolUse
+from batch_agent.testing.contract.wire import Exchange, WireServer, answer
 
 KEY = {"ANTHROPIC_API_KEY": "sk-ant-secret"}
 LONG = "Some of the rules are these. " * 400  # about 2,900 tokens

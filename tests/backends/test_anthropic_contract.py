@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import orjson
 
-from backends.contract import smoke
-from backends.http_contract import HttpContract
-from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say, hear
-from backends.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
 from batch_agent.backends.anthropic.messages import VERSIONS, AnthropicBackend
 from batch_agent.backends.anthropic.request import MARK
 from batch_agent.backends.base import Backend
 from batch_agent.gateway.messages import MessagesDialect
+from batch_agent.testing.contract.backend import smoke
+from batch_agent.testing.contract.http import HttpContract
+from batch_agent.testing.contract.peer import BreakOff, ErrorInside, Heard, Refuse, Say, hear
+from batch_agent.testing.contract.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
 
 KINDS = {400: "invalid_request_error", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 
@@ -91,9 +92,17 @@ class MessagesContract(HttpContract):
     refuses: ClassVar[frozenset[str]] = frozenset({"seed"})
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
     lacks: ClassVar[frozenset[str]] = frozenset({"broken_whole"})
+    combines = True
+    finishes = ("end_turn", "tool_use")
 
     def backend(self, url: str) -> Backend:
         return AnthropicBackend(url, api_key="sk-ant")
+
+    def keyed(self, url: str, key: str, headers: Mapping[str, str]) -> Backend:
+        return AnthropicBackend(url, api_key=key, headers=headers)
+
+    def key_header(self, key: str) -> tuple[str, str]:
+        return "x-api-key", key
 
     def say(self, item: Say, streamed: bool) -> Step:
         return stream(*in_pieces(item), done=False) if streamed else answer(whole(item))

@@ -12,8 +12,6 @@ import orjson
 import pytest
 
 from backends import chat_contract, test_anthropic_contract
-from backends.contract import CALLS, Say, ask
-from backends.wire import Exchange, WireServer, dumped
 from batch_agent.backends.anthropic import answer as messages_answer
 from batch_agent.backends.anthropic.messages import WORDING
 from batch_agent.backends.anthropic.request import MessagesView, build_head
@@ -24,6 +22,8 @@ from batch_agent.backends.openai import chat_answer
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.errors import BackendError
 from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage
+from batch_agent.testing.contract.backend import CALLS, Say, ask
+from batch_agent.testing.contract.wire import Exchange, WireServer, dumped
 
 WHERE = "POST http://host/v1"
 SAYINGS = [

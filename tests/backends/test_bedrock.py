@@ -10,9 +10,7 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from backends.peer import Say
 from backends.test_bedrock_contract import CALLS, frames, in_pieces, own_credentials, whole  # noqa: F401  a fixture
-from backends.wire import Exchange, WireServer, answer
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.bedrock.converse import BedrockBackend
@@ -20,6 +18,8 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import SpecError
 from batch_agent.messages import Conversation, Document, Image, Message, ToolSpec, Usage
+from batch_agent.testing.contract.peer import Say
+from batch_agent.testing.contract.wire import Exchange, WireServer, answer
 
 CLAUDE = "us.anthropic.claude-sonnet-4-5-20250929-v1:0"
 

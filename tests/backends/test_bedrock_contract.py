@@ -11,14 +11,14 @@ from urllib.parse import unquote
 import orjson
 import pytest
 
-from backends.contract import CALLS, SEARCH, ask
-from backends.http_contract import HttpContract
-from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
-from backends.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
 from batch_agent.backends.base import Backend
 from batch_agent.backends.bedrock.converse import BedrockBackend
 from batch_agent.backends.bedrock.request import CACHE_POINT
 from batch_agent.messages import Image, Message, Part, ToolCall, ToolSpec
+from batch_agent.testing.contract.backend import CALLS, SEARCH, ask
+from batch_agent.testing.contract.http import HttpContract
+from batch_agent.testing.contract.peer import BreakOff, ErrorInside, Heard, Refuse, Say
+from batch_agent.testing.contract.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
 
 KINDS = {
     400: "ValidationException",
@@ -210,7 +210,9 @@ class TestBedrockBackend(HttpContract):
     choices = ("auto", "required", "search")
     refuses: ClassVar[frozenset[str]] = frozenset({"seed"})
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
-    lacks: ClassVar[frozenset[str]] = frozenset({"broken_whole", "reasoning_tokens"})
+    lacks: ClassVar[frozenset[str]] = frozenset({"broken_whole", "keys", "reasoning_tokens"})
+    combines = True
+    finishes = ("end_turn", "tool_use")
 
     def backend(self, url: str) -> Backend:
         return BedrockBackend(url.removesuffix("/v1"), "us-east-1", model="test-model", native_schema=True)

@@ -13,14 +13,14 @@ from typing import Any, Self
 import pytest
 
 from backends.chat_contract import ChatContract
-from backends.contract import SEARCH, Item, ask, smoke
-from backends.http_contract import HttpPeer
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.cache_store import FILE, ResponseStore
 from batch_agent.errors import BackendError, SpecError, Truncated
 from batch_agent.messages import Image, Message, Reply, Sealed, ToolCall, ToolSpec, Usage
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
+from batch_agent.testing.contract.backend import SEARCH, Item, ask, smoke
+from batch_agent.testing.contract.http import HttpPeer
 
 EXACT = RequestShape(model="m", temperature=0)
 

@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from backends.contract import BackendContract
-from backends.peer import Refuse
 from backends.test_anthropic_contract import MessagesContract
 from batch_agent.backends.anthropic.answer import AnswerStream, read_answer
 from batch_agent.backends.anthropic.messages import AnthropicBackend
 from batch_agent.backends.anthropic.request import WIRE
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.http.wire import Naming, report_calls
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
+from batch_agent.backends.http.wire import Naming, json_of, report_calls
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
+from batch_agent.http.sse import Event, SSEParser
 from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
+from batch_agent.testing.contract.backend import BackendContract
+from batch_agent.testing.contract.peer import Refuse
 
 
 class Right(AnthropicBackend):
@@ -248,6 +249,82 @@ class ClosesWithTheFirstWhoLeaves(Right):
             await super().__aexit__(*exception)
 
 
+class DropsKeys(Right):
+    def __init__(self, url: str, **given: Any) -> None:
+        super().__init__(url)
+
+
+class DropsHeaders(Right):
+    def __init__(self, url: str, api_key: str = "sk-ant", **given: Any) -> None:
+        AnthropicBackend.__init__(self, url, api_key=api_key)
+
+
+class DecodesEachChunk(Right):
+    """Text split inside a character becomes another text."""
+
+    def read_stream(self, *given: Any) -> AnswerStream:
+        class Reader(AnswerStream):
+            def feed(self, chunk: bytes) -> bool:
+                return super().feed(chunk.decode("utf-8", "replace").encode())
+
+        return Reader(*given)
+
+
+class ReadsEventsChunkByChunk(Right):
+    """An event that is split between chunks is lost."""
+
+    def read_stream(self, *given: Any) -> AnswerStream:
+        class Reader(AnswerStream):
+            def feed(self, chunk: bytes) -> bool:
+                return super().feed(chunk) if chunk.endswith(b"\n\n") else False
+
+        return Reader(*given)
+
+
+class SkipsDamagedEvents(Right):
+    def read_stream(self, *given: Any) -> AnswerStream:
+        class Reader(AnswerStream):
+            def _take(self, events: list[Event]) -> None:
+                super()._take([event for event in events if json_of(event[1]) is not None])
+
+        return Reader(*given)
+
+
+class ReadsLinesOfAnyLength(Right):
+    def read_stream(self, *given: Any) -> AnswerStream:
+        reader = AnswerStream(*given)
+        reader._sse = SSEParser(max_event_bytes=2**40)
+        return reader
+
+
+class ConnectsForEachRequest(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        async with Right(self._http.base_url) as fresh:
+            return await fresh.infer(request, on_tool_call)
+
+
+class SaysUpOfEverything(Right):
+    async def probe(self, endpoint: str = "") -> Probe:
+        return Probe("up")
+
+
+class RaisesFromItsProbe(Right):
+    async def probe(self, endpoint: str = "") -> Probe:
+        await self.models()
+        return Probe("up")
+
+
+class MixesShapesOfAModel(Right):
+    def write_head(self, shape: RequestShape, streamed: bool) -> Any:
+        known = self.__dict__.setdefault("_by_model", {})
+        return known.setdefault((shape.model, streamed), super().write_head(shape, streamed))
+
+
+class ClaimsNotToCombine(Right):
+    def __init__(self, url: str) -> None:
+        super().__init__(url, Capabilities(native_schema=True, images=True))
+
+
 class TrimsTexts(Right):
     def answered(self, reply: Reply) -> Reply:
         return replace(reply, text=reply.text.strip())
@@ -296,6 +373,18 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "a complete call is an answer": (TakesACallForAnAnswer, "does_not_make_an_answer_complete"),
     "a cancelled request goes on": (LetsCancelledRequestsRun, "cancelling"),
     "what a cache took is not counted": (CountsNoWrites, "a_plain_answer"),
+    "a complete answer is called cut": (giving(finish_reason="length"), "says_that_it_ended_well"),
+    "a key is not sent": (DropsKeys, "the_key_and_the_headers"),
+    "a header of the user is not sent": (DropsHeaders, "the_key_and_the_headers"),
+    "a character split between chunks is lost": (DecodesEachChunk, "wherever_its_bytes_are_cut"),
+    "an event split between chunks is lost": (ReadsEventsChunkByChunk, "wherever_its_bytes_are_cut"),
+    "a damaged event is skipped": (SkipsDamagedEvents, "a_damaged_event"),
+    "a line has no limit": (ReadsLinesOfAnyLength, "a_line_without_end"),
+    "each request has a new connection": (ConnectsForEachRequest, "connections_are_used_again"),
+    "a closed port is called up": (SaysUpOfEverything, "a_probe_of_a_closed_port"),
+    "a probe raises": (RaisesFromItsProbe, "a_probe_of_a_closed_port"),
+    "two shapes of one model are mixed": (MixesShapesOfAModel, "two_shapes_of_one_model"),
+    "schema and tools are declared wrongly": (ClaimsNotToCombine, "schema_and_tools_are_combined"),
     "the first who leaves closes it": (ClosesWithTheFirstWhoLeaves, "until_its_last_user_leaves"),
 }
 
@@ -337,8 +426,29 @@ async def test_a_backend_that_is_wrong_in_one_thing_fails(fault: str) -> None:
         def backend(self, url: str) -> Backend:
             return broken(url)
 
+        def keyed(self, url: str, key: str, headers: Mapping[str, str]) -> Backend:
+            return broken(url, api_key=key, headers=headers)
+
     assert len({function for function, _ in cases(Contract, name)}) == 1, f"one test is about {name}"
     assert await failures(Contract, name), f"the contract does not mind that {fault}"
+
+
+async def test_a_backend_that_leaves_connections_open_fails() -> None:
+    left: list[Right] = []
+
+    class LeavesConnectionsOpen(Right):
+        async def __aexit__(self, *exception: object) -> None:
+            left.append(self)
+
+    class Contract(MessagesContract):
+        patience = 0.5
+
+        def backend(self, url: str) -> Backend:
+            return LeavesConnectionsOpen(url)
+
+    assert await failures(Contract, "connections_are_used_again")
+    for backend in left:
+        await AnthropicBackend.__aexit__(backend)
 
 
 @pytest.mark.parametrize(

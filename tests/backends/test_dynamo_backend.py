@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from backends.wire import Exchange, WireServer, answer, stream
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.dynamo import DynamoBackend
@@ -14,6 +13,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing.contract.wire import Exchange, WireServer, answer, stream
 
 KNOWN = {"model", "messages", "max_tokens", "temperature", "top_p", "seed", "stop", "tools", "tool_choice"}
 KNOWN |= {"response_format", "stream", "stream_options", "nvext", "cache_salt", "chat_template_kwargs"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from backends.chat_contract import ChatContract
-from backends.contract import smoke
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.cli.output.request_log import LoggedBackend
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import JsonObject
+from batch_agent.testing.contract.backend import smoke
 
 
 class FlavourContract(ChatContract):

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import pytest
 from yarl import URL
 
-from backends.wire import Exchange, WireServer, answer, hang, raw
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
 from batch_agent.http.beat import FEW_STREAMS
 from batch_agent.http.transport import Transport
+from batch_agent.testing.contract.wire import Exchange, WireServer, answer, hang, raw
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 

@@ -16,7 +16,6 @@ from aiohttp import web
 from yarl import URL
 
 from backends.certificates import self_signed
-from backends.wire import STREAM_HEAD, Exchange, WireServer, answer, hang, raw
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.errors import BackendError, BadResponse, Rejected, Unavailable
 from batch_agent.http.connection import STALE_SECONDS, Connection
@@ -25,6 +24,7 @@ from batch_agent.http.origin import Origin
 from batch_agent.http.parser import ResponseParser
 from batch_agent.http.pool import Pool
 from batch_agent.http.transport import Transport
+from batch_agent.testing.contract.wire import STREAM_HEAD, Exchange, WireServer, answer, hang, raw
 
 LARGE = 8 * 1024 * 1024
 

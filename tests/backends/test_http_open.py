@@ -8,11 +8,11 @@ import gzip
 import pytest
 from yarl import URL
 
-from backends.wire import STREAM_HEAD, Exchange, WireServer, answer, hang, raw
 from batch_agent.errors import InternalError
 from batch_agent.http.failures import BrokenOff, ClosedEarly, ConnectFailed
 from batch_agent.http.opened import HIGH_WATER_BYTES
 from batch_agent.http.transport import Transport
+from batch_agent.testing.contract.wire import STREAM_HEAD, Exchange, WireServer, answer, hang, raw
 
 
 async def test_the_head_comes_first_and_then_the_body_as_it_is_sent() -> None:

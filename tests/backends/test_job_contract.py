@@ -12,11 +12,11 @@ import pytest
 from tests.backends.job_server import JobServer
 
 from backends.chat_contract import chat_history, hear_chat, whole
-from backends.contract import BackendContract
-from backends.peer import Hang, Heard, Item, Refuse, Say
-from backends.terms import REFUSALS
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
+from batch_agent.testing.contract.backend import BackendContract
+from batch_agent.testing.contract.peer import Hang, Heard, Item, Refuse, Say
+from batch_agent.testing.contract.terms import REFUSALS
 
 
 class JobPeer:
@@ -50,6 +50,7 @@ class JobPeer:
 
 class TestOpenAIJobs(BackendContract):
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
+    combines = True
     lacks: ClassVar[frozenset[str]] = frozenset({"sealed", "retry_after", "errors_inside", "faults"})
     refusals: ClassVar = {refusal: kind for refusal, kind in REFUSALS.items() if refusal.status != 429}
 

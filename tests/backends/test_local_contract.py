@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 
 import jsonschema_rs
 
-from backends.contract import SCHEMA, BackendContract
 from backends.local.ebnf_sampler import sampler
-from backends.peer import Hang, Heard, Item, Refuse, Say
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local.backend import LocalBackend
 from batch_agent.backends.local.options import Options
 from batch_agent.backends.local.process import Answer, EngineDied, encode_line
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
+from batch_agent.testing.contract.backend import SCHEMA, BackendContract
+from batch_agent.testing.contract.peer import Hang, Heard, Item, Refuse, Say
 
 CALL = re.compile(r'\n?<tool_call>{"name": "(.*?)", "arguments": (.*?)}</tool_call>')
 RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
@@ -161,8 +161,10 @@ class LocalPeer:
 class TestLocalBackend(BackendContract):
     # A template may know neither tools nor results: both are words, in their places.
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name", "call_ids"})
+    combines = True
     lacks: ClassVar[frozenset[str]] = frozenset(
         {
+            "combined_schema",
             "reasoning",
             "sealed",
             "several_calls",

@@ -11,8 +11,6 @@ import orjson
 import pytest
 
 from backends.chat_contract import ChatContract, in_pieces, whole
-from backends.contract import CALLS, SEARCH, Say, ask
-from backends.wire import Exchange, Step, WireServer, answer, hang, stream
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
 from batch_agent.backends.openai.chat import OpenAIBackend, encode_message
 from batch_agent.backends.openai.providers import Dialect
@@ -20,6 +18,8 @@ from batch_agent.backends.openai.server import Tail
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BadResponse, InternalError, Rejected, Timeout, Unavailable
 from batch_agent.messages import Conversation, Document, Image, Message, ToolCall
+from batch_agent.testing.contract.backend import CALLS, SEARCH, Say, ask
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, hang, stream
 
 OK = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}
 

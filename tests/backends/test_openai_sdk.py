@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from backends.contract import Say
 from backends.responses_wire import as_bytes, document, events_of, refuse_wrong
-from backends.wire import Exchange, Step, WireServer, answer, stream
 from batch_agent.messages import ToolCall, Usage
 from batch_agent.testing import CallTools, ScriptedServer, ToolUse
 from batch_agent.testing import Say as Told
+from batch_agent.testing.contract.backend import Say
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, stream
 
 openai = pytest.importorskip("openai")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from backends.chat_contract import whole
-from backends.contract import SEARCH, Say, ask
 from backends.responses_wire import document
-from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent import BatchAgent
 from batch_agent.backends.base import Backend, RequestShape
 from batch_agent.backends.openai.models import needs_responses, reasons
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import Conversation, Message
+from batch_agent.testing.contract.backend import SEARCH, Say, ask
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer
 
 
 def opened(backend: str, model: str | None = None, **environ: str) -> Backend:

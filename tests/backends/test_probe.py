@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wire import Exchange, Step, WireServer, answer, raw
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, Probe
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.probe import probe_server
@@ -12,6 +11,7 @@ from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import Reply
 from batch_agent.testing import ScriptedBackend, virtual_clock
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, raw
 
 MODELS = answer({"data": [{"id": "m"}, {"id": "n"}]})
 HEALTHY = answer(b"")

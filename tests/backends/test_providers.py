@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from backends.chat_contract import whole
-from backends.contract import CALLS, SEARCH, Say, ask, go_on
-from backends.wire import Exchange, WireServer, answer, stream
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.openai.providers import PROVIDERS, base_variable
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError
+from batch_agent.testing.contract.backend import CALLS, SEARCH, Say, ask, go_on
+from batch_agent.testing.contract.wire import Exchange, WireServer, answer, stream
 
 
 def opened(backend: object, model: str | None = None, **environ: str) -> OpenAIBackend:

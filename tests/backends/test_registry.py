@@ -5,12 +5,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from backends.wire import WireServer, answer
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import SpecError
+from batch_agent.testing.contract.wire import WireServer, answer
 
 KEY = {"OPENAI_API_KEY": "sk-env"}
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import orjson
 import pytest
 
-from backends.contract import CALLS, SEARCH, Say, ask, go_on
-from backends.http_contract import HttpContract
-from backends.peer import BreakOff, ErrorInside, Heard, Refuse
 from backends.responses_wire import as_bytes, document, events_of, hear_responses, refuse_wrong
 from backends.strict_mode import Refused
-from backends.wire import Exchange, Step, WireServer, answer, half_of, stream
 from batch_agent.backends.base import Backend, RequestShape
 from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.openai.responses import ResponsesBackend, encode_items
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Document, Image, Message, Usage
+from batch_agent.testing.contract.backend import CALLS, SEARCH, Say, ask, go_on
+from batch_agent.testing.contract.http import HttpContract
+from batch_agent.testing.contract.peer import BreakOff, ErrorInside, Heard, Refuse
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, half_of, stream
 
 OPENAI = Dialect(strict_schemas=True, openai_models=True)
 
@@ -51,6 +52,9 @@ class TestResponsesBackend(HttpContract):
 
     def backend(self, url: str) -> Backend:
         return ResponsesBackend(url)
+
+    def keyed(self, url: str, key: str, headers: Mapping[str, str]) -> Backend:
+        return ResponsesBackend(url, api_key=key, headers=headers)
 
     def extra_body(self) -> dict[str, object]:
         return {"metadata": {"team": "é"}, "service_tier": "flex"}

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import ClassVar
 
 from backends.chat_contract import chat_history, hear_chat
-from backends.contract import BackendContract
-from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Refuse, Say
 from batch_agent import testing
 from batch_agent.testing import Cut, Fail, Request, ScriptedBackend, StreamError, ToolUse
+from batch_agent.testing.contract.backend import BackendContract
+from batch_agent.testing.contract.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Refuse, Say
 from batch_agent.testing.replies import ScriptedReply
 from batch_agent.testing.wire import CHUNK_CHARACTERS
 

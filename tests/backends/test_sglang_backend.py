@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.sglang import LIST, SglangBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec, Usage
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer
 
 MODELS = {"object": "list", "data": [{"id": "m", "max_model_len": 32768}]}
 SAMPLING = {"max_new_tokens", "temperature", "top_p", "stop", "sampling_seed", "json_schema"}
@@ -67,6 +67,16 @@ async def test_an_older_server_tells_the_size_of_its_cache_with_its_options() ->
         async with WireServer(script) as server, sglang(server) as backend:
             await backend.facts("m")
             assert await backend.load() == Load(running=3, kv_tokens=size, offloads=unknown, generated=70)
+
+
+async def test_a_second_tier_counts_instead_of_the_cache_if_its_size_is_known() -> None:
+    loads = {"loads": [{"num_running_reqs": 1, "max_total_num_tokens": 1000}]}
+    info = {"max_total_num_tokens": 1000, "enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+    for more, size, unknown in (({}, 2000, False), ({"hicache_size": 30}, 1000, True)):
+        script = serving(server_info=answer({**info, **more}), v1_loads=answer(loads))
+        async with WireServer(script) as server, sglang(server) as backend:
+            await backend.facts("m")
+            assert await backend.load() == Load(running=1, kv_tokens=size, offloads=unknown)
 
 
 async def test_a_server_that_is_busy_or_tells_nothing_is_an_error() -> None:

@@ -11,14 +11,14 @@ from typing import ClassVar
 
 import orjson
 
-from backends.contract import BackendContract
-from backends.peer import Hang, Heard, Item, Refuse, Say
 from batch_agent.backends.base import ModelRequest, OnToolCall
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.backends.simulated.answers import Answer
 from batch_agent.backends.simulated.tokens import ANSWER, BEGIN, END, HEADERS, encode, encode_call
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import Message, Reply, ToolCall, ToolSpec
+from batch_agent.testing.contract.backend import BackendContract
+from batch_agent.testing.contract.peer import Hang, Heard, Item, Refuse, Say
 
 MODEL = EngineModel(prefill_tokens_per_second=math.inf, step_seconds=0.0002, sequence_seconds=0.0, name="test-model")
 ROLES = {header: role for role, header in HEADERS.items()}
@@ -97,6 +97,7 @@ class TestSimulatedBackend(BackendContract):
     drops: ClassVar[frozenset[str]] = frozenset(
         {"temperature", "top_p", "seed", "stop", "extra_body", "tool_name", "call_ids"}
     )
+    combines = True
     lacks: ClassVar[frozenset[str]] = frozenset(
         {"reasoning", "sealed", "usage", "retry_after", "parsed_arguments", "holding", "faults"}
     )

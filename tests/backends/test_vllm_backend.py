@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wire import Exchange, Step, WireServer, answer, hang
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.engine import Sharing
 from batch_agent.backends.engines.vllm import LIST, VllmBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec, Usage
+from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, hang
 
 METRICS = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 3.0

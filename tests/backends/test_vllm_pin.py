@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.wire import Exchange, WireServer, answer
 from batch_agent import vllm_pin
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.engines.vllm import VllmBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected
 from batch_agent.messages import Conversation, Message
+from batch_agent.testing.contract.wire import Exchange, WireServer, answer
 from batch_agent.vllm_pin import Order, Pins, read_order
 
 

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from backends.peer import Say as Told
 from backends.responses_wire import document
-from backends.wire import WireServer, answer
 from batch_agent.backends.openai.responses import ResponsesBackend
 from batch_agent.gateway.gateway import Gateway
 from batch_agent.messages import JsonObject
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing.contract.peer import Say as Told
+from batch_agent.testing.contract.wire import WireServer, answer
 from batch_agent.testing.messages_server import MessagesServer
 from gateway.rows import BackendRow, gateway_to
 

@@ -1,5 +1,5 @@
-"""``python -m tests.real vllm`` (``vllm-pin``, ``dynamo``, ``agents``): set the real thing up from nothing, run its
-suite, stop it.
+"""``python -m tests.real vllm`` (``vllm-pin``, ``dynamo``, ``agents``, ``llamacpp``): set the real thing up from
+nothing, run its suite, stop it.
 
 What is installed stays in ``--folder``. With ``--serve`` the server is started and its address printed, for whoever
 wants to look for themselves; it runs until it is interrupted.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.real.servers.agents import agents
 from tests.real.servers.dynamo import dynamo
+from tests.real.servers.llamacpp import llamacpp
 from tests.real.servers.vllm import vllm, vllm_pin
 
 from batch_agent.backends.cache_store import cache_dir
@@ -27,12 +28,14 @@ SUITES = {
     "vllm-pin": ("test_vllm_pin.py",),
     "dynamo": ("test_dynamo.py",),
     "agents": ("test_agents.py",),
+    "llamacpp": ("test_llamacpp.py",),
 }
 SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
     "vllm": vllm,
     "vllm-pin": vllm_pin,
     "dynamo": dynamo,
     "agents": agents,
+    "llamacpp": llamacpp,
 }
 
 

@@ -2,7 +2,7 @@
 
 A backend turns one ModelRequest into one complete Reply or raises a BackendError. It does not retry, queue, limit or
 time out: the engine does that for all backends. A new backend implements ``name`` and ``infer``, and overrides the
-defaults that do not fit it. It is finished when it passes the suite in ``tests/backends/contract.py``.
+defaults that do not fit it. It is finished when it passes the suite in ``testing/contract``.
 """
 
 # ruff: noqa: B027 (a method that does nothing is a default here, not a forgotten @abstractmethod)

@@ -109,9 +109,9 @@ def _read_url(text: str) -> tuple[str, SplitResult]:
     check_known([scheme], SCHEMES, "there is no backend scheme")
     try:
         url = urlsplit(text.strip())
-        port_is_readable = url.port is None or url.port > 0
+        if url.port == 0:
+            raise ValueError("port 0")
     except ValueError:
-        port_is_readable = False
-    if not port_is_readable:
-        raise SpecError(f"the host and port of the {scheme}:// backend are invalid: write host:port, IPv6 in brackets")
+        what = f"the host and port of the {scheme}:// backend are invalid: write host:port, IPv6 in brackets"
+        raise SpecError(what) from None
     return scheme, url

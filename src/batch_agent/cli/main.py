@@ -136,8 +136,9 @@ COMMANDS: Mapping[str, Command] = {
     "doctor": Command(
         "show what is installed and which backends work",
         "Show what is installed, which backends work, and which one is the default. Each provider with a key or an "
-        "address gets a free request for its list of models. Exit status 1 if the default backend, or the given one, "
-        "does not work.",
+        "address gets a free request for its list of models. With --thorough it asks one server many small questions "
+        "and prints what works and what is missing. Exit status 1 if the default backend, or the given one, does not "
+        "work.",
     ),
     "cache": Command(
         "list or delete the answers in the response cache",

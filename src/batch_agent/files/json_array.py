@@ -66,6 +66,7 @@ class _Text:
 
     def item(self, where: str) -> Row:
         self.peek()
+        value, end = None, self._at
         while True:
             wanted = 2 * (len(self._buffer) - self._at)
             try:

@@ -178,7 +178,7 @@ class Fleet(Backend):
         if isinstance(given, list | tuple | None):  # valid as backend=, but not as a member of a fleet
             what = type(given).__name__
             raise SpecError(f"a {what} cannot be an endpoint of a fleet: give the URL of a server")
-        key, transport = None, self._outside
+        key, transport, address = None, self._outside, ""
         if isinstance(given, Mapping):
             address = str(given.get("url"))
             tags = {**{name: value for name, value in given.items() if name in TRAITS}, **tags}
@@ -196,7 +196,7 @@ class Fleet(Backend):
             read = Traits.read(tags)
         except ValueError as error:
             raise SpecError(f"{backend.name}: {error}") from None
-        return FleetServer(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
+        return FleetServer(address or backend.name, backend.name, backend, read)
 
     def _register(self, server: FleetServer) -> None:
         """Add the server under a unique name: in-process engines share one, and a removed server may still work."""
@@ -289,6 +289,7 @@ class Fleet(Backend):
             return await self._infer(self._named(request.endpoint), request, on_tool_call)
         # Without a granted endpoint: the least busy one, and the next if it is unreachable.
         serving = [server for server in self._present if server.serves(request.shape.model)] or self._present
+        error: BackendError = Unavailable(f"{self.name} has no server")
         for server in sorted(serving, key=lambda server: server.inflight / server.traits.weight):
             try:
                 return await self._infer(server, request, on_tool_call)

@@ -176,8 +176,9 @@ class CommandLineRuntime(ABC):
         self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: EventRecorder
     ) -> ProcessEnd:
         errors = ctx.workdir / "stderr.txt"
+        limit = asyncio.timeout(self.timeout)
         try:
-            async with asyncio.timeout(self.timeout) as limit:
+            async with limit:
                 return await run_agent(
                     command, cwd=tree.cwd, env=env, prompt=ctx.prompt, errors=errors, on_line=recorder.take
                 )

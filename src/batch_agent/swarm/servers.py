@@ -353,9 +353,8 @@ class Members:
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
     try:
         host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
-        usable = bool(host) and 0 < int(port) < 65536
+        if not host or not 0 < int(port) < 65536:
+            raise ValueError("no host, or no port")
     except (TypeError, ValueError):
-        usable = False
-    if not usable:
-        raise SpecError(f"{given!r} is not an endpoint: give an AgentEndpoint, or (host, port)")
+        raise SpecError(f"{given!r} is not an endpoint: give an AgentEndpoint, or (host, port)") from None
     return given if isinstance(given, AgentEndpoint) else AgentEndpoint(host, int(port))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 from batch_agent.messages import JsonObject
 from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage
@@ -30,6 +31,8 @@ def _add(stages: Sequence[Stage], graph: list[JsonObject]) -> str | None:
                 kind, name = "join", _new("join", graph)
                 other = _add(stage.other.stages, graph)
                 after += [] if other is None else [other]
+            case _:
+                assert_never(stage)
         graph.append({"name": name, "kind": kind, "after": [*after]})
         before = name
     return before

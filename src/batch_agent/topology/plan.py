@@ -100,12 +100,12 @@ def _walk(
     for stage in stages:
         match stage:
             case Agents():
-                dry = _mapped(prepared[stage.name], before)
+                dry = planned[stage.name] = _mapped(prepared[stage.name], before)
                 note = "" if dry.rows_exact else dry.rows_note
                 row = _placeholder(stage.options.get("output_schema"), stage.name)
                 before = IncomingRows(dry.rows, note, [row], dry.answer_tokens)
             case Reduce():
-                dry = _reduced(stage, prepared[stage.name], before or _source(inputs))
+                dry = planned[stage.name] = _reduced(stage, prepared[stage.name], before or _source(inputs))
                 row = _placeholder(stage.options.get("output_schema"), stage.name)
                 before = IncomingRows(1, "", [row], dry.answer_tokens)
             case Filter():
@@ -121,8 +121,6 @@ def _walk(
                 _walk(stage.other.inputs, stage.other.stages, prepared, planned)
                 most = "unknown" if before.rows is None else f"at most {before.rows:,}: a join comes before it"
                 before = IncomingRows(before.rows, most, [], before.tokens)
-        if isinstance(stage, Agents | Reduce):
-            planned[stage.name] = dry
     return before or _source(inputs)
 
 

@@ -1,7 +1,7 @@
 """What an engine lacks for agents, the flag that sets it, and what it is worth as far as it was measured.
 
-Pure: ``EngineState`` comes from the adapters of the engines. The numbers are those of docs/kv.md, which says how they
-were measured.
+Pure: ``EngineState`` comes from the adapters of the engines. The numbers of an engine are measured on that engine:
+docs/kv.md and benchmarks/engines.md say how.
 """
 
 from __future__ import annotations
@@ -65,27 +65,46 @@ LACKS = {
     "by_priority": "requests are not scheduled by priority, so agents near their end wait like new ones",
     "offloads": "evicted contexts are computed again, because none are kept in the host's memory",
 }
-WORTH = {
-    "prefix_caching": "32 requests with a shared prefix of 1,000 tokens: 159 s without, 17 s with; vLLM, 2 CPU cores",
-    "reports_cached": "admission works without; it then learns nothing from evictions",
-    "by_priority": "no gain was measured for a batch alone; for an engine that other clients use",
-    "offloads": "24 agents that overflow the cache, in a plain loop: 75.7 s without, 40.0 s with (H200, vLLM 0.26)",
-}
-SMALL_WORTH = "24 agents with contexts of up to 12k tokens, 32B shape, H200: 59.8 s with 98k of KV, 45.9 s with 200k"
+_BY_PRIORITY = "no gain was measured for a batch alone; for an engine that other clients use"
+_REPORTS_CACHED = "admission works without; it then learns nothing from evictions"
+# Measured on the same engine; docs/kv.md and benchmarks/engines.md say how.
+WORTH: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "vllm": {
+            "prefix_caching": "32 requests with a shared prefix of 1,000 tokens: 159 s without, 17 s with; 2 CPU cores",
+            "reports_cached": _REPORTS_CACHED,
+            "by_priority": _BY_PRIORITY,
+            "offloads": "24 agents that overflow the cache, in a plain loop: 75.7 s without, 40.0 s with (H200, "
+            "vLLM 0.26)",
+            "kv_tokens": "24 agents with contexts of up to 12k tokens, 32B shape, H200: 59.8 s with 98k of KV, "
+            "45.9 s with 200k",
+        },
+        "sglang": {
+            "prefix_caching": "not measured on SGLang",
+            "reports_cached": _REPORTS_CACHED,
+            "by_priority": f"{_BY_PRIORITY}: behind 700 requests, preferred ones waited 1.7 s, others 12.5 s (H200, "
+            "SGLang 0.5.16)",
+            "offloads": "24 agents that overflow the cache: 76.9 s in a plain loop without, 53.5 s with; 56.5 and "
+            "47.0 s with admission (H200, SGLang 0.5.16)",
+            "kv_tokens": "24 agents with contexts of up to 12k tokens and 98k of KV, 32B shape: 76.9 s if all run at "
+            "once, 56.5 s with admission (H200, SGLang 0.5.16)",
+        },
+    }
+)
 
 
 def advice(state: EngineState, *, agents: int | None = None, context_tokens: int | None = None) -> Iterator[Advice]:
     """What to change, the most valuable first. ``agents`` with contexts of ``context_tokens`` are to run at once."""
-    flags = FLAGS[state.engine]
+    flags, worth = FLAGS[state.engine], WORTH[state.engine]
     if state.prefix_caching is False:
-        yield Advice(LACKS["prefix_caching"], flags["prefix_caching"], WORTH["prefix_caching"])
+        yield Advice(LACKS["prefix_caching"], flags["prefix_caching"], worth["prefix_caching"])
     if state.kv_tokens and agents and context_tokens and agents * context_tokens > state.kv_tokens:
         fit = state.kv_tokens // context_tokens
         lack = (
             f"the KV cache holds {state.kv_tokens:,} tokens, {fit:,} contexts of {context_tokens:,}; "
             f"{agents:,} agents at once need {agents * context_tokens:,}"
         )
-        yield Advice(lack, flags["kv_tokens"], SMALL_WORTH)
+        yield Advice(lack, flags["kv_tokens"], worth["kv_tokens"])
     for name in ("reports_cached", "offloads", "by_priority"):
         if getattr(state, name) is False:
-            yield Advice(LACKS[name], flags[name], WORTH[name])
+            yield Advice(LACKS[name], flags[name], worth[name])

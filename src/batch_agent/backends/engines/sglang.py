@@ -1,12 +1,13 @@
 """``sglang://``: SGLang's dialect of the chat wire, and its native ``/generate`` for lists of text.
 
-It adds priorities if the server schedules by them, a key that separates prefix caches, and load metrics. Names are
-those of SGLang 0.5.21. Cached tokens are reported only with ``--enable-cache-report``, and not at all when nothing was
-cached. A server that does not schedule by priority may answer 503 to one, which looks like overload. So a priority is
-sent only if the server reports that it uses it. A server that also evicts by priority (``--radix-eviction-policy
-priority``) keeps the contexts with the highest priority forever: that of an ended agent would outlast all others. There
-all turns except the last have the same priority, above that of the last one and of requests without a priority. Request
-ids are not sent: the server refuses an id that it still holds.
+It adds priorities if the server schedules by them, a key that separates prefix caches, and load metrics. The names are
+those of SGLang 0.5.21 and of 0.5.16, with which they were tested. Cached tokens are reported only with
+``--enable-cache-report``, and not at all when nothing was cached. A server that does not schedule by priority may
+answer 503 to one, which looks like overload. So a priority is sent only if the server reports that it uses it. A server
+that also evicts by priority (``--radix-eviction-policy priority``) keeps the contexts with the highest priority
+forever: that of an ended agent would outlast all others. There all turns except the last have the same priority, above
+that of the last one and of requests without a priority. Request ids are not sent: the server refuses an id that it
+still holds.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class SglangBackend(EngineBackend):
         self._lowest_first = False
         self._evicts_by_priority = False
         self._has_loads = True
-        self._kv_tokens: int | None = None  # as the server says of itself
-        self._offloads = False
+        self._kv_tokens: int | None = None  # of the GPU's cache, or of the host's if that is larger
+        self._offloads = False  # to a memory of unknown size
 
     def own_part(self, request: ModelRequest) -> Tail:
         fields: JsonObject = {}
@@ -71,8 +72,9 @@ class SglangBackend(EngineBackend):
         if self._priority is None and info:
             takes = info.get("abort_on_priority_when_disabled") is not True
             self._priority = info.get("enable_priority_scheduling") is True or (self._evicts_by_priority and takes)
-        self._kv_tokens = _kv_tokens(info)
-        self._offloads = info.get("enable_hierarchical_cache") is True
+        host = _host_tokens(info)
+        self._kv_tokens = max(host or 0, _kv_tokens(info) or 0) or None
+        self._offloads = info.get("enable_hierarchical_cache") is True and host is None
         return Facts(context=await self.context_of(model) or whole(info.get("context_length")))
 
     async def state(self, sharing: Sharing) -> EngineState:
@@ -95,7 +97,8 @@ class SglangBackend(EngineBackend):
         if self._has_loads:
             try:
                 load = _read_loads(await self.ask(self._loads))
-                return replace(load, kv_tokens=load.kv_tokens or self._kv_tokens, offloads=self._offloads)
+                kv_tokens = max(load.kv_tokens or 0, self._kv_tokens or 0) or None
+                return replace(load, kv_tokens=kv_tokens, offloads=self._offloads)
             except BackendError as error:
                 if error.retryable:
                     raise
@@ -173,6 +176,15 @@ def _kv_tokens(info: JsonObject) -> int | None:
     """Tokens that the cache holds, of all data-parallel ranks; None if the server does not say."""
     ranks, size = info.get("internal_states"), whole(info.get("max_total_num_tokens"))
     return size and size * max(1, len(ranks) if isinstance(ranks, list) else 1)
+
+
+def _host_tokens(info: JsonObject) -> int | None:
+    """Tokens that the host's memory holds. It also has what is on the GPU, so it counts instead of that, not beside it.
+    None without such a tier, or if its size is given in gigabytes."""
+    ratio, size, gpu = info.get("hicache_ratio"), info.get("hicache_size"), _kv_tokens(info)
+    if info.get("enable_hierarchical_cache") is not True or size or gpu is None or not isinstance(ratio, int | float):
+        return None
+    return int(gpu * ratio)
 
 
 def _read_loads(told: JsonObject) -> Load:

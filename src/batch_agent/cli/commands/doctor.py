@@ -24,6 +24,7 @@ from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
 from batch_agent.backends.schemes import OWN_FORMS
 from batch_agent.cli.commands.doctor_backends import PATIENCE, BackendFinding, asked_services, fleet_note, listed
+from batch_agent.cli.commands.doctor_thorough import thorough_command
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.errors import BackendError, SpecError
@@ -44,6 +45,9 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", metavar="URL", help="the backend to check, like --backend")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--backend", metavar="URL", help="check this backend, also fleet://, and give advice on it")
+    parser.add_argument("--thorough", action="store_true", help="ask the backend about 60 small questions, in minutes")
+    parser.add_argument("--model", metavar="NAME", help="with --thorough: the model to ask, if it serves several")
+    parser.add_argument("--yes", action="store_true", help="with --thorough: send the questions to a paid API")
     parser.add_argument("--agents", type=positive, metavar="N", help="with --context: number of concurrent agents")
     parser.add_argument("--context", type=positive, metavar="TOKENS", help="context of an agent before its last turn")
 
@@ -119,6 +123,8 @@ class Diagnosis:
 
 
 def doctor_command(options: argparse.Namespace) -> int:
+    if options.thorough:
+        return thorough_command(options.backend or options.url, options.model, json=options.json, yes=options.yes)
     batch = {"agents": options.agents, "context_tokens": options.context}
     found = Diagnosis.of_this_machine(options.backend or options.url, batch)
     print(to_json(found.to_json()).decode() if options.json else "\n".join(map(harmless, found.lines())))

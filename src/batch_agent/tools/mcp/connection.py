@@ -41,8 +41,9 @@ async def open_client(
     transport = http_transport(server) if server.url else stdio_transport(server, stderr, on_end)
     client = Client(transport, client_info=Implementation(name="batch-agent", version=__version__), cache=None)
     ready = False
+    limit = asyncio.timeout(server.connect_timeout)
     try:
-        async with asyncio.timeout(server.connect_timeout) as limit, client:
+        async with limit, client:
             ready = True
             limit.reschedule(None)
             yield client

@@ -1,8 +1,9 @@
-"""What a wire may declare of itself before the contract, by name, and how the contract then compares.
+"""What a test class declares about its wire, by name, and how the contract then compares.
 
-- ``refuses``: options for which ``check`` is a SpecError that names them.
-- ``drops``: options and parts of a conversation that are not sent, and of which the peer hears nothing.
-- ``lacks``: what the wire's answers have no place for, or what its peer cannot do; a reply then comes without it.
+- ``refuses``: options for which ``check`` raises a SpecError that names them.
+- ``drops``: options and parts of a conversation that are not sent.
+- ``lacks``: what the wire's answers cannot express, or what its peer cannot do; a reply then comes without it.
+- ``combines``: whether the server enforces a schema in a request that also offers tools.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import ClassVar
 
 import pytest
 
-from backends.peer import Heard, Refuse
 from batch_agent.backends.base import ModelRequest
 from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected, Unavailable
 from batch_agent.messages import Message, ToolCall, Usage
+from batch_agent.testing.contract.peer import Heard, Refuse
 
 REFUSABLE = frozenset({"max_tokens", "temperature", "top_p", "seed", "stop", "tool_choice", "schema", "extra_body"})
 DROPPABLE = REFUSABLE | {
@@ -40,9 +41,13 @@ LACKABLE = frozenset(
         "statuses",  # errors have types and no HTTP status
         "retry_after",
         "errors_inside",  # an answer that began well has no form for an error
-        "parsed_arguments",  # nobody parses the arguments of earlier calls: they go back as they were written
+        "parsed_arguments",  # the arguments of earlier calls are not parsed again: they go back as they were written
         "holding",  # the peer cannot stop in the middle of an answer
-        "faults",  # an engine inside this process: nothing between us breaks
+        "faults",  # an engine inside this process: no connection can break
+        "keys",  # the wire has no key, or the test class cannot make a backend with one (``keyed``)
+        "kept_connections",  # requests are sent on new connections, on purpose
+        "combined_schema",  # the peer cannot see the schema of a request that offers tools
+        "garbage",  # a stream has no form in which an event can be damaged
     }
 )
 _PARTS = ("cached_tokens", "reasoning_tokens", "cache_write_tokens")
@@ -59,11 +64,13 @@ REFUSALS: Mapping[Refuse, type[BackendError]] = {
 }
 
 
-class Terms:
+class ContractTerms:
     model: ClassVar[str] = "test-model"
     refuses: ClassVar[frozenset[str]] = frozenset()
     drops: ClassVar[frozenset[str]] = frozenset()
     lacks: ClassVar[frozenset[str]] = frozenset()
+    combines: ClassVar[bool] = False
+    finishes: ClassVar[tuple[str, str]] = ("stop", "tool_calls")  # of a complete text, and of complete calls
     reserved: ClassVar[Sequence[str]] = ("messages", "stream")  # what extra_body may not set
     refusals: ClassVar[Mapping[Refuse, type[BackendError]]] = REFUSALS  # those that the peer can give
     choices: ClassVar[Sequence[str]] = ("auto", "none", "required", "search")  # of tools, that the wire knows
@@ -91,7 +98,7 @@ class Terms:
             assert tuple(calls) == tuple(told)
 
     def assert_heard(self, heard: Heard, request: ModelRequest) -> None:
-        """The server understood the conversation that the engine holds, call by call and result by result."""
+        """Assert that the server understood the conversation that the engine holds, with its calls and results."""
         told = [self._plain(message) for message in request.conversation.messages]
         assert [_lines(message) for message in heard.messages] == [_lines(message) for message in told]
 
@@ -106,7 +113,7 @@ class Terms:
 
 
 def _lines(message: Message) -> list[str]:
-    """A message in words, so that a difference can be read."""
+    """Return a message in words, so that a difference can be read."""
     lines = [f"{message.role}: {message.content}"]
     if message.role == "tool":
         lines.append(f"is the result of {message.tool_call_id!r}, of the tool {message.tool_name!r}")

@@ -1,8 +1,8 @@
-"""What a peer of the contract is told to answer, and what it says it heard: values that mean the same on every wire.
+"""The script of a peer of the contract, and what the peer heard: values that mean the same on every wire.
 
-A peer plays each item of its script in its wire's own form and leaves out what the wire has no place for (the test
-class declares that, see ``contract``). Of each request it makes a ``Heard``: the conversation as the neutral Messages
-that it was before the wire wrote it, one for each, and the options by the names of RequestShape.
+A peer plays each item of its script in its wire's own form, and leaves out what the wire cannot express (the test class
+declares that, see ``terms``). It turns each request into a ``Heard``: the conversation as neutral Messages, one for
+each that the wire wrote, and the options by the names of RequestShape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec, Usage
 
 @dataclass(frozen=True)
 class Say:
-    """A complete answer, in this order: reasoning, text, calls. With ``hold`` the peer goes on after the first tool
+    """A complete answer, in this order: reasoning, text, calls. With ``hold`` the peer continues after the first tool
     call only when the event is set."""
 
     text: str = ""
@@ -69,7 +69,7 @@ class ErrorInside:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Takes the request and closes the connection without a word."""
+    """Takes the request and closes the connection without an answer."""
 
 
 Item = Say | Refuse | Hang | BreakOff | ErrorInside | Disconnect
@@ -97,18 +97,29 @@ class Heard:
 
 
 def hear(dialect: ClientDialect, body: bytes, seals: Sequence[str] = ()) -> Heard:
-    """What a body says, as the gateway reads this wire."""
+    """Return what a body says, as the gateway reads this wire."""
     fields = orjson.loads(body)
     shape = dialect.read_kind(fields, "").shape
-    options = {name: getattr(shape, name) for name in ("tools", "tool_choice", "schema", "max_tokens", "temperature")}
-    more = {"top_p": shape.top_p, "seed": shape.seed, "stop": shape.stop, "seals": seals}
-    messages = [replace(message, reasoning="") for message in dialect.read_messages(fields, [])]
-    return Heard(shape.model, messages, **options, **more, extra=fields, streamed=fields.get("stream", False))
+    return Heard(
+        shape.model,
+        [replace(message, reasoning="") for message in dialect.read_messages(fields, [])],
+        tools=shape.tools,
+        tool_choice=shape.tool_choice,
+        schema=shape.schema,
+        max_tokens=shape.max_tokens,
+        temperature=shape.temperature,
+        top_p=shape.top_p,
+        seed=shape.seed,
+        stop=shape.stop,
+        seals=seals,
+        extra=fields,
+        streamed=fields.get("stream", False),
+    )
 
 
 class Peer(Protocol):
-    """``requests`` are the bytes that the conversations were, oldest first: what a prefix cache would see, without
-    whatever a wire moves about in them (a mark at the end)."""
+    """``requests`` are the bytes of the conversations, oldest first: what a prefix cache would see, without parts that
+    the wire moves (a mark at the end)."""
 
     backend: Backend
 

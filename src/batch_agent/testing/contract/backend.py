@@ -1,12 +1,11 @@
-"""What every Backend does, whatever its wire. A backend is done when a class that inherits BackendContract passes.
+"""What every Backend does, on any wire. A backend is finished when a class that inherits BackendContract passes.
 
-The concrete class implements ``peer``: a server (or a stand-in for one) that gives the answers it is told to give and
-says what it heard (``peer.py``), and a Backend that talks to it. Over HTTP inherit HttpContract (``http_contract.py``),
-which has the server; ``chat_contract.py`` is an example. The whole contract runs once for each wire; other servers of
-the same wire, and what wraps a backend, are marked ``@smoke`` and run what may differ there.
+The concrete class implements ``peer``: a server (or a stand-in for one) that gives the answers of its script and says
+what it heard (``peer.py``), and a Backend that talks to it. Over HTTP inherit HttpContract (``http.py``), which has the
+server. The whole contract runs once for each wire; other servers of the same wire, and wrappers of a backend, are
+marked ``@smoke`` and run what may differ there.
 
-What a wire cannot carry is declared (``refuses``, ``drops`` and ``lacks`` of ``terms.py``), never skipped, and what is
-declared is checked too.
+What a wire cannot express is declared (``terms.py``), never skipped, and what is declared is checked too.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from typing import Any, TypeVar
 import jsonschema_rs
 import pytest
 
-from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Peer, Refuse, Say
-from backends.terms import DROPPABLE, LACKABLE, REFUSABLE, Terms
 from batch_agent.backends.base import ModelRequest, OnToolCall, RequestShape
 from batch_agent.errors import (
     BackendError,
@@ -34,6 +31,8 @@ from batch_agent.errors import (
     Unavailable,
 )
 from batch_agent.messages import Conversation, Image, Message, Reply, Sealed, ToolCall, ToolSpec, Usage
+from batch_agent.testing.contract.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Peer, Refuse, Say
+from batch_agent.testing.contract.terms import DROPPABLE, LACKABLE, REFUSABLE, ContractTerms
 
 __all__ = ["CALLS", "SEARCH", "SHAPE", "BackendContract", "Hang", "Heard", "Item", "Peer", "Refuse", "Say", "ask"]
 
@@ -81,7 +80,7 @@ def listener(streamed: bool) -> OnToolCall | None:
 
 
 def go_on(request: ModelRequest, reply: Reply, *results: str) -> None:
-    """The agent's part: the answer and what its calls came to."""
+    """Append the answer and the results of its calls, as an agent does."""
     request.conversation.append(reply.message())
     for call, result in zip(reply.tool_calls, results, strict=True):
         request.conversation.append(Message("tool", result, tool_call_id=call.id, tool_name=call.name))
@@ -102,24 +101,24 @@ SMOKE = (
 
 
 def smoke(contract: type[T]) -> type[T]:
-    """Leaves a class the tests of SMOKE and its own. Another class proves the whole contract for its wire."""
+    """Leave a class only the tests of SMOKE and its own. Another class runs the whole contract for its wire."""
     for name in dir(contract):
         if name.startswith("test_") and name not in SMOKE and name not in vars(contract):
             setattr(contract, name, None)
     return contract
 
 
-class BackendContract(Terms):
+class BackendContract(ContractTerms):
     @abstractmethod
     def peer(self, *script: Item) -> AbstractAsyncContextManager[Peer]:
-        """Item n answers request n. The backend has been entered, and serves ``model``."""
+        """Return a peer whose item n answers request n. Its backend has been entered, and serves ``model``."""
 
     def ask(self, *messages: Message, conversation: Conversation | None = None) -> ModelRequest:
-        """A request that offers a tool."""
+        """Return a request that offers a tool."""
         return ask(*messages, shape=replace(SHAPE, model=self.model), conversation=conversation)
 
     def shape(self, **options: Any) -> RequestShape:
-        """A request with these options, and with whatever else it takes for them to have a meaning."""
+        """Return a shape with these options, and with what else the wire needs for them."""
         return RequestShape(model=self.model, **options)
 
     # Answers
@@ -142,6 +141,17 @@ class BackendContract(Terms):
             reply = await peer.backend.infer(self.ask(), listener(streamed))
         self.assert_calls(reply.tool_calls, CALLS)
         assert reply.text == ("" if "text_beside_calls" in self.lacks else "Let me look.")
+
+    @both
+    async def test_a_complete_answer_says_that_it_ended_well(self, streamed: bool) -> None:
+        async with self.peer(Say("Hello."), Say(calls=CALLS[:1])) as peer:
+            for _ in range(2):
+                reply = await peer.backend.infer(self.ask(), listener(streamed))
+                expected = self.finishes if reply.tool_calls else self.finishes[:1]
+                assert reply.finish_reason in expected, (
+                    f"a complete answer ends as {' or '.join(expected)}, not as {reply.finish_reason!r}; the engine "
+                    "takes 'length' for a cut answer"
+                )
 
     async def test_each_tool_call_is_reported_once_and_in_order_and_the_reply_has_the_same_values(self) -> None:
         seen: list[ToolCall] = []
@@ -273,8 +283,31 @@ class BackendContract(Terms):
             assert heard is None
         else:
             assert heard is not None, "expected the answer's schema on the wire"
-            fits = [jsonschema_rs.is_valid(heard, value) for value in ({"a": 1}, {"a": "x"}, {}, [])]
+            values: list[object] = [{"a": 1}, {"a": "x"}, {}, []]
+            fits = [jsonschema_rs.is_valid(heard, value) for value in values]
             assert fits == [True, False, False, False], f"the schema on the wire means something else: {heard}"
+
+    async def test_schema_and_tools_are_combined_only_if_the_server_can(self) -> None:
+        async with self.peer(Say('{"a": 1}')) as peer:
+            able = peer.backend.capabilities
+            assert able.schema_with_tools is self.combines, (
+                f"capabilities.schema_with_tools is {able.schema_with_tools}, and the class declares combines = "
+                f"{self.combines}: the engine sends a schema beside tools if the capability says so"
+            )
+            assert able.native_schema or not able.schema_with_tools, "schema_with_tools without native_schema"
+            if not self.combines:
+                return
+            await peer.backend.infer(ask(shape=self.shape(tools=(SEARCH,), schema=SCHEMA)))
+        if "combined_schema" not in self.lacks:
+            assert peer.heard[0].tools and peer.heard[0].schema is not None, "expected tools and schema in one request"
+
+    async def test_two_shapes_of_one_model_are_not_mixed(self) -> None:
+        one, two = self.shape(tools=(SEARCH,)), self.shape(tools=(LOOK_UP,))
+        async with self.peer(Say("a"), Say("b"), Say("c"), Say("d")) as peer:
+            for shape in (one, two, one, self.shape()):
+                await peer.backend.infer(ask(shape=shape))
+        heard = [[tool.name for tool in each.tools] for each in peer.heard]
+        assert heard == [["search"], ["look_up"], ["search"], []], f"each request has the tools of its shape: {heard}"
 
     async def test_extra_body_is_sent(self) -> None:
         extra = self.extra_body()
@@ -370,7 +403,7 @@ class BackendContract(Terms):
         sealed = Sealed("another wire", {"type": "thinking", "thinking": "Hm.", "signature": "sig-foreign"})
         async with self.peer(Say("Done.")) as peer:
             answer = Message("assistant", "Hello.", sealed=sealed)
-            await peer.backend.infer(self.ask(Message("user", "Hello"), answer, Message("user", "Go on")))
+            await peer.backend.infer(self.ask(Message("user", "Hello"), answer, Message("user", "Continue")))
         assert b"sig-foreign" not in peer.requests[0]
 
     async def test_a_picture_is_sent_or_refused_in_words(self) -> None:
@@ -382,7 +415,7 @@ class BackendContract(Terms):
             else:
                 with pytest.raises(Rejected, match="image"):
                     await peer.backend.infer(request)
-                assert not peer.requests, "it was sent all the same"
+                assert not peer.requests, "it was sent nevertheless"
 
     # What cannot be sent
 

@@ -1,20 +1,23 @@
-"""A server of a few lines on a real socket, with full control of the bytes: what a test scripts is what is sent."""
+"""A small server on a real socket, with full control of the bytes: it sends exactly what a test scripts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import orjson
+
+GARBAGE_EVENT = 3  # the event of a stream before which garbage is sent
 
 
 @dataclass
 class Exchange:
-    """One request as it arrived, and the means to answer it."""
+    """One request as it arrived, and the means to answer it. ``piecemeal`` sends every byte alone, those of an
+    event in chunks of one byte; ``garbage`` is inserted in the middle of a stream."""
 
     method: str
     path: str
@@ -22,25 +25,39 @@ class Exchange:
     body: bytes
     reader: asyncio.StreamReader = field(repr=False)
     writer: asyncio.StreamWriter = field(repr=False)
+    piecemeal: bool = False
+    garbage: bytes = b""
+    events: int = 0
 
     @property
-    def json(self) -> dict:
+    def json(self) -> Any:
         return orjson.loads(self.body)
 
     async def send(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
+        for piece in _bytes_of(data) if self.piecemeal else (data,):
+            self.writer.write(piece)
+            await self.writer.drain()
+            if self.piecemeal:
+                await asyncio.sleep(0)
 
     async def event(self, data: bytes) -> None:
-        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
+        self.events += 1
+        if self.garbage and self.events == GARBAGE_EVENT:
+            await self.send(b"%x\r\n%b\r\n" % (len(self.garbage), self.garbage))
+        for piece in _bytes_of(data) if self.piecemeal else (data,):
+            await self.send(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+def _bytes_of(data: bytes) -> Iterator[bytes]:
+    return (data[place : place + 1] for place in range(len(data)))
 
 
 Step = Callable[[Exchange], Awaitable[None]]
 
 
 class WireServer:
-    """Answers request n with step n of the script; the last step serves all that follow. ``open`` are the connections
-    that there are now, ``connections`` all that there were."""
+    """Answers request n with step n of the script; the last step serves all that follow. ``open`` counts the open
+    connections, ``connections`` all that were ever opened."""
 
     def __init__(self, *script: Step, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.script = list(script)
@@ -49,7 +66,8 @@ class WireServer:
         self._host, self._tls = host, tls
         self.asked = asyncio.Event()
         self.client_gone = asyncio.Event()
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.all_closed = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -69,7 +87,9 @@ class WireServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
+        assert task is not None
         self._tasks.add(task)
+        self.all_closed.clear()
         self.connections += 1
         self.open += 1
         self.most_open = max(self.most_open, self.open)
@@ -82,11 +102,13 @@ class WireServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             self.client_gone.set()
         except asyncio.CancelledError:
-            pass  # the test is over
+            pass  # the test has ended
         finally:
             self.open -= 1
             self._tasks.discard(task)
             writer.close()
+            if not self.open:
+                self.all_closed.set()
 
 
 async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
@@ -98,7 +120,7 @@ async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 def dumped(value: object) -> bytes:
-    """As JSON, also where a text has half of a surrogate pair, as some models write one."""
+    """Return the value as JSON, also if a text has half of a surrogate pair, as some models write one."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
@@ -106,7 +128,7 @@ def dumped(value: object) -> bytes:
 
 
 def parsed(arguments: str) -> object:
-    """What a server makes of a model's arguments; {} of broken ones."""
+    """Return the arguments of a call as a server parses them; {} for broken ones."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -127,7 +149,7 @@ def answer(
 
 
 def raw(data: bytes) -> Step:
-    """These bytes and the end of the connection."""
+    """Send these bytes and close the connection."""
 
     async def step(exchange: Exchange) -> None:
         await exchange.send(data)
@@ -137,7 +159,7 @@ def raw(data: bytes) -> Step:
 
 
 def half_of(body: bytes, clean: bool) -> Step:
-    """A JSON document that stops in the middle; not ``clean``, the connection ends where more was promised."""
+    """Send half of a JSON document. Unless ``clean``, the connection closes before the promised length."""
     half = body[: len(body) // 2]
     if clean:
         return answer(half)
@@ -170,6 +192,6 @@ def stream(*parts: object, end: bool = True, done: bool = True) -> Step:
 
 
 async def hang(exchange: Exchange) -> None:
-    """Begins an answer and never goes on; returns when the client has gone."""
+    """Begin an answer and send nothing more. Returns when the client has left."""
     await exchange.send(STREAM_HEAD + b'10\r\ndata: {"choices"\r\n')
     await exchange.reader.readexactly(1)

@@ -1,0 +1,1 @@
+"""Small questions that show what a server can do: ``batch-agent doctor --thorough``."""
