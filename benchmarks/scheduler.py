@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot
 from batch_agent.scheduler.forecast import Progress
 from benchmarks import report
 
@@ -30,7 +30,7 @@ TURN_BAR, FLAT_BAR = 40e-6, 1.2
 
 def decisions(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
-    running: deque[Ticket] = deque()  # requests on their way
+    running: deque[Slot] = deque()  # requests on their way
     in_tool: deque[Progress] = deque()
     to_start, ended, now = agents, 0, 0.0
     while ended < agents:
@@ -51,7 +51,7 @@ def decisions(agents: int) -> None:
 def crowd(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
     scheduler.forecast.rows = 0
-    running: deque[Ticket] = deque()
+    running: deque[Slot] = deque()
     in_tool: deque[Progress] = deque()
     now = 0.0
     for _ in range(agents):
@@ -65,10 +65,10 @@ def crowd(agents: int) -> None:
         _grant_all(scheduler, running)
 
 
-def _finish_turn(scheduler: Scheduler, ticket: Ticket, now: float, in_tool: deque[Progress]) -> bool:
+def _finish_turn(scheduler: Scheduler, slot: Slot, now: float, in_tool: deque[Progress]) -> bool:
     """Whether its agent is done."""
-    progress = ticket.progress
-    scheduler.give_back(ticket)
+    progress = slot.ticket.progress
+    scheduler.give_back(slot)
     scheduler.forecast.answered(progress, 1.0, now)
     if progress.turns + 1 < TURNS:
         in_tool.append(progress)
@@ -77,9 +77,9 @@ def _finish_turn(scheduler: Scheduler, ticket: Ticket, now: float, in_tool: dequ
     return True
 
 
-def _grant_all(scheduler: Scheduler, running: deque[Ticket]) -> None:
-    while (ticket := scheduler.grant()) is not None:
-        running.append(ticket)
+def _grant_all(scheduler: Scheduler, running: deque[Slot]) -> None:
+    while (slot := scheduler.grant()) is not None:
+        running.append(slot)
 
 
 WAYS: dict[str, Callable[[int], None]] = {"decisions": decisions, "crowd": crowd}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
 from batch_agent.scheduler.blame import Attempt, Crash, Step, Verdict, next_step
-from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.core import Slot
 from batch_agent.scheduler.endpoint import Endpoint
 
 
@@ -28,22 +28,21 @@ class Decisions:
         pump: Callable[[], None],
     ) -> None:
         self._endpoints, self._start_probe, self._few_rows, self._pump = endpoints, start_probe, few_rows, pump
-        self.waiting: dict[Ticket, tuple[asyncio.Future[bool], int]] = {}  # with the number of undecided failures
+        self.waiting: dict[Slot, tuple[asyncio.Future[bool], int]] = {}  # with the number of undecided failures
         self.under_way = 0  # rows whose own failures are still undecided
 
     async def step(
-        self, ticket: Ticket, attempt: Attempt, verdict: Verdict, max_retries: int, *, retryable: bool, wait: bool
+        self, slot: Slot, attempt: Attempt, verdict: Verdict, max_retries: int, *, retryable: bool, wait: bool
     ) -> Step:
         """Return what happens to the row. Without ``wait``, decide with the evidence so far. Raises Interrupted when
         the run is over."""
-        endpoint, row = ticket.endpoint, ticket.row
-        assert endpoint is not None
-        is_unclear = self._is_unclear(ticket)
+        endpoint, row = slot.endpoint, slot.ticket.row
+        is_unclear = self._is_unclear(slot)
         step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
         if wait and not endpoint.given_up and (verdict.hears_probe or step == "wait" or is_unclear):
             self.under_way += not is_unclear  # a denied row is no evidence about failures
             try:
-                step = await self._decide(ticket, endpoint, attempt, verdict, max_retries, retryable)
+                step = await self._decide(slot, endpoint, attempt, verdict, max_retries, retryable)
             finally:
                 self.under_way -= not is_unclear
         if endpoint.given_up:
@@ -54,7 +53,7 @@ class Decisions:
 
     async def _decide(
         self,
-        ticket: Ticket,
+        slot: Slot,
         endpoint: Endpoint,
         attempt: Attempt,
         verdict: Verdict,
@@ -62,7 +61,7 @@ class Decisions:
         retryable: bool,
     ) -> Step:
         """Wait for evidence, then return the next step."""
-        row, history, alone = ticket.row, endpoint.server.history, False
+        row, history, alone = slot.ticket.row, endpoint.server.history, False
         if verdict.hears_probe:
             is_up = await self._ask_probe(attempt, endpoint)
             alone = is_up and verdict.alone and self._few_rows()  # more rows may have arrived meanwhile
@@ -76,9 +75,9 @@ class Decisions:
                 for each in self._endpoints:
                     each.server.history.give_up_on(row)
                 return "fail"
-            if step == "retry" or (step == "fail" and (alone or not self._is_unclear(ticket))):
+            if step == "retry" or (step == "fail" and (alone or not self._is_unclear(slot))):
                 return step
-            alone = await self._decided(ticket)
+            alone = await self._decided(slot)
             if alone and step == "wait":
                 is_up = await self._ask_probe(attempt, endpoint)
                 alone = is_up and not endpoint.server.inflight
@@ -101,27 +100,25 @@ class Decisions:
             row.crashes.append(Crash(endpoint.server.history, attempt.ended_at))
         return False
 
-    async def _decided(self, ticket: Ticket) -> bool:
+    async def _decided(self, slot: Slot) -> bool:
         """Wait for evidence. Returns True if no other row can provide it."""
         decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.waiting[ticket] = decided, ticket.row.undecided
+        self.waiting[slot] = decided, slot.ticket.row.undecided
         try:
             self._pump()
             return await decided
         finally:
-            self.waiting.pop(ticket, None)
+            self.waiting.pop(slot, None)
 
-    def _is_unclear(self, ticket: Ticket) -> bool:
-        assert ticket.endpoint is not None
-        return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
+    def _is_unclear(self, slot: Slot) -> bool:
+        return slot.endpoint.server.refusals.is_unclear(slot.ticket.progress)
 
     def wake(self) -> None:
         """Wake the rows whose failures were decided."""
-        for ticket, (decided, undecided) in tuple(self.waiting.items()):
-            assert ticket.endpoint is not None
-            row = ticket.row
-            changed = row.undecided < undecided or not (row.undecided or self._is_unclear(ticket))
-            if not decided.done() and (changed or ticket.endpoint.given_up):
+        for slot, (decided, undecided) in tuple(self.waiting.items()):
+            row = slot.ticket.row
+            changed = row.undecided < undecided or not (row.undecided or self._is_unclear(slot))
+            if not decided.done() and (changed or slot.endpoint.given_up):
                 decided.set_result(False)
 
     def interrupt(self, over: Interrupted) -> None:
@@ -131,8 +128,7 @@ class Decisions:
 
     def nobody_else(self) -> None:
         """Called when no further row will be sent: wake the rows that no request in flight can give evidence for."""
-        for ticket, (decided, _) in tuple(self.waiting.items()):
-            assert ticket.endpoint is not None
-            told_by = [each for each in self._endpoints if ticket.row in each.server.history.open]
-            if not decided.done() and not any(each.server.inflight for each in told_by or [ticket.endpoint]):
+        for slot, (decided, _) in tuple(self.waiting.items()):
+            told_by = [each for each in self._endpoints if slot.ticket.row in each.server.history.open]
+            if not decided.done() and not any(each.server.inflight for each in told_by or [slot.endpoint]):
                 decided.set_result(True)

@@ -30,7 +30,7 @@ from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Tru
 from batch_agent.events import Ended
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
@@ -171,28 +171,29 @@ class Dispatcher:
         if ticket is None:
             ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
         while True:
-            if ticket.state != "held" or self.slots.stopped:
-                await self._hold(ticket, policy)
+            slot = ticket.slot
+            if slot is None or self.slots.stopped:
+                slot = await self._hold(ticket, policy)
             try:
-                call = await self.reserve(ticket, question.request)
+                call = await self.reserve(slot, question.request)
             except BaseException:
-                self.slots.release(ticket)
+                self.slots.release(slot)
                 raise
             sent = loop.time()
             observer.sent(sent - queued)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
-                    reply = await self.attempt(question, ticket, policy)
+                    reply = await self.attempt(question, slot, policy)
                 else:
-                    reply = await hedged(self, question, ticket, policy)
+                    reply = await hedged(self, question, slot, policy)
                 cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
                 cost = None if call is None else call.fail(error)
-                attempt, verdict = self.endpoints.failed(ticket, error)
-                scope = self.endpoints.scope(ticket, error)
+                attempt, verdict = self.endpoints.failed(slot, error)
+                scope = self.endpoints.scope(slot, error)
             except Exception:
-                self.endpoints.not_sent(ticket)
+                self.endpoints.not_sent(slot)
                 raise
             else:
                 observer.answered(reply, loop.time() - sent, cost)
@@ -200,12 +201,12 @@ class Dispatcher:
             finally:
                 if call is not None:
                     call.fail()
-                self.slots.release(ticket)
-            if ticket.withdrawn:
+                self.slots.release(slot)
+            if slot.withdrawn:
                 observer.failed(error, seconds, cost, None)
                 raise Interrupted("the run was drained before the server began with this job")
             step = await self.endpoints.decisions.step(
-                ticket,
+                slot,
                 attempt,
                 verdict,
                 policy.max_retries,
@@ -213,11 +214,11 @@ class Dispatcher:
                 wait=policy.wait_out,
             )
             gives_up = step == "fail" or not self._is_worth(policy, ticket)
-            delay = None if gives_up else self._delay(ticket, verdict, error, scope)
+            delay = None if gives_up else self._delay(slot, verdict, error, scope)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
-            await self.slots.again(ticket, delay)
+            await self.slots.again(slot, delay)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.
@@ -230,62 +231,58 @@ class Dispatcher:
                 raise
         return together.answers
 
-    async def attempt(self, question: Question, ticket: Ticket, policy: Policy) -> Reply:
-        """Send the question once in the slot that the ticket holds, and learn from the outcome."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
+    async def attempt(self, question: Question, slot: Slot, policy: Policy) -> Reply:
+        """Send the question once in this slot, and learn from the outcome."""
         began = self.slots.loop.time()
-        if ticket.lease is not None:
-            self.endpoints.budgets.leaves(ticket)
-        deadline = self.endpoints.flights.begin(ticket, policy.timeout, began)
+        if slot.lease is not None:
+            self.endpoints.budgets.leaves(slot)
+        deadline = self.endpoints.flights.begin(slot, policy.timeout, began)
         try:
             with deadline:
-                reply = await question.send(endpoint.name)
+                reply = await question.send(slot.endpoint.name)
         except TimeoutError:
             if not deadline.expired:
                 raise
-            raise Timeout(self._too_late(ticket, began, policy), text=question.text) from None
+            raise Timeout(self._too_late(slot, began, policy), text=question.text) from None
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
             raise Unavailable(f"{self.name} abandoned the call: something it awaited was cancelled") from None
         finally:
-            self.endpoints.flights.end(ticket)
+            self.endpoints.flights.end(slot)
         if reply.saved is None:
-            self.endpoints.answered(ticket, began, reply)
+            self.endpoints.answered(slot, began, reply)
         else:
-            self.endpoints.budgets.settle(ticket, asked=False)
+            self.endpoints.budgets.settle(slot, asked=False)
         return reply
 
-    async def _hold(self, ticket: Ticket, policy: Policy) -> None:
+    async def _hold(self, ticket: Ticket, policy: Policy) -> Slot:
         """Wait for the slot. Raises while every endpoint is down, if the policy does not wait out outages."""
-        if policy.wait_out and (policy.wait_until is None or ticket.state == "held"):
-            await self.slots.hold(ticket)
-            return
+        if policy.wait_out and (policy.wait_until is None or ticket.slot is not None):
+            return await self.slots.hold(ticket)
         timer: asyncio.TimerHandle | None = None
         if self._is_patient(policy):
             assert policy.wait_until is not None
             timer = self.slots.loop.call_at(policy.wait_until, self._lose_patience, ticket)
-        elif ticket.state != "held" and self._is_down(ticket):
-            self.slots.release(ticket)
+        elif ticket.slot is None and self._is_down(ticket):
+            self.slots.withdraw(ticket)
             raise self._outage(ticket)
         else:
             self._impatient.add(ticket)
         try:
-            await self.slots.hold(ticket)
+            return await self.slots.hold(ticket)
         finally:
             self._impatient.discard(ticket)
             if timer is not None:
                 timer.cancel()
 
-    async def reserve(self, ticket: Ticket, request: ModelRequest | None) -> Call | None:
+    async def reserve(self, slot: Slot, request: ModelRequest | None) -> Call | None:
         """Wait until rate limits and budget have room for the request."""
-        spending, endpoint = self.spending, ticket.endpoint
-        assert endpoint is not None
+        spending = self.spending
         if spending is None or request is None:
             return None
-        if endpoint.server.rates is not None:
-            await self.endpoints.budgets.afford(ticket, partial(spending.expect, request))
+        if slot.endpoint.server.rates is not None:
+            await self.endpoints.budgets.afford(slot, partial(spending.expect, request))
         if (call := spending.reserve_nowait(request)) is not None:
             return call
         return await spending.reserve(
@@ -297,12 +294,12 @@ class Dispatcher:
             return False
         return self._is_patient(policy) or not self._is_down(ticket)
 
-    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError, scope: Scope) -> float:
+    def _delay(self, slot: Slot, verdict: Verdict, error: BackendError, scope: Scope) -> float:
         """Return the seconds until the request joins the queue again."""
-        endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
-        assert endpoint is not None
-        if ticket.row.crashes and not endpoint.given_up:  # few crashes over a long time
-            return retry_delay(len(ticket.row.crashes) + 2, None, self._chance())
+        endpoint, row = slot.endpoint, slot.ticket.row
+        failures = max(1, row.failures)
+        if row.crashes and not endpoint.given_up:  # few crashes over a long time
+            return retry_delay(len(row.crashes) + 2, None, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":
@@ -317,11 +314,11 @@ class Dispatcher:
     def name(self) -> str:
         return "the server" if self.backend is None else self.backend.name
 
-    def _too_late(self, ticket: Ticket, began: float, policy: Policy) -> str:
+    def _too_late(self, slot: Slot, began: float, policy: Policy) -> str:
         seconds = self.slots.loop.time() - began
-        if ticket.recalled:
+        if slot.recalled:
             return f"{self.name} did not answer within {seconds:.3g} s; the request was cancelled and is sent again"
-        if ticket.trial:
+        if slot.trial:
             return f"{self.name} gave no complete answer within {seconds:.3g} s in the first request after an outage"
         option = policy.timeout_option and f"{policy.timeout_option}, "
         return f"{self.name} gave no complete answer in {option}{policy.timeout or seconds:g} s"

@@ -20,7 +20,7 @@ from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
@@ -87,76 +87,73 @@ class EndpointMonitor:
 
     # Requests
 
-    def sent(self, ticket: Ticket) -> None:
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        if ticket.trial:
-            self._report(endpoint, ticket.sent_at)
+    def sent(self, slot: Slot) -> None:
+        endpoint = slot.endpoint
+        if slot.trial:
+            self._report(endpoint, slot.sent_at)
         search = endpoint.capacity.search
         if search is not None and search.ramp_at is None:
-            endpoint.capacity.ramp(endpoint.server.inflight, ticket.sent_at)
+            endpoint.capacity.ramp(endpoint.server.inflight, slot.sent_at)
             self.arm(endpoint)
         if endpoint.server.rates is not None:
-            self.budgets.begin(ticket)
-        elif ticket.trial or endpoint not in self._alarms:
+            self.budgets.begin(slot)
+        elif slot.trial or endpoint not in self._alarms:
             self.arm(endpoint)
 
-    def released(self, ticket: Ticket) -> None:
-        """Called when the ticket has released its slot."""
-        if ticket.lease is not None:
-            self.budgets.settle(ticket)
-        if ticket.trial and ticket.endpoint is not None:
-            self.arm(ticket.endpoint)  # for the next trial, if this one was withdrawn
+    def released(self, slot: Slot) -> None:
+        """Called when the slot was given back."""
+        if slot.lease is not None:
+            self.budgets.settle(slot)
+        if slot.trial:
+            self.arm(slot.endpoint)  # for the next trial, if this one was withdrawn
 
-    def answered(self, ticket: Ticket, began: float, reply: Reply) -> None:
-        endpoint, now = ticket.endpoint, self._slots.loop.time()
-        assert endpoint is not None
+    def answered(self, slot: Slot, began: float, reply: Reply) -> None:
+        endpoint, now = slot.endpoint, self._slots.loop.time()
         server, seconds = endpoint.server, now - began
-        self._scheduler.answered(ticket, seconds, reply.usage, now)
+        self._scheduler.answered(slot, seconds, reply.usage, now)
         server.learn(seconds, now)
         server.refused_since = None
-        self._is_alive(endpoint, ticket, seconds, now)
-        if reply.quota is not None or ticket.lease is not None:
+        self._is_alive(endpoint, slot, seconds, now)
+        if reply.quota is not None or slot.lease is not None:
             counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
-            self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
-            self.budgets.settle(ticket, reply.usage if counted else None)
-        server.refusals.answered(ticket.sent_at)
+            self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
+            self.budgets.settle(slot, reply.usage if counted else None)
+        server.refusals.answered(slot.sent_at)
         if server.history.open or server.history.alone:
-            server.history.add(Attempt(ticket.row, ticket.sent_at, now, "answered", ticket.trial), _GOOD)
+            server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial), _GOOD)
         self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
-            self.say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
+            self.say(endpoint, endpoint.capacity.succeeded(slot.sent_at, seconds, tokens, now))
 
-    def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
-        """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
-        endpoint, now = ticket.endpoint, self._slots.loop.time()
-        assert endpoint is not None
+    def failed(self, slot: Slot, error: BackendError) -> tuple[Attempt, Verdict]:
+        """Judge a failed attempt and apply the verdict. Called before the slot is given back."""
+        endpoint, now = slot.endpoint, self._slots.loop.time()
         server, health = endpoint.server, endpoint.health
-        self.budgets.learn(endpoint, ticket, error.quota, error.usage or Usage())
+        self.budgets.learn(endpoint, slot, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
-        self.budgets.settle(ticket, Usage() if free else error.usage)
+        self.budgets.settle(slot, Usage() if free else error.usage)
         outcome: Outcome = outcome_of(error)
-        if ticket.recalled:
+        if slot.recalled:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # a rate limit with a known end: neither side is at fault
-        if outcome == "silent" and ticket.trial and not health.is_down:
+        if outcome == "silent" and slot.trial and not health.is_down:
             outcome = "recalled"  # the endpoint is back; a trial's time limit is not the row's fault
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
-        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
-        others, few = self._router.others_work(endpoint) and ticket.pinned is None, self._slots.few_rows
+        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left)
+        others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
-        ticket.avoid = ticket.avoid | {endpoint} if verdict.move else frozenset()
-        self._apply(endpoint, ticket, error, outcome, verdict, now)
+        slot.ticket.avoid = slot.ticket.avoid | {endpoint} if verdict.move else frozenset()
+        self._apply(endpoint, slot, error, outcome, verdict, now)
         self.decisions.wake()
         return attempt, verdict
 
     def _apply(
-        self, endpoint: Endpoint, ticket: Ticket, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
+        self, endpoint: Endpoint, slot: Slot, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
     ) -> None:
         health = endpoint.health
         if outcome == "recalled":
@@ -164,15 +161,15 @@ class EndpointMonitor:
         if outcome not in ("unreachable", "silent"):
             health.reached = True
         if verdict.endpoint == "healthy":
-            self._is_alive(endpoint, ticket, now - ticket.sent_at, now)
+            self._is_alive(endpoint, slot, now - slot.sent_at, now)
             return
         if outcome == "overloaded":
-            self._overloaded(endpoint, ticket, error, now)
-            if not ticket.trial:
+            self._overloaded(endpoint, slot, error, now)
+            if not slot.trial:
                 return
         elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
             # The limit that we found ourselves was too high: requests wait in the server's queue.
-            self.say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
+            self.say(endpoint, endpoint.capacity.overloaded(slot.generation, endpoint.server.inflight))
         if not health.is_down:
             health.fail(str(error), now)
             if verdict.endpoint == "down":
@@ -180,20 +177,22 @@ class EndpointMonitor:
                 self._goes_down(endpoint, now)
         else:
             health.reason, health.heard = str(error), now
-            if ticket.trial and not ticket.overdue:
+            if slot.trial and not slot.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
         if verdict.probe:
             self.probe(endpoint)
 
-    def scope(self, ticket: Ticket, error: BackendError) -> Scope:
+    def scope(self, slot: Slot, error: BackendError) -> Scope:
         """Return which rows a refusal concerns; ``confirm`` means: send the request again. May end the run."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
+        endpoint = slot.endpoint
+        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or slot.ticket.chore:
             return "row"
-        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, self._slots.loop.time(), ticket.row.denials)
-        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), denial, left)
+        left, denial = (
+            endpoint.server.inflight - 1,
+            Denial(slot.sent_at, self._slots.loop.time(), slot.ticket.row.denials),
+        )
+        scope = endpoint.server.refusals.scope(slot.ticket.progress, error.status, str(error), denial, left)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
         return scope
@@ -269,8 +268,8 @@ class EndpointMonitor:
 
     # Up and down
 
-    def _is_alive(self, endpoint: Endpoint, ticket: Ticket, seconds: float, now: float) -> None:
-        if endpoint.health.answer(seconds, ticket.sent_at, now):
+    def _is_alive(self, endpoint: Endpoint, slot: Slot, seconds: float, now: float) -> None:
+        if endpoint.health.answer(seconds, slot.sent_at, now):
             endpoint.server.held_until = 0.0
             self._comes_up(endpoint, now)
 
@@ -293,13 +292,13 @@ class EndpointMonitor:
         endpoint.tell_others()
         self._wake(endpoint)
 
-    def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
+    def _overloaded(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
         """Halve the limit, and send nothing until the server accepts requests again."""
         server, wait = endpoint.server, error.retry_after or 0.0
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
-            self.say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
+            self.say(endpoint, endpoint.capacity.overloaded(slot.generation, server.inflight, wait, now))
         else:
             # Even one request alone is refused: this says nothing about how many the server takes later.
             endpoint.capacity.restart(server.most_in_flight)
@@ -334,10 +333,10 @@ class EndpointMonitor:
             self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
         self.arm(endpoint)
 
-    def not_sent(self, ticket: Ticket) -> None:
+    def not_sent(self, slot: Slot) -> None:
         """Called when the request could not be sent. If it was a trial, the next row becomes the trial."""
-        if ticket.trial and ticket.endpoint is not None:
-            self._try_next(ticket.endpoint)
+        if slot.trial:
+            self._try_next(slot.endpoint)
 
     def _try_next(self, endpoint: Endpoint) -> None:
         """Make the next row the trial."""
@@ -485,9 +484,9 @@ class EndpointMonitor:
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
         """Handle a trial that takes longer than usual: it continues if allowed, while other rows are tried."""
-        ticket = self.flights.patient(endpoint)
-        if ticket is not None and not ticket.overdue:
-            ticket.overdue = True
+        slot = self.flights.patient(endpoint)
+        if slot is not None and not slot.overdue:
+            slot.overdue = True
             endpoint.health.trial_over()
             self.flights.recall_oldest(endpoint, now)
             self._trial_failed(endpoint, now)

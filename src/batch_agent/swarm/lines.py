@@ -117,11 +117,11 @@ class _Post(Question):
         for ticket in tuple(self._line.asking):
             self._slots.reject(ticket, Timeout(why, unreached=True))
 
-    def wants_again(self, ticket: Ticket) -> bool:
+    def wants_again(self) -> bool:
         """Return whether to retry at the same server: it is starting or overloaded, or the connection broke."""
         error = self.error
-        if error is None or _is_refused(error):
-            return error is not None or ticket.recalled
+        if error is None or _is_refused(error):  # None: the dispatcher recalled the request
+            return True
         passing = error.overload or (isinstance(error, Unavailable) and error.status is None)
         return passing and self._failures < TRIES and (error.retry_after or 0.0) <= LONGEST_PAUSE
 
@@ -200,7 +200,7 @@ class Lines:
             MANY,
             wait_until=asyncio.get_running_loop().time() + min(post.seconds, PATIENCE_SECONDS),
             timeout=post.seconds,
-            wanted=lambda: not slots.refusal and post.wants_again(ticket),
+            wanted=lambda: not slots.refusal and post.wants_again(),
         )
         line.asking.add(ticket)
         try:
