@@ -253,6 +253,12 @@ class BatchSpec(BaseModel):
         description="Seconds a server may be unreachable before the run ends as `unreachable`; it can be resumed. "
         "`None`: no limit. If no request ever reached the server, the run ends after 30 s.",
     )
+    control_requests: Annotated[Switch, Scope.WHOLE] = Field(
+        True,
+        description="When rows fail and no other row can show why, send the server a request of a few tokens that does "
+        "not depend on any row. If it is answered, the rows are at fault; if not, the server is. It is counted by rate "
+        "limits and budgets like any other.",
+    )
     affinity: OptionalText = Field(
         None,
         description="Field of a row. Of several servers, rows with the same value use the same one, unless it is too "

@@ -1,13 +1,15 @@
 """Decides what happens to a row whose request failed, once there is enough evidence.
 
 A row with retries left is retried at once. A row without retries left waits here until its undecided failures are
-decided: by another row's answer, by an endpoint that goes down, or by a probe if no other row can give evidence.
+decided: by another row's answer, by an endpoint that goes down, or, if no other row can give evidence, by a probe and
+a control request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
@@ -15,19 +17,30 @@ from batch_agent.scheduler.blame import Attempt, Crash, Step, Verdict, next_step
 from batch_agent.scheduler.core import Slot
 from batch_agent.scheduler.endpoint import Endpoint
 
+Found = Literal[
+    "down",
+    "up",  # says a probe; a control request cannot be sent
+    "answered",  # a control request was answered, which has decided about the row
+    "untold",  # a control request will decide
+]
+
 
 class Decisions:
-    """``start_probe`` probes an endpoint and returns None if it cannot be probed. ``few_rows`` returns whether too few
-    rows are left to tell a bad row from a bad endpoint."""
+    """``start_probe`` probes an endpoint and ``start_control`` sends it a control request; each returns None if that is
+    not possible. ``can_ask`` returns whether a control request is possible, ``few_rows`` whether too few rows are left to
+    tell a bad row from a bad endpoint."""
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
         start_probe: Callable[[Endpoint], asyncio.Task[Probe] | None],
+        start_control: Callable[[Endpoint], asyncio.Task[bool | None] | None],
+        can_ask: Callable[[Endpoint], bool],
         few_rows: Callable[[], bool],
         pump: Callable[[], None],
     ) -> None:
-        self._endpoints, self._start_probe, self._few_rows, self._pump = endpoints, start_probe, few_rows, pump
+        self._endpoints, self._start_probe, self._start_control = endpoints, start_probe, start_control
+        self._can_ask, self._few_rows, self._pump = can_ask, few_rows, pump
         self.waiting: dict[Slot, tuple[asyncio.Future[bool], int]] = {}  # with the number of undecided failures
         self.under_way = 0  # rows whose own failures are still undecided
 
@@ -63,8 +76,8 @@ class Decisions:
         """Wait for evidence, then return the next step."""
         row, history, alone = slot.ticket.row, endpoint.server.history, False
         if verdict.hears_probe:
-            is_up = await self._ask_probe(attempt, endpoint)
-            alone = is_up and verdict.alone and self._few_rows()  # more rows may have arrived meanwhile
+            found = await self._examine(attempt, endpoint, asks=verdict.alone)
+            alone = found == "up" and verdict.alone and self._few_rows()  # more rows may have arrived meanwhile
             if alone:
                 history.contradict(attempt)
         while not endpoint.given_up:
@@ -79,14 +92,16 @@ class Decisions:
                 return step
             alone = await self._decided(slot)
             if alone and step == "wait":
-                is_up = await self._ask_probe(attempt, endpoint)
-                alone = is_up and not endpoint.server.inflight
+                open_at = [each for each in self._endpoints if row in each.server.history.open]
+                found = await self._examine(attempt, open_at[0] if open_at else endpoint, asks=True)
+                alone = found == "up" and not endpoint.server.inflight
                 if alone:
                     history.contradict(attempt)
         return "retry"
 
-    async def _ask_probe(self, attempt: Attempt, endpoint: Endpoint) -> bool:
-        """Return whether a probe finds the endpoint up. Records that the row has crashed it, if so."""
+    async def _examine(self, attempt: Attempt, endpoint: Endpoint, *, asks: bool) -> Found:
+        """Find out whether the endpoint is up: by a probe, then, with ``asks``, by a control request, whose answer
+        decides about the row. Records that the row has crashed the endpoint, if so."""
         row = attempt.row
         can_crash = attempt.outcome == "broken" and attempt.sound and (attempt.trial or row.suspect)
         probing = self._start_probe(endpoint)
@@ -94,11 +109,19 @@ class Decisions:
             await asyncio.wait([probing])
         found = None if probing is None or probing.cancelled() else probing.result()
         if found is None or found.state != "down":
-            return True
+            if attempt.trial and self._can_ask(endpoint):
+                return "untold"  # the next trial
+            asked = self._start_control(endpoint) if asks and not attempt.trial else None
+            if asked is None:
+                return "up"
+            await asyncio.wait([asked])
+            answered = None if asked.cancelled() else asked.result()
+            if answered is not False:
+                return "up" if answered is None else "answered"
         endpoint.server.history.alone.pop(row, None)
         if can_crash:
             row.crashes.append(Crash(endpoint.server.history, attempt.ended_at))
-        return False
+        return "down"
 
     async def _decided(self, slot: Slot) -> bool:
         """Wait for evidence. Returns True if no other row can provide it."""

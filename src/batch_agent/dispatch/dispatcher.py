@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.control import ControlCall
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SILENT = Observer()
+MOST_DOUBLED = 5  # times that the delay of a row that is refused for load is doubled
 
 
 class ModelCall:
@@ -112,7 +114,8 @@ class _Together(Question):
 
 class Dispatcher:
     """The endpoints of one backend, for one run or for runs that share them. ``max_inflight`` limits all endpoints
-    together, ``terms`` each of them. With ``trust_probes`` an outage is over when a probe finds the endpoint up."""
+    together, ``terms`` each of them. With ``trust_probes`` an outage is over when a probe finds the endpoint up.
+    ``control_requests``: whether they are sent (``control.py``)."""
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class Dispatcher:
         terms: Terms | None = None,
         max_outage: float | None = None,
         trust_probes: bool = False,
+        control_requests: bool = False,
         on_limit: OnLimit = lambda endpoint, reason: None,
         on_health: OnHealth = lambda endpoint, now: None,
     ) -> None:
@@ -132,7 +136,16 @@ class Dispatcher:
         endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
-        self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
+        self.endpoints = EndpointMonitor(
+            self.scheduler,
+            backend,
+            max_outage,
+            self._health_changed,
+            on_limit,
+            self._end,
+            self._ask_control,
+            control_requests=control_requests,
+        )
         self.endpoints.trust_probes = trust_probes
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
@@ -190,7 +203,7 @@ class Dispatcher:
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
                 cost = None if call is None else call.fail(error)
-                attempt, verdict = self.endpoints.failed(slot, error)
+                attempt, verdict = self.endpoints.failed(slot, error, question.request)
                 scope = self.endpoints.scope(slot, error)
             except Exception:
                 self.endpoints.not_sent(slot)
@@ -202,6 +215,9 @@ class Dispatcher:
                 if call is not None:
                     call.fail()
                 self.slots.release(slot)
+            if ticket.control:
+                observer.failed(error, seconds, cost, None)
+                raise error
             if slot.withdrawn:
                 observer.failed(error, seconds, cost, None)
                 raise Interrupted("the run was drained before the server began with this job")
@@ -219,6 +235,12 @@ class Dispatcher:
             if delay is None:
                 raise error
             await self.slots.again(slot, delay)
+
+    async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
+        """Send a control request. Its time limit is that of a trial."""
+        endpoint = ticket.pinned
+        limit = None if endpoint is None else endpoint.health.trial_seconds(self.slots.loop.time())
+        return await self.ask(call, Policy(0, timeout=limit), ticket=ticket)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.
@@ -305,7 +327,7 @@ class Dispatcher:
         if scope == "confirm":
             return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:
-            return retry_delay(1, None, self._chance())
+            return retry_delay(1 + min(row.refused, MOST_DOUBLED), None, self._chance())
         if verdict.move and failures == 1:
             return 0.0
         return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
@@ -452,3 +474,7 @@ class Dispatcher:
     def close(self) -> None:
         self.endpoints.close()
         self.slots.close()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of the control requests that ``close`` has cancelled."""
+        await self.endpoints.controls.wait_closed()

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.backends.base import Probe
+from batch_agent.backends.base import ModelRequest, Probe
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
+from batch_agent.dispatch.control import Ask, Controls
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
-from batch_agent.scheduler.core import Scheduler, Slot
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
@@ -53,6 +54,9 @@ class EndpointMonitor:
         on_health: OnHealth,
         on_limit: OnLimit,
         on_over: OnOver,
+        ask_control: Ask,
+        *,
+        control_requests: bool,
     ) -> None:
         self._scheduler, self._all, self._router = scheduler, scheduler.endpoints, scheduler.router
         self._max_outage = inf if max_outage is None else max_outage
@@ -66,7 +70,15 @@ class EndpointMonitor:
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
         self._probes = Probes(backend, self.found)
-        self.decisions = Decisions(self._all, self.probe, lambda: self._slots.few_rows, self._pump)
+        self.controls = Controls(backend, ask_control, self._no_evidence, enabled=control_requests)
+        self.decisions = Decisions(
+            self._all,
+            self.probe,
+            self.control,
+            self.controls.can_ask,
+            lambda: self._slots.few_rows,
+            self._pump,
+        )
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -79,7 +91,7 @@ class EndpointMonitor:
         endpoint.on_change = self._changed_by_others
 
     def close(self) -> None:
-        for part in (self._alarms, self.flights, self._probes):
+        for part in (self._alarms, self.flights, self._probes, self.controls):
             part.close()
         for endpoint in self._all:
             endpoint.on_change = None
@@ -110,6 +122,9 @@ class EndpointMonitor:
     def answered(self, slot: Slot, began: float, reply: Reply) -> None:
         endpoint, now = slot.endpoint, self._slots.loop.time()
         server, seconds = endpoint.server, now - began
+        if slot.ticket.control:
+            self._control_answered(slot, reply, now)
+            return
         self._scheduler.answered(slot, seconds, reply.usage, now)
         server.learn(seconds, now)
         server.refused_since = None
@@ -126,14 +141,31 @@ class EndpointMonitor:
             tokens = reply.usage.completion_tokens
             self.say(endpoint, endpoint.capacity.succeeded(slot.sent_at, seconds, tokens, now))
 
-    def failed(self, slot: Slot, error: BackendError) -> tuple[Attempt, Verdict]:
+    def _control_answered(self, slot: Slot, reply: Reply, now: float) -> None:
+        """Apply the answer of a control request: the endpoint works, and rows that failed before it are bad. It says
+        nothing about the time that rows take."""
+        endpoint, server = slot.endpoint, slot.endpoint.server
+        server.refused_since = None
+        self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
+        self.budgets.settle(slot, reply.usage)
+        self._is_alive(endpoint, slot, 0.0, now)
+        server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", control=True), _GOOD)
+        self.decisions.wake()
+        self._wake(endpoint)
+
+    def failed(self, slot: Slot, error: BackendError, request: ModelRequest | None = None) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called before the slot is given back."""
         endpoint, now = slot.endpoint, self._slots.loop.time()
         server, health = endpoint.server, endpoint.health
         self.budgets.learn(endpoint, slot, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self.budgets.settle(slot, Usage() if free else error.usage)
+        control = slot.ticket.control
+        if not control:
+            self.controls.like(request)
         outcome: Outcome = outcome_of(error)
+        if outcome == "stale" and (slot.ticket.row.stale or health.is_down):
+            outcome = "broken"  # a row that is sent again and closes every connection
         if slot.recalled:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
@@ -143,10 +175,19 @@ class EndpointMonitor:
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
-        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left)
+        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, control)
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
-        verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
-        server.history.add(attempt, verdict)
+        verdict = judge(
+            attempt,
+            server.history,
+            is_down=health.is_down,
+            others_healthy=others,
+            few_rows=few,
+            can_ask=self.controls.can_ask(endpoint),
+            all_tested=not self._slots.has_untested,
+        )
+        if not control:
+            server.history.add(attempt, verdict)
         slot.ticket.avoid = slot.ticket.avoid | {endpoint} if verdict.move else frozenset()
         self._apply(endpoint, slot, error, outcome, verdict, now)
         self.decisions.wake()
@@ -163,8 +204,13 @@ class EndpointMonitor:
         if verdict.endpoint == "healthy":
             self._is_alive(endpoint, slot, now - slot.sent_at, now)
             return
+        if verdict.endpoint == "doubted":
+            self._is_doubted(endpoint, error, now)
+            return
         if outcome == "overloaded":
             self._overloaded(endpoint, slot, error, now)
+            if slot.ticket.control:
+                self._forgive(endpoint)
             if not slot.trial:
                 return
         elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
@@ -196,6 +242,43 @@ class EndpointMonitor:
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
         return scope
+
+    # Control requests
+
+    def control(self, endpoint: Endpoint) -> asyncio.Task[bool | None] | None:
+        """Send a control request to the endpoint as soon as it takes one. The result is applied when it arrives."""
+        return self.controls.start(endpoint, self._claim_control)
+
+    def _claim_control(self, endpoint: Endpoint) -> Ticket:
+        ticket = self._scheduler.control(endpoint)
+        self._slots.pump()
+        self.arm(endpoint)
+        return ticket
+
+    def _is_doubted(self, endpoint: Endpoint, error: BackendError, now: float) -> None:
+        """Send nothing but a control request, which shows whether the endpoint or its rows are bad."""
+        wait = error.retry_after or 0.0
+        endpoint.health.doubt(str(error), now)
+        if error.overload and wait:
+            endpoint.server.held_until = max(endpoint.server.held_until, now + wait)
+        self._scheduler.touch(endpoint)
+        if self.control(endpoint) is None:
+            self._no_evidence(endpoint)
+
+    def _no_evidence(self, endpoint: Endpoint) -> None:
+        """Go on without control requests: an endpoint in doubt counts as down, and rows are its trials."""
+        now = self._slots.loop.time()
+        if endpoint.health.in_doubt:
+            endpoint.health.go_down(now)
+            self._goes_down(endpoint, now)
+        elif endpoint.health.state == "down":
+            self._try_next(endpoint)
+
+    def _forgive(self, endpoint: Endpoint) -> None:
+        """Charge no row: the endpoint refuses every request for load."""
+        endpoint.server.history.go_down()
+        endpoint.health.in_doubt = False
+        self._wake(endpoint)
 
     # The end
 
@@ -339,9 +422,13 @@ class EndpointMonitor:
             self._try_next(slot.endpoint)
 
     def _try_next(self, endpoint: Endpoint) -> None:
-        """Make the next row the trial."""
+        """Make the next row the trial. If all rows have failed, every other trial is a control request: no row can show
+        that the endpoint is back if all of them are bad, and none is sent while it waits for its retry."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
+        if self.controls.can_ask(endpoint) and (self._slots.few_rows or not self._slots.has_untested):
+            if endpoint.health.trials % 2 == 0 or not self._scheduler.wanted:
+                self.control(endpoint)
         self.arm(endpoint)  # the row may have to wait
         if self._router.others_work(endpoint) and endpoint not in self._router.trials:
             self._router.trials.append(endpoint)
@@ -356,6 +443,7 @@ class EndpointMonitor:
         if endpoint.given_up:
             return
         endpoint.given_up = why
+        self.controls.stop(endpoint)
         self._scheduler.touch(endpoint)
         if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
@@ -436,6 +524,7 @@ class EndpointMonitor:
 
     def leave(self, endpoint: Endpoint) -> None:
         """Cancel the requests of an endpoint that leaves if it is down. Probe it if its state is unknown."""
+        self.controls.stop(endpoint)
         if not endpoint.health.is_down:
             self.probe(endpoint)
         elif self._router.others_work(endpoint):

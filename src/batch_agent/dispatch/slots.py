@@ -180,6 +180,17 @@ class Slots:
         return self.scheduler.busy + self._watcher.deciding < SEVERAL and self.all_fed
 
     @property
+    def has_untested(self) -> bool:
+        """Return whether a row waits, or can start, that has not failed yet."""
+        scheduler = self.scheduler
+        if scheduler.has_untested:
+            return True
+        full = scheduler.max_agents is not None and scheduler.agents >= scheduler.max_agents
+        if full or scheduler.closed or scheduler.backlogged:
+            return False
+        return any(feed.is_hungry for feed in self._feeds)
+
+    @property
     def is_hungry(self) -> bool:
         """Return whether another slot would be used now."""
         scheduler, most = self.scheduler, self.scheduler.max_inflight

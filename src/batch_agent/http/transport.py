@@ -72,8 +72,8 @@ class Transport:
         ``opened``, only the head. Raises a TransportError, and whatever the stream raises. Cancelling closes the
         connection.
 
-        A request is sent once. If the server closed a kept connection at that moment, the error is marked ``stale``, and
-        the other kept connections to the server are closed. With ``fresh`` it uses a new connection.
+        A request is sent once. If the server closed a kept connection at that moment, the error is marked ``stale``,
+        and the other kept connections to the server are closed. With ``fresh`` it uses a new connection.
         """
         pool = self._open_pool()
         connection = None if fresh else pool.take(origin)

@@ -142,6 +142,7 @@ class Run(Steered, Generic[T]):
             servers=backend.servers,
             terms=prepared.terms,
             max_outage=prepared.spec.max_outage,
+            control_requests=prepared.spec.control_requests,
             on_limit=self._limit_changed,
             on_health=self._health_changed,
         )
@@ -242,6 +243,7 @@ class Run(Steered, Generic[T]):
             if self._outer is None:
                 for dispatcher in self.shared.dispatchers.values():
                     dispatcher.close()
+                    await dispatcher.wait_closed()
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure

@@ -59,6 +59,7 @@ class Ticket:
     pinned: Endpoint | None = None  # the only endpoint it may go to
     avoid: frozenset[Endpoint] = frozenset()  # used only if no other endpoint can take it
     anywhere: bool = False  # it has waited long enough for its own endpoint
+    control: bool = False  # a control request: no agent's, sent to its ``pinned`` endpoint as soon as that takes it
     tried_at: float = 0.0  # when it last got a slot
     moves: int = 0  # times its request was recalled because another endpoint was faster
 
@@ -103,6 +104,8 @@ class Scheduler:
         self.at_tools = 0  # agents blocked on saturated tools
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
+        self.controls: dict[Ticket, Endpoint] = {}  # control requests that wait
+        self.controls_in_flight = 0
         self.forecast = TurnForecast()
         self.router = Router(self.endpoints)
         self._queue: Queue[Ticket] = Queue(self.forecast)
@@ -212,12 +215,24 @@ class Scheduler:
     @property
     def busy(self) -> int:
         """Number of turns that have a slot, wait for one, or soon will."""
-        return self.inflight + self.waiting + self.backing_off + len(self.aside) + len(self.suspects)
+        return (
+            self.inflight
+            - self.controls_in_flight
+            + self.waiting
+            + self.backing_off
+            + len(self.aside)
+            + len(self.suspects)
+        )
 
     @property
     def wanted(self) -> bool:
         """Whether a turn is ready for a slot."""
-        return bool(self.waiting or self.aside or self.suspects)
+        return bool(self.waiting or self.aside or self.suspects or self.controls)
+
+    @property
+    def has_untested(self) -> bool:
+        """Whether a turn waits that has not failed yet: it can show whether a row or an endpoint is bad."""
+        return any(not ticket.row.tested for ticket in self._queue.newest())
 
     def start_agent(self) -> None:
         self.agents += 1
@@ -245,6 +260,12 @@ class Scheduler:
         else:
             self._queue.add(ticket, progress.turns)
         self.waiting += 1
+        return ticket
+
+    def control(self, endpoint: Endpoint) -> Ticket:
+        """Return the claim of a control request, which ``grant`` serves before all turns."""
+        ticket = Ticket(Progress(LAST), pinned=endpoint, control=True)
+        self.controls[ticket] = endpoint
         return ticket
 
     def again(self, slot: Slot) -> None:
@@ -278,11 +299,13 @@ class Scheduler:
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes
-        match = self._match_one(now) if one else self._match_many(now)
+        match = self._match_control(now) if self.controls else None
+        if match is None:
+            match = self._match_one(now) if one else self._match_many(now)
         if match is None:
             return None
         ticket, endpoint = match
-        self.waiting -= ticket.state == "waiting"
+        self.waiting -= ticket.state == "waiting" and not ticket.control
         slot = self._hold(ticket, endpoint, now)
         if not one:
             self.router.touch(endpoint)
@@ -298,7 +321,15 @@ class Scheduler:
         if ticket.row.suspect and not slot.trial:
             self._suspect_in_flight = slot
         self.inflight += 1
+        self.controls_in_flight += ticket.control
         return slot
+
+    def _match_control(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        for ticket, endpoint in self.controls.items():
+            if endpoint.takes_control(now):
+                del self.controls[ticket]
+                return ticket, endpoint
+        return None
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
         endpoint = self.endpoints[0]
@@ -472,6 +503,7 @@ class Scheduler:
             return False
         ticket.slot = None
         self.inflight -= 1
+        self.controls_in_flight -= ticket.control
         endpoint.give_back()
         if len(self.endpoints) > 1:
             self._given_back(endpoint)
@@ -485,6 +517,8 @@ class Scheduler:
         """Drop the claim of a ticket that holds no slot. A second call has no effect."""
         if ticket.state == "set aside":
             (self.aside if ticket in self.aside else self.suspects).remove(ticket)
+        elif ticket.control:
+            self.controls.pop(ticket, None)
         elif ticket.state == "waiting":
             self.waiting -= 1
             if ticket in self.admission.held:

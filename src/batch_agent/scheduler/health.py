@@ -6,6 +6,9 @@
        │                                                                          ▼  │
        └──────────────────────────────── answered ───────────────────────────── on trial
 
+A suspect endpoint is in doubt while a control request finds out whether it or its rows are bad. It gets nothing else
+meanwhile.
+
 ``blame`` decides the transitions; this module owns their timing. A down endpoint gets one real request at a
 time, its trial. The pause between two trials grows with the outage, so that the time lost after the server's return
 stays a small share of the outage. A trial that is not answered in the usual time may be lost, or the server may
@@ -42,6 +45,7 @@ class Health:
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
         self.state: State = "healthy"
+        self.in_doubt = False  # nothing but a control request is sent
         self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
         self.reached = False  # it has answered something, even if only an error
@@ -64,10 +68,11 @@ class Health:
         return self.state in ("down", "on trial")
 
     def answer(self, seconds: float, sent_at: float, now: float) -> bool:
-        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage."""
+        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. With 0
+        ``seconds`` it says nothing about the time that others take."""
         self.heard = self.up_at = now
         self.answered = True
-        self._good += 1
+        self._good += seconds > 0
         if seconds > self._slowest:
             self._slowest = seconds
         if self.state == "healthy":
@@ -75,7 +80,7 @@ class Health:
         was_down = self.is_down
         if was_down and sent_at < self.down_since and not self._silent:
             return False  # it finishes old requests, and may accept no new ones
-        self.state = "healthy"
+        self.state, self.in_doubt = "healthy", False
         return was_down
 
     def recover(self) -> None:
@@ -88,8 +93,12 @@ class Health:
         if self.state == "healthy":
             self.state = "suspect"
 
+    def doubt(self, reason: str, now: float) -> None:
+        self.fail(reason, now)
+        self.in_doubt = True
+
     def go_down(self, now: float, *, silent: bool = False) -> None:
-        self.state = "down"
+        self.state, self.in_doubt = "down", False
         self.up_at, self.ready = -inf, False
         self._silent = silent
         self.down_since = now

@@ -78,6 +78,8 @@ class Server:
         self.held_until = 0.0  # the server asked to wait until this time
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+        self.controlled = False  # a control request waits for it or is in flight
+        self.takes_controls = True  # it has not refused one
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
         self.answered_at = -inf  # time of its latest answer

@@ -1,0 +1,113 @@
+"""Control requests: a few tokens that do not depend on any row, to find out whether a row or a server is bad.
+
+A control request has the model and the settings of the request that failed, but neither its messages nor tools nor a
+schema. It holds a slot, is counted by rate limits and budget, and is judged like any other request. At most one is in
+flight per server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from batch_agent.backends.base import Backend, ModelRequest
+from batch_agent.dispatch.policy import Question
+from batch_agent.dispatch.probing import Probed
+from batch_agent.errors import BackendError, JobError, Rejected, Truncated
+from batch_agent.messages import Conversation, Message, Reply, Usage
+from batch_agent.scheduler.blame import outcome_of
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+
+CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
+CONTROL_JOB = "control"  # instead of a row's id
+
+Ask = Callable[["ControlCall", Ticket], Awaitable[Reply]]
+
+
+class ControlCall(Question):
+    """A question that any server with the model can answer. An answer that was cut is an answer."""
+
+    def __init__(self, backend: Backend, failed: ModelRequest) -> None:
+        shape = replace(
+            failed.shape, max_tokens=CONTROL_TOKENS, tools=(), tool_choice=None, schema=None, stop=(), seed=None
+        )
+        # The number keeps caches from answering.
+        said = Conversation([Message("user", f"Request {secrets.token_hex(4)}. Answer with the word OK.")])
+        self._backend, self._request = backend, ModelRequest(shape, said, CONTROL_JOB, run=failed.run)
+
+    @property
+    def request(self) -> ModelRequest:
+        return self._request
+
+    async def send(self, endpoint: str) -> Reply:
+        self._request.endpoint = endpoint
+        try:
+            return await self._backend.infer(self._request)
+        except Truncated as cut:
+            return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
+
+
+class Controls:
+    """The control requests of one dispatcher. ``ask`` sends one. ``ended`` is called with an endpoint whose control
+    request gave no evidence: it could not be sent, or the server refused it."""
+
+    def __init__(self, backend: Probed | None, ask: Ask, ended: Callable[[Endpoint], None], *, enabled: bool) -> None:
+        self._backend = backend if enabled and isinstance(backend, Backend) else None
+        self._ask, self._ended = ask, ended
+        self._failed: ModelRequest | None = None
+        self._tasks: dict[Endpoint, asyncio.Task[bool | None]] = {}
+
+    def like(self, failed: ModelRequest | None) -> None:
+        """Make the next control request like this one, which failed."""
+        self._failed = failed if failed is not None else self._failed
+
+    def can_ask(self, endpoint: Endpoint) -> bool:
+        """Return whether a control request can be sent to the endpoint, now or later."""
+        if self._backend is None or self._failed is None or endpoint.health.patient or endpoint.given_up:
+            return False
+        return endpoint.server.takes_controls and (endpoint in self._tasks or not endpoint.server.controlled)
+
+    def start(self, endpoint: Endpoint, claim: Callable[[Endpoint], Ticket]) -> asyncio.Task[bool | None] | None:
+        """Return the control request of this endpoint, started unless there is one; None if none can be sent. Its
+        result: whether it was answered; None if it gave no evidence."""
+        task, backend, failed = self._tasks.get(endpoint), self._backend, self._failed
+        if task is None and backend is not None and failed is not None and self.can_ask(endpoint):
+            endpoint.server.controlled = True
+            call = ControlCall(backend, failed)
+            task = asyncio.get_running_loop().create_task(self._control(endpoint, call, claim))
+            self._tasks[endpoint] = task
+        return task
+
+    def stop(self, endpoint: Endpoint) -> None:
+        if endpoint in self._tasks:
+            self._tasks[endpoint].cancel()
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _control(self, endpoint: Endpoint, call: ControlCall, claim: Callable[[Endpoint], Ticket]) -> bool | None:
+        answered: bool | None = None
+        try:
+            reply = await self._ask(call, claim(endpoint))
+            answered = True if reply.saved is None else None
+        except Rejected:
+            endpoint.server.takes_controls = False
+        except BackendError as error:
+            answered = outcome_of(error) == "flawed"
+        except JobError:
+            pass  # the run is over, or its budget is
+        except Exception:  # a user's own backend may raise anything
+            endpoint.server.takes_controls = False
+        finally:
+            del self._tasks[endpoint]
+            endpoint.server.controlled = False
+        if answered is None:
+            self._ended(endpoint)
+        return answered
