@@ -11,6 +11,8 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.dispatch.policy import Question
@@ -23,8 +25,17 @@ from batch_agent.scheduler.endpoint import Endpoint
 
 CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
 CONTROL_JOB = "control"  # instead of a row's id
+CONTROL_WORDS = "Answer with the word OK."
 
 Ask = Callable[["ControlCall", Ticket], Awaitable[Reply]]
+
+
+class Claims(Protocol):
+    """Claims to slots for control requests."""
+
+    def claim_control(self, endpoint: Endpoint) -> Ticket: ...
+
+    def withdraw(self, ticket: Ticket) -> None: ...
 
 
 class ControlCall(Question):
@@ -35,7 +46,7 @@ class ControlCall(Question):
             failed.shape, max_tokens=CONTROL_TOKENS, tools=(), tool_choice=None, schema=None, stop=(), seed=None
         )
         # The number keeps caches from answering.
-        said = Conversation([Message("user", f"Request {secrets.token_hex(4)}. Answer with the word OK.")])
+        said = Conversation([Message("user", f"Request {secrets.token_hex(4)}. {CONTROL_WORDS}")])
         self._backend, self._request = backend, ModelRequest(shape, said, CONTROL_JOB, run=failed.run)
 
     @property
@@ -51,34 +62,41 @@ class ControlCall(Question):
 
 
 class Controls:
-    """The control requests of one dispatcher. ``ask`` sends one. ``ended`` is called with an endpoint whose control
-    request gave no evidence: it could not be sent, or the server refused it."""
+    """The control requests of one dispatcher. ``ask`` sends one in the slot of its ticket. ``give_up`` is called with an
+    endpoint whose control request gave no evidence: it could not be sent, or the server refused it."""
 
-    def __init__(self, backend: Probed | None, ask: Ask, ended: Callable[[Endpoint], None], *, enabled: bool) -> None:
+    def __init__(self, backend: Probed | None, ask: Ask, give_up: Callable[[Endpoint], None], *, enabled: bool) -> None:
         self._backend = backend if enabled and isinstance(backend, Backend) else None
-        self._ask, self._ended = ask, ended
-        self._failed: ModelRequest | None = None
+        self._ask, self._give_up = ask, give_up
+        self._like: ModelRequest | None = None
         self._tasks: dict[Endpoint, asyncio.Task[bool | None]] = {}
 
-    def like(self, failed: ModelRequest | None) -> None:
-        """Make the next control request like this one, which failed."""
-        self._failed = failed if failed is not None else self._failed
+    @property
+    def unlike(self) -> bool:
+        """Whether no request is known that a control request could be like."""
+        return self._like is None
+
+    def like(self, request: ModelRequest | None) -> None:
+        """Make the next control request like this one, which failed or is the first."""
+        self._like = self._like if request is None else request
 
     def can_ask(self, endpoint: Endpoint) -> bool:
         """Return whether a control request can be sent to the endpoint, now or later."""
-        if self._backend is None or self._failed is None or endpoint.health.patient or endpoint.given_up:
+        if self._backend is None or self._like is None or endpoint.health.patient or endpoint.given_up:
             return False
         return endpoint.server.takes_controls and (endpoint in self._tasks or not endpoint.server.controlled)
 
-    def start(self, endpoint: Endpoint, claim: Callable[[Endpoint], Ticket]) -> asyncio.Task[bool | None] | None:
+    def start(self, endpoint: Endpoint, claims: Claims) -> asyncio.Task[bool | None] | None:
         """Return the control request of this endpoint, started unless there is one; None if none can be sent. Its
         result: whether it was answered; None if it gave no evidence."""
-        task, backend, failed = self._tasks.get(endpoint), self._backend, self._failed
-        if task is None and backend is not None and failed is not None and self.can_ask(endpoint):
+        task, backend, like = self._tasks.get(endpoint), self._backend, self._like
+        if task is None and backend is not None and like is not None and self.can_ask(endpoint):
             endpoint.server.controlled = True
-            call = ControlCall(backend, failed)
-            task = asyncio.get_running_loop().create_task(self._control(endpoint, call, claim))
+            ticket = claims.claim_control(endpoint)
+            call = ControlCall(backend, like)
+            task = asyncio.get_running_loop().create_task(self._control(endpoint, call, ticket))
             self._tasks[endpoint] = task
+            task.add_done_callback(partial(self._done, endpoint, ticket, claims))
         return task
 
     def stop(self, endpoint: Endpoint) -> None:
@@ -92,22 +110,23 @@ class Controls:
     async def wait_closed(self) -> None:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _control(self, endpoint: Endpoint, call: ControlCall, claim: Callable[[Endpoint], Ticket]) -> bool | None:
-        answered: bool | None = None
+    async def _control(self, endpoint: Endpoint, call: ControlCall, ticket: Ticket) -> bool | None:
         try:
-            reply = await self._ask(call, claim(endpoint))
-            answered = True if reply.saved is None else None
+            reply = await self._ask(call, ticket)
+            return True if reply.saved is None else None
         except Rejected:
             endpoint.server.takes_controls = False
         except BackendError as error:
-            answered = outcome_of(error) == "flawed"
+            return outcome_of(error) == "flawed"
         except JobError:
             pass  # the run is over, or its budget is
         except Exception:  # a user's own backend may raise anything
             endpoint.server.takes_controls = False
-        finally:
-            del self._tasks[endpoint]
-            endpoint.server.controlled = False
-        if answered is None:
-            self._ended(endpoint)
-        return answered
+        return None
+
+    def _done(self, endpoint: Endpoint, ticket: Ticket, claims: Claims, task: asyncio.Task[bool | None]) -> None:
+        del self._tasks[endpoint]
+        endpoint.server.controlled = False
+        claims.withdraw(ticket)  # if the task was cancelled before it began
+        if not task.cancelled() and task.result() is None:
+            self._give_up(endpoint)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
-from batch_agent.scheduler.blame import Attempt, Crash, Step, Verdict, next_step
+from batch_agent.scheduler.blame import Attempt, Step, Verdict, next_step
 from batch_agent.scheduler.core import Slot
 from batch_agent.scheduler.endpoint import Endpoint
 
@@ -27,8 +27,8 @@ Found = Literal[
 
 class Decisions:
     """``start_probe`` probes an endpoint and ``start_control`` sends it a control request; each returns None if that is
-    not possible. ``can_ask`` returns whether a control request is possible, ``few_rows`` whether too few rows are left to
-    tell a bad row from a bad endpoint."""
+    not possible. ``can_ask`` returns whether a control request is possible, ``few_rows`` whether too few rows are left
+    to tell a bad row from a bad endpoint."""
 
     def __init__(
         self,
@@ -76,7 +76,9 @@ class Decisions:
         """Wait for evidence, then return the next step."""
         row, history, alone = slot.ticket.row, endpoint.server.history, False
         if verdict.hears_probe:
-            found = await self._examine(attempt, endpoint, asks=verdict.alone)
+            # One failure may be a chance. A row that has used up its retries gets no second one.
+            step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
+            found = await self._examine(attempt, endpoint, asks=verdict.alone and (row.failures > 1 or step == "wait"))
             alone = found == "up" and verdict.alone and self._few_rows()  # more rows may have arrived meanwhile
             if alone:
                 history.contradict(attempt)
@@ -103,14 +105,15 @@ class Decisions:
         """Find out whether the endpoint is up: by a probe, then, with ``asks``, by a control request, whose answer
         decides about the row. Records that the row has crashed the endpoint, if so."""
         row = attempt.row
-        can_crash = attempt.outcome == "broken" and attempt.sound and (attempt.trial or row.suspect)
+        alone = attempt.trial or row.suspect or self._few_rows()
+        can_crash = attempt.outcome == "broken" and alone and not attempt.left_in_flight
         probing = self._start_probe(endpoint)
         if probing is not None:
             await asyncio.wait([probing])
         found = None if probing is None or probing.cancelled() else probing.result()
         if found is None or found.state != "down":
             if attempt.trial and self._can_ask(endpoint):
-                return "untold"  # the next trial
+                return "untold"  # a later trial
             asked = self._start_control(endpoint) if asks and not attempt.trial else None
             if asked is None:
                 return "up"
@@ -120,7 +123,7 @@ class Decisions:
                 return "up" if answered is None else "answered"
         endpoint.server.history.alone.pop(row, None)
         if can_crash:
-            row.crashes.append(Crash(endpoint.server.history, attempt.ended_at))
+            row.crash(endpoint.server.history, attempt)
         return "down"
 
     async def _decided(self, slot: Slot) -> bool:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SILENT = Observer()
+FIRST_ANSWER = 60.0  # seconds for a control request to a server that has answered nothing yet
 MOST_DOUBLED = 5  # times that the delay of a row that is refused for load is doubled
 
 
@@ -59,9 +60,13 @@ class ModelCall:
     def text(self) -> str:
         return "".join(self.request.said)
 
+    @property
+    def heard_at(self) -> float:
+        return self.request.heard_at
+
     async def send(self, endpoint: str) -> Reply:
         request = self.request
-        request.endpoint = endpoint
+        request.endpoint, request.heard_at = endpoint, 0.0
         try:
             reply = await self.backend.infer(request, self.on_tool_call)
         except Truncated as cut:
@@ -194,6 +199,8 @@ class Dispatcher:
                 raise
             sent = loop.time()
             observer.sent(sent - queued)
+            if self.endpoints.controls.unlike:
+                self.endpoints.controls.like(question.request)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
                     reply = await self.attempt(question, slot, policy)
@@ -240,7 +247,7 @@ class Dispatcher:
         """Send a control request. Its time limit is that of a trial."""
         endpoint = ticket.pinned
         limit = None if endpoint is None else endpoint.health.trial_seconds(self.slots.loop.time())
-        return await self.ask(call, Policy(0, timeout=limit), ticket=ticket)
+        return await self.ask(call, Policy(0, timeout=limit or FIRST_ANSWER), ticket=ticket)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.
@@ -258,7 +265,7 @@ class Dispatcher:
         began = self.slots.loop.time()
         if slot.lease is not None:
             self.endpoints.budgets.leaves(slot)
-        deadline = self.endpoints.flights.begin(slot, policy.timeout, began)
+        deadline = self.endpoints.flights.begin(slot, question, policy.timeout, began)
         try:
             with deadline:
                 reply = await question.send(slot.endpoint.name)
@@ -320,8 +327,8 @@ class Dispatcher:
         """Return the seconds until the request joins the queue again."""
         endpoint, row = slot.endpoint, slot.ticket.row
         failures = max(1, row.failures)
-        if row.crashes and not endpoint.given_up:  # few crashes over a long time
-            return retry_delay(len(row.crashes) + 2, None, self._chance())
+        if row.crashes and not endpoint.given_up:  # few crashes over a long time, unless a few are enough
+            return retry_delay(len(row.crashes) + (0 if row.crashes[-1].proven else 2), None, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":

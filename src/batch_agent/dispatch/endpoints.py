@@ -21,7 +21,7 @@ from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
-from batch_agent.scheduler.core import Scheduler, Slot, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
@@ -199,11 +199,14 @@ class EndpointMonitor:
         health = endpoint.health
         if outcome == "recalled":
             return
-        if outcome not in ("unreachable", "silent"):
-            health.reached = True
+        if outcome not in ("unreachable", "silent") or (outcome == "silent" and now - slot.sent_at > NEVER_REACHED):
+            health.reached = True  # in the second case a connection was made
         if verdict.endpoint == "healthy":
             self._is_alive(endpoint, slot, now - slot.sent_at, now)
             return
+        if outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
+            # The limit that we found ourselves was too high: requests wait in the server's queue.
+            self.say(endpoint, endpoint.capacity.overloaded(slot.generation, endpoint.server.inflight))
         if verdict.endpoint == "doubted":
             self._is_doubted(endpoint, error, now)
             return
@@ -213,9 +216,6 @@ class EndpointMonitor:
                 self._forgive(endpoint)
             if not slot.trial:
                 return
-        elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
-            # The limit that we found ourselves was too high: requests wait in the server's queue.
-            self.say(endpoint, endpoint.capacity.overloaded(slot.generation, endpoint.server.inflight))
         if not health.is_down:
             health.fail(str(error), now)
             if verdict.endpoint == "down":
@@ -247,13 +247,9 @@ class EndpointMonitor:
 
     def control(self, endpoint: Endpoint) -> asyncio.Task[bool | None] | None:
         """Send a control request to the endpoint as soon as it takes one. The result is applied when it arrives."""
-        return self.controls.start(endpoint, self._claim_control)
-
-    def _claim_control(self, endpoint: Endpoint) -> Ticket:
-        ticket = self._scheduler.control(endpoint)
-        self._slots.pump()
+        asked = self.controls.start(endpoint, self._slots)
         self.arm(endpoint)
-        return ticket
+        return asked
 
     def _is_doubted(self, endpoint: Endpoint, error: BackendError, now: float) -> None:
         """Send nothing but a control request, which shows whether the endpoint or its rows are bad."""
@@ -361,6 +357,8 @@ class EndpointMonitor:
         for other in self.flights.at(endpoint):
             if other.heard_at:
                 self.flights.keep(other)
+            elif self.flights.heard_at(other) > endpoint.health.down_since:
+                pass  # its answer is on its way
             elif other.overdue or (other.sent_at < endpoint.health.down_since and not other.recalled):
                 self.flights.recall(other, now + endpoint.health.grace)
         self._scheduler.touch(endpoint)
@@ -423,12 +421,15 @@ class EndpointMonitor:
 
     def _try_next(self, endpoint: Endpoint) -> None:
         """Make the next row the trial. If all rows have failed, every other trial is a control request: no row can show
-        that the endpoint is back if all of them are bad, and none is sent while it waits for its retry."""
+        that the endpoint is back if all of them are bad. So is each trial while no row waits but suspects."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
-        if self.controls.can_ask(endpoint) and (self._slots.few_rows or not self._slots.has_untested):
-            if endpoint.health.trials % 2 == 0 or not self._scheduler.wanted:
-                self.control(endpoint)
+        # Before the first answer a row would have no time limit.
+        all_failed = self._slots.few_rows or not self._slots.has_untested or not endpoint.health.answered
+        is_next = endpoint.health.trials % 2 == 1 or not (self._scheduler.waiting or self._scheduler.aside)
+        is_next = is_next or not endpoint.health.answered
+        if all_failed and is_next and self.controls.can_ask(endpoint):
+            self.control(endpoint)
         self.arm(endpoint)  # the row may have to wait
         if self._router.others_work(endpoint) and endpoint not in self._router.trials:
             self._router.trials.append(endpoint)
@@ -467,11 +468,13 @@ class EndpointMonitor:
             return health.next_trial, server.held_until, self._patience_ends(endpoint), free_at
         search = endpoint.capacity.search
         ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
-        return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
+        if not endpoint.inflight:
+            return server.held_until, ramp_at, free_at
+        return server.held_until, self._silent_at(endpoint), self.flights.lost_at(endpoint), ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
         """Return when the endpoint counts as silent, by its own answers; if too few, by those of other endpoints."""
-        if endpoint.health.silent_at < inf or endpoint.health.patient or not self._router.others_work(endpoint):
+        if endpoint.health.is_learnt or endpoint.health.patient or not self._router.others_work(endpoint):
             return endpoint.health.silent_at
         return endpoint.health.heard + self._router.longest_silence
 
@@ -504,23 +507,53 @@ class EndpointMonitor:
             if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
-        elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
-            if self._quiet.get(endpoint) != health.heard:  # after a stall of the loop, read pending answers first
-                self._quiet[endpoint] = health.heard
-                self._alarms.set(endpoint, now + SECOND_LOOK)
-            elif self._router.others_work(endpoint):
-                self.probe(endpoint)
-            elif health.is_silent(server.inflight, now):
-                self._is_silent(endpoint, now)
+        elif endpoint.inflight and not self.budgets.short:
+            if now >= self._silent_at(endpoint):
+                self._look_into(endpoint, now)
+            if not health.is_down and now >= self.flights.lost_at(endpoint):
+                self.flights.recall_lost(endpoint, self._room_for_lost(endpoint), now)
+
+    def _room_for_lost(self, endpoint: Endpoint) -> float:
+        """Return the number of idle slots for requests of this endpoint: elsewhere, or here if there is none."""
+        if not self._router.others_work(endpoint):
+            spare = endpoint.spare
+        else:
+            spare = 0.0 if self._router.best(avoid={endpoint}) is None else self._router.spare
+        most = self._scheduler.max_inflight
+        return spare if most is None else min(spare, most - self._scheduler.inflight)
+
+    def _look_into(self, endpoint: Endpoint, now: float) -> None:
+        """Find out why nothing arrives from the endpoint. A stream that sends is an answer on its way."""
+        health = endpoint.health
+        heard = max((self.flights.heard_at(slot) for slot in self.flights.at(endpoint)), default=0.0)
+        if heard > health.heard:
+            health.heard = heard
+        elif self._quiet.get(endpoint) != health.heard:  # after a stall of the loop, read pending answers first
+            self._quiet[endpoint] = health.heard
+            self._alarms.set(endpoint, now + SECOND_LOOK)
+        elif self._router.others_work(endpoint):
+            self.probe(endpoint)
+        elif health.is_silent(endpoint.server.inflight, now):
+            self._is_silent(endpoint, now)
+        else:  # too few requests or answers to tell
+            looks = health.look(now)
+            self.probe(endpoint)
+            if looks and self.controls.can_ask(endpoint):
+                self.control(endpoint)
+                if self._scheduler.is_occupied:
+                    self.flights.recall_oldest(endpoint, now, once=True)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
-        endpoint.health.go_down(now, silent=True)
-        endpoint.health.reason = why or f"{endpoint.inflight} requests are in flight, and no answer has arrived"
+        health = endpoint.health
+        health.go_down(now, silent=True)
+        health.reason = why or f"{endpoint.inflight} requests are in flight, and no answer has arrived"
         self._goes_down(endpoint, now)
-        if not self._router.others_work(endpoint):
-            self.flights.recall_oldest(endpoint, now)
-        else:
+        if self._router.others_work(endpoint):
             self.flights.recall_all(endpoint, now)
+        elif health.is_learnt or not self.controls.can_ask(endpoint):
+            self.flights.recall_oldest(endpoint, now)
+        elif self._scheduler.is_occupied:  # no slot is free for a control request
+            self.flights.recall_oldest(endpoint, now, once=True)
 
     def leave(self, endpoint: Endpoint) -> None:
         """Cancel the requests of an endpoint that leaves if it is down. Probe it if its state is unknown."""

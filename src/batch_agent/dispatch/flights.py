@@ -1,8 +1,8 @@
 """The requests in flight of one dispatcher: their time limits, and which of them are recalled.
 
-A request is recalled (cancelled, and sent again) in three cases: its endpoint went down or is silent; a trial needs its
-slot; or, at the end of a batch, a much slower endpoint still works on it while others are idle. It then ends as a
-timeout that is charged to no side.
+A request is recalled (cancelled, and sent again) in four cases: its endpoint went down or is silent; a trial needs its
+slot; it is far older than the slowest answer, so that it may be lost; or, at the end of a batch, a much slower endpoint
+still works on it while others are idle. It then ends as a timeout that is charged to no side.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from math import inf
 
 from batch_agent.dispatch.deadlines import Deadline, Deadlines
+from batch_agent.dispatch.policy import Question
 from batch_agent.scheduler.core import Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
@@ -26,6 +27,8 @@ SHORTEST_GAIN = 0.1  # seconds that a move must save at least: less may be a del
 # An endpoint that never answered loses its requests after this factor of the usual time or ``SLOWER`` times the slowest
 # answer of others, whichever is sooner, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
+# A request may be lost after this factor of the slowest answer, and at least these seconds, without a byte.
+LOST_FACTOR, LOST_SECONDS = 20.0, 30.0
 
 
 class Flights:
@@ -33,7 +36,7 @@ class Flights:
 
     def __init__(self, router: Router, look_again: Callable[[], None]) -> None:
         self._router, self._look_again = router, look_again
-        self._at: dict[Endpoint, dict[Slot, Deadline]] = {}
+        self._at: dict[Endpoint, dict[Slot, tuple[Deadline, Question]]] = {}  # the oldest first
         self._patient: dict[Endpoint, Slot] = {}  # the trial that continues beside later ones
         self._deadlines = Deadlines()
         self._timer: asyncio.TimerHandle | None = None
@@ -44,7 +47,7 @@ class Flights:
         if self._timer is not None:
             self._timer.cancel()
 
-    def begin(self, slot: Slot, seconds: float | None, now: float) -> Deadline:
+    def begin(self, slot: Slot, question: Question, seconds: float | None, now: float) -> Deadline:
         """Return the time limit of one request; ``end`` must follow. A trial must be answered within the usual time."""
         endpoint = slot.endpoint
         if slot.trial:
@@ -53,7 +56,7 @@ class Flights:
         flights = self._at.get(endpoint)
         if flights is None:
             flights = self._at[endpoint] = {}
-        flights[slot] = deadline
+        flights[slot] = deadline, question
         return deadline
 
     def _trial_seconds(self, slot: Slot, endpoint: Endpoint, seconds: float | None) -> float | None:
@@ -97,7 +100,7 @@ class Flights:
 
     def recall(self, slot: Slot, at: float) -> None:
         """Recall the request at that time, if it is not answered before."""
-        deadline = self._at[slot.endpoint][slot]
+        deadline, _ = self._at[slot.endpoint][slot]
         if not deadline.expired:
             slot.recalled = True
             if slot.heard_at:
@@ -111,12 +114,12 @@ class Flights:
             return
         slot.heard_at = now
         if slot.recalled:
-            self._at[slot.endpoint][slot].reschedule(now + STREAM_SILENCE)
+            self._at[slot.endpoint][slot][0].reschedule(now + STREAM_SILENCE)
 
     def keep(self, slot: Slot) -> None:
         """Cancel a pending recall. An answer that has begun has no time limit."""
         slot.recalled = False
-        self._at[slot.endpoint][slot].reschedule(inf)
+        self._at[slot.endpoint][slot][0].reschedule(inf)
 
     def recall_all(self, endpoint: Endpoint, now: float) -> None:
         for slot in self.at(endpoint):
@@ -128,12 +131,60 @@ class Flights:
             if endpoint.health.is_down:
                 self.recall_all(endpoint, now)
 
-    def recall_oldest(self, endpoint: Endpoint, now: float) -> None:
-        """Recall one request from before the outage, so that a trial gets its slot."""
-        began = endpoint.health.down_since
+    def recall_oldest(self, endpoint: Endpoint, now: float, *, once: bool = False) -> None:
+        """Recall one request from before the outage, so that a trial gets its slot. ``once``: no turn twice."""
+        began = endpoint.health.down_since if endpoint.health.is_down else now
         waiting = [slot for slot in self.at(endpoint) if slot.sent_at < began and not slot.recalled]
+        waiting = [slot for slot in waiting if not (once and slot.ticket.lost)]
         if waiting:
-            self.recall(min(waiting, key=lambda slot: slot.sent_at), now)
+            oldest = min(waiting, key=lambda slot: slot.sent_at)
+            oldest.ticket.lost = True
+            self.recall(oldest, now)
+
+    # Lost requests
+
+    def heard_at(self, slot: Slot) -> float:
+        """Return when a piece of the answer last arrived; 0 if none has."""
+        return max(slot.heard_at, self._at[slot.endpoint][slot][1].heard_at)
+
+    def lost_at(self, endpoint: Endpoint) -> float:
+        """Return when the next request there will be so old that it may be lost."""
+        patience = self._lost_after(endpoint)
+        if patience == inf:
+            return inf
+        return min(
+            (self._age_from(slot) + patience for slot in self._at.get(endpoint, ()) if _may_be_lost(slot)), default=inf
+        )
+
+    def recall_lost(self, endpoint: Endpoint, room: float, now: float) -> None:
+        """Recall requests that may be lost, each once, as far as there is ``room`` for them. If the endpoint has
+        answered nothing for as long, all that it has may be lost: then they need no room beside their own."""
+        patience = self._lost_after(endpoint)
+        silent = now - endpoint.server.answered_at >= patience
+        if not self._slowest(endpoint):
+            endpoint.health.sounded = True
+            room = min(room, 1)
+            silent = False
+        for slot in self.at(endpoint):
+            if (room <= 0 and not silent) or not _may_be_lost(slot) or now - self._age_from(slot) < patience:
+                continue
+            room -= 1
+            slot.ticket.lost = True
+            self.recall(slot, now)
+
+    def _age_from(self, slot: Slot) -> float:
+        return max(slot.sent_at, self.heard_at(slot))
+
+    def _lost_after(self, endpoint: Endpoint) -> float:
+        """Return the seconds after which a request may be lost. If only control requests were answered, nobody knows
+        how long a row takes: then this holds for one request, whose second attempt shows it."""
+        health, slowest = endpoint.health, self._slowest(endpoint)
+        if health.patient or health.is_down or not (slowest or (health.answered and not health.sounded)):
+            return inf
+        return max(LOST_SECONDS, LOST_FACTOR * slowest)
+
+    def _slowest(self, endpoint: Endpoint) -> float:
+        return endpoint.health.slowest or self._router.slowest
 
     def loaded(self, endpoint: Endpoint, waiting: int, now: float) -> None:
         """If the run is being drained, withdraw the first turns that wait in the server's queue: the newest."""
@@ -196,6 +247,10 @@ class Flights:
         # The wait doubles with each move: of two endpoints that never answered, one may be slow and the other dead.
         patience = min(UNKNOWN_FACTOR * self._router.usual, SLOWER * self._router.slowest)
         return inf if waited > max(UNKNOWN_SECONDS, patience) * 2.0 ** min(slot.ticket.moves, 30) else 0.0
+
+
+def _may_be_lost(slot: Slot) -> bool:
+    return not (slot.ticket.lost or slot.ticket.control or slot.trial or slot.recalled)
 
 
 def _cost_of_moving(slot: Slot) -> float:

@@ -80,6 +80,12 @@ class Slots:
         self.pump(now)
         return ticket
 
+    def claim_control(self, endpoint: Endpoint) -> Ticket:
+        """Claim a slot for a control request, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
+        ticket = self.scheduler.control(endpoint)
+        self.pump()
+        return ticket
+
     async def hold(self, ticket: Ticket) -> Slot:
         """Wait for the slot and return it. A cancellation withdraws the claim. Raises Interrupted if no slot will be
         granted any more."""

@@ -14,8 +14,10 @@ A failure that either side may have caused is undecided until there is evidence:
   that do not depend on any row. Its answer counts like the answer of a row. If it fails, the endpoint goes down.
 - A server may answer control requests and no row. If control requests alone have charged ``MOST_CONVICTED`` rows, and
   no row was answered, the endpoint counts as down while rows are left that have not failed yet.
-- If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it; after a few
-  crashes it fails, but not before ``LEAST_TRYING``: a server with changing faults looks the same for a while.
+- If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it. If each time
+  another request had been answered since the last outage, the row fails after its retries. If only a probe had found it
+  up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server with changing faults looks the same
+  for a while.
 - Without control requests (they are off, or the server refuses them) a probe that finds the endpoint up charges the
   row, also not before ``LEAST_TRYING``: a probe does not show every fault of a server.
 
@@ -70,10 +72,12 @@ def outcome_of(error: BackendError) -> Outcome:
 
 
 class Crash(NamedTuple):
-    """An endpoint that was up before the row was sent there alone, and down afterwards."""
+    """An endpoint that was up before the row was sent there alone, and down afterwards. ``proven``: it had answered
+    another request since its last outage."""
 
     endpoint: EndpointHistory
     at: float
+    proven: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +102,19 @@ class RowHistory:
 
     def is_poison(self, max_retries: int) -> bool:
         """Return whether the row crashes servers, and not the servers fail by themselves."""
+        if sum(crash.proven for crash in self.crashes) > max_retries:
+            return True
         if len(self.crashes) <= max(1, max_retries - SUSPECT):
             return False
         lasted = self.crashes[-1].at - self.crashes[0].at
         return lasted >= LEAST_TRYING or len({crash.endpoint for crash in self.crashes}) >= SEVERAL
+
+    def crash(self, endpoint: EndpointHistory, attempt: Attempt) -> bool:
+        """Record that this request, sent alone, has crashed the endpoint; once. Returns False if it may have been down
+        before."""
+        if attempt.sound and not (self.crashes and self.crashes[-1].at == attempt.ended_at):
+            self.crashes.append(Crash(endpoint, attempt.ended_at, not attempt.trial))
+        return attempt.sound
 
     def is_too_much(self, max_retries: int) -> bool:
         """Return whether the row alone is too much for its rate limits, however long it waits."""
@@ -206,9 +219,12 @@ class EndpointHistory:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit."""
+        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit. A suspect, which
+        was sent beside no other suspect, gets a crash if the endpoint had been up before."""
         for row, attempts in self.open.items():
-            row.hits += any(attempt.outcome in ("broken", "stale") for attempt in attempts)
+            broken = [attempt for attempt in attempts if attempt.outcome in ("broken", "stale")]
+            if broken and not (row.suspect and row.crash(self, broken[-1])):
+                row.hits += 1
             row.settle(_chargeable(attempts), charge=False)
         self.open.clear()
 
@@ -266,7 +282,7 @@ def judge(
         return Verdict("clear", "down", move=others_healthy)
     if outcome == "overloaded":
         alone = attempt.left_in_flight == 0 and not is_down
-        asks = alone and can_ask and (few_rows or all_tested)
+        asks = alone and can_ask and attempt.row.tested and (few_rows or all_tested)
         return Verdict("undecided" if alone else "clear", "doubted" if asks else "", others_healthy, soon=True)
     row = attempt.row
     alone = few_rows and not others_healthy

@@ -61,6 +61,7 @@ class Ticket:
     anywhere: bool = False  # it has waited long enough for its own endpoint
     control: bool = False  # a control request: no agent's, sent to its ``pinned`` endpoint as soon as that takes it
     tried_at: float = 0.0  # when it last got a slot
+    lost: bool = False  # a request was recalled because it was far older than the slowest answer; once
     moves: int = 0  # times its request was recalled because another endpoint was faster
 
     @property
@@ -213,6 +214,12 @@ class Scheduler:
         return not passing and not self.has_room()
 
     @property
+    def is_occupied(self) -> bool:
+        """Whether as many requests are in flight as this dispatcher may have."""
+        most = self.max_inflight if self.allotted is None else self.allotted
+        return most is not None and self.inflight >= most
+
+    @property
     def busy(self) -> int:
         """Number of turns that have a slot, wait for one, or soon will."""
         return (
@@ -293,8 +300,7 @@ class Scheduler:
         """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
         if self.paused or not self.wanted:
             return None
-        most = self.max_inflight if self.allotted is None else self.allotted
-        if most is not None and self.inflight >= most:
+        if self.is_occupied:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)

@@ -33,6 +33,7 @@ PAUSE_SHARE = 1 / 300  # of the outage so far
 JITTER = 0.3  # random part of a pause
 LEARNT = 10  # good answers before the slowest of them is used
 SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and factor over the slowest answer
+MOST_DOUBLED = 6  # times that the wait between two looks at a silent endpoint is doubled
 FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe counts as evidence that it is up
 SHORTEST_GRACE = 1.0  # seconds
 SHORTEST_TRIAL = 2.0  # seconds a trial may take
@@ -61,7 +62,10 @@ class Health:
         self._silent = False  # it is down because it was silent
         self._patience = 0.0  # seconds that a trial was waited for
         self._good = 0
-        self._slowest = 0.0
+        self.slowest = 0.0  # seconds of the slowest answer
+        self.sounded = False  # a request was recalled to find out how long a row takes
+        self._looks = 0  # times that its silence was looked into since its last answer
+        self._looked_at = 0.0
 
     @property
     def is_down(self) -> bool:
@@ -72,9 +76,10 @@ class Health:
         ``seconds`` it says nothing about the time that others take."""
         self.heard = self.up_at = now
         self.answered = True
+        self._looks = 0
         self._good += seconds > 0
-        if seconds > self._slowest:
-            self._slowest = seconds
+        if seconds > self.slowest:
+            self.slowest = seconds
         if self.state == "healthy":
             return False
         was_down = self.is_down
@@ -106,15 +111,28 @@ class Health:
         self._patience = 0.0
         self.next_trial = now + self.pause(now)
 
+    @property
+    def is_learnt(self) -> bool:
+        """Whether enough answers are known to tell how long one takes."""
+        return self._good >= LEARNT
+
     def is_silent(self, in_flight: int, now: float) -> bool:
-        return not self.is_down and in_flight >= SEVERAL and now >= self.silent_at
+        """Return whether it is silent for certain: many answers have shown how long one takes."""
+        return not self.is_down and in_flight >= SEVERAL and self.is_learnt and now >= self.silent_at
 
     @property
     def silent_at(self) -> float:
-        """When the endpoint counts as silent; infinite while too few answers are known."""
-        if self._good < LEARNT or self.patient:
+        """When its silence is looked into: the second time after twice as long, and so on."""
+        if self.patient:
             return inf
-        return self.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._slowest)
+        wait = max(SHORTEST_SILENCE, SILENCE_FACTOR * self.slowest)
+        return max(self.heard, self._looked_at) + wait * 2.0 ** min(self._looks, MOST_DOUBLED)
+
+    def look(self, now: float) -> int:
+        """Record that its silence is looked into, and return how often it was before."""
+        self._looks += 1
+        self._looked_at = now
+        return self._looks - 1
 
     def is_sound(self, now: float) -> bool:
         """Return whether it has recently proved to be up."""
@@ -123,7 +141,7 @@ class Health:
     @property
     def grace(self) -> float:
         """Seconds that requests from before an outage still get after its end."""
-        return max(SHORTEST_GRACE, 2 * self._slowest)
+        return max(SHORTEST_GRACE, 2 * self.slowest)
 
     # Trials
 
@@ -145,7 +163,7 @@ class Health:
         """Return the time limit of a trial; None if the server has never answered."""
         if not self.answered or self.patient:
             return None
-        return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)
+        return max(SHORTEST_TRIAL, 2 * self.slowest, (now - self.down_since) * TRIAL_SHARE)
 
     def patient_seconds(self, now: float) -> float:
         """Return the time limit of the one trial that continues beside the next ones."""
@@ -153,10 +171,9 @@ class Health:
         return self._patience
 
     def trial_over(self) -> None:
-        """Record that the trial failed, or was withdrawn."""
-        self.up_at = -inf
+        """Record that the trial failed, or was withdrawn. It has no effect if the trial was answered."""
         if self.state == "on trial":
-            self.state = "down"
+            self.state, self.up_at = "down", -inf
 
     def what_was_tried(self, now: float, max_outage: float) -> str:
         """Return the reason why the endpoint is given up, as a message."""
