@@ -17,7 +17,7 @@ from typing import Protocol
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.dispatch.policy import Question
 from batch_agent.dispatch.probing import Probed
-from batch_agent.errors import BackendError, JobError, Rejected, Truncated
+from batch_agent.errors import BackendError, JobError, Truncated
 from batch_agent.messages import Conversation, Message, Reply, Usage
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.scheduler.core import Ticket
@@ -62,8 +62,8 @@ class ControlCall(Question):
 
 
 class Controls:
-    """The control requests of one dispatcher. ``ask`` sends one in the slot of its ticket. ``give_up`` is called with an
-    endpoint whose control request gave no evidence: it could not be sent, or the server refused it."""
+    """The control requests of one dispatcher. ``ask`` sends one in the slot of its ticket. ``give_up`` is called with
+    an endpoint whose control request gave no evidence: it could not be sent, or the server refused it."""
 
     def __init__(self, backend: Probed | None, ask: Ask, give_up: Callable[[Endpoint], None], *, enabled: bool) -> None:
         self._backend = backend if enabled and isinstance(backend, Backend) else None
@@ -114,10 +114,10 @@ class Controls:
         try:
             reply = await self._ask(call, ticket)
             return True if reply.saved is None else None
-        except Rejected:
-            endpoint.server.takes_controls = False
         except BackendError as error:
-            return outcome_of(error) == "flawed"
+            if outcome_of(error) != "refused":
+                return outcome_of(error) == "flawed"
+            endpoint.server.takes_controls = False
         except JobError:
             pass  # the run is over, or its budget is
         except Exception:  # a user's own backend may raise anything

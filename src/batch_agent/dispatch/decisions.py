@@ -121,6 +121,8 @@ class Decisions:
             answered = None if asked.cancelled() else asked.result()
             if answered is not False:
                 return "up" if answered is None else "answered"
+            if not endpoint.health.is_down:
+                return "untold"  # it denied the control request
         endpoint.server.history.alone.pop(row, None)
         if can_crash:
             row.crash(endpoint.server.history, attempt)

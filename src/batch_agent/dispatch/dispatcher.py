@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SILENT = Observer()
 FIRST_ANSWER = 60.0  # seconds for a control request to a server that has answered nothing yet
+GRACE = 2.0  # seconds that requests in flight get when the run's time is over
+MOST_NAMED = 5  # rows in the message about them
 MOST_DOUBLED = 5  # times that the delay of a row that is refused for load is doubled
 
 
@@ -161,6 +163,8 @@ class Dispatcher:
         self._impatient: set[Ticket] = set()  # tickets that do not wait out an outage
         self._tools_waited_for: set[asyncio.Future[Any]] = set()
         self._chance: Callable[[], float] = random.random
+        self._cutting: asyncio.TimerHandle | None = None  # when requests in flight are cancelled
+        self._cut_off = ""  # why they were
 
     def _endpoint(self, name: str, server: Server) -> Endpoint:
         return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
@@ -227,7 +231,7 @@ class Dispatcher:
                 raise error
             if slot.withdrawn:
                 observer.failed(error, seconds, cost, None)
-                raise Interrupted("the run was drained before the server began with this job")
+                raise Interrupted(self._cut_off or "the run was drained before the server began with this job")
             step = await self.endpoints.decisions.step(
                 slot,
                 attempt,
@@ -431,6 +435,22 @@ class Dispatcher:
             if not ended.done():
                 ended.set_exception(Interrupted(self.slots.refusal))
 
+    def cut_off(self, told: Callable[[str], None]) -> None:
+        """Cancel the requests that are still in flight after a short grace: the run's time is over. ``told`` gets what
+        they were."""
+        self._cutting = self._cutting or self.slots.loop.call_later(GRACE, self._cut, told)
+
+    def _cut(self, told: Callable[[str], None]) -> None:
+        now = self.slots.loop.time()
+        left = self.endpoints.flights.withdraw_all(now)
+        if left:
+            names = ", ".join(list(dict.fromkeys(name for name, _ in left if name))[:MOST_NAMED])
+            oldest = max(now - sent_at for _, sent_at in left)
+            what = f"{len(left)} requests" if len(left) > 1 else "1 request"
+            rows = f" (of {names}{', …' if len(left) > MOST_NAMED else ''})" if names else ""
+            self._cut_off = f"{self.slots.refusal}; this request was in flight, and was cancelled after {GRACE:g} s"
+            told(f"{what} in flight{rows} had no answer {GRACE:g} s later, the oldest after {oldest:.0f} s")
+
     def _end(self, ended: Ended, why: str) -> None:
         """End the run: no endpoint is usable any more."""
         self.over = (ended, why)
@@ -481,6 +501,8 @@ class Dispatcher:
     def close(self) -> None:
         self.endpoints.close()
         self.slots.close()
+        if self._cutting is not None:
+            self._cutting.cancel()
 
     async def wait_closed(self) -> None:
         """Wait for the end of the control requests that ``close`` has cancelled."""

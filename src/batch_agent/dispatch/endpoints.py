@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from batch_agent.events import Ended
 
 NEVER_REACHED = 30.0  # seconds after which an endpoint that was never reached is given up
+DENIED_SECONDS = 60.0  # of denials after good answers, until an endpoint is given up
+EXCESSIVE = 60.0  # seconds: a Retry-After above this, after good answers, is confirmed by a second request
 SECOND_LOOK = 0.25  # seconds after which silence is checked again
+
+ALL_REFUSED = "the run stopped because every row is refused: {error}"
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
@@ -127,7 +131,7 @@ class EndpointMonitor:
             return
         self._scheduler.answered(slot, seconds, reply.usage, now)
         server.learn(seconds, now)
-        server.refused_since = None
+        server.refused_since = server.excessive = None
         self._is_alive(endpoint, slot, seconds, now)
         if reply.quota is not None or slot.lease is not None:
             counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
@@ -145,10 +149,11 @@ class EndpointMonitor:
         """Apply the answer of a control request: the endpoint works, and rows that failed before it are bad. It says
         nothing about the time that rows take."""
         endpoint, server = slot.endpoint, slot.endpoint.server
-        server.refused_since = None
+        server.refused_since = server.excessive = None
         self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
         self.budgets.settle(slot, reply.usage)
         self._is_alive(endpoint, slot, 0.0, now)
+        server.refusals.answered(slot.sent_at)
         server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", control=True), _GOOD)
         self.decisions.wake()
         self._wake(endpoint)
@@ -175,7 +180,8 @@ class EndpointMonitor:
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
-        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, control)
+        excessive = self._is_excessive(endpoint, error)
+        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, control, excessive)
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
             attempt,
@@ -201,14 +207,18 @@ class EndpointMonitor:
             return
         if outcome not in ("unreachable", "silent") or (outcome == "silent" and now - slot.sent_at > NEVER_REACHED):
             health.reached = True  # in the second case a connection was made
+        if outcome == "denied" and health.is_denied and health.is_down:
+            self._still_denied(endpoint, slot, error, now)
+            return
         if verdict.endpoint == "healthy":
             self._is_alive(endpoint, slot, now - slot.sent_at, now)
             return
+        health.is_denied = False
         if outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
             # The limit that we found ourselves was too high: requests wait in the server's queue.
             self.say(endpoint, endpoint.capacity.overloaded(slot.generation, endpoint.server.inflight))
         if verdict.endpoint == "doubted":
-            self._is_doubted(endpoint, error, now)
+            self._is_doubted(endpoint, slot, error, now)
             return
         if outcome == "overloaded":
             self._overloaded(endpoint, slot, error, now)
@@ -234,14 +244,37 @@ class EndpointMonitor:
         endpoint = slot.endpoint
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or slot.ticket.chore:
             return "row"
-        left, denial = (
-            endpoint.server.inflight - 1,
-            Denial(slot.sent_at, self._slots.loop.time(), slot.ticket.row.denials),
-        )
-        scope = endpoint.server.refusals.scope(slot.ticket.progress, error.status, str(error), denial, left)
+        if endpoint.health.is_denied:
+            return "all"
+        row, refusals, now = slot.ticket.row, endpoint.server.refusals, self._slots.loop.time()
+        denial, can_ask = Denial(slot.sent_at, now, row.denials), self.controls.can_ask(endpoint)
+        left = endpoint.server.inflight - 1
+        scope = refusals.scope(slot.ticket.progress, error.status, str(error), denial, left, can_ask=can_ask)
         if scope == "all":
-            self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
+            if refusals.has_answered or self._router.others_work(endpoint):
+                self._is_denied(endpoint, error, now)
+            else:
+                self._give_up(endpoint, "failed", ALL_REFUSED.format(error=error))
         return scope
+
+    def _is_denied(self, endpoint: Endpoint, error: BackendError, now: float) -> None:
+        """Treat the endpoint as down: it may deny rows only for a while, as a gateway does while it restarts."""
+        health = endpoint.health
+        if not health.is_down:
+            health.reason = str(error)
+            health.go_down(now)
+            health.is_denied = True
+            self._goes_down(endpoint, now)
+
+    def _still_denied(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
+        """Apply a denial of an endpoint that denies every row. It is given up after a while if no other one works."""
+        health = endpoint.health
+        health.reason, health.heard = str(error), now
+        if slot.trial and not slot.overdue:
+            health.trial_over()
+            self._trial_failed(endpoint, now)
+        if now - health.down_since >= DENIED_SECONDS and not self._router.others_work(endpoint):
+            self._give_up(endpoint, "failed", ALL_REFUSED.format(error=error))
 
     # Control requests
 
@@ -251,9 +284,11 @@ class EndpointMonitor:
         self.arm(endpoint)
         return asked
 
-    def _is_doubted(self, endpoint: Endpoint, error: BackendError, now: float) -> None:
+    def _is_doubted(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
         """Send nothing but a control request, which shows whether the endpoint or its rows are bad."""
         wait = error.retry_after or 0.0
+        if self._is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
+            wait = 0.0
         endpoint.health.doubt(str(error), now)
         if error.overload and wait:
             endpoint.server.held_until = max(endpoint.server.held_until, now + wait)
@@ -376,6 +411,8 @@ class EndpointMonitor:
     def _overloaded(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
         """Halve the limit, and send nothing until the server accepts requests again."""
         server, wait = endpoint.server, error.retry_after or 0.0
+        if self._is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
+            return  # the next request shows whether it concerns all rows
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
@@ -395,6 +432,22 @@ class EndpointMonitor:
         if max(now, server.held_until) - server.refused_since > self._max_outage:
             self._lose_patience(endpoint, f"the server refuses every request: {error}")
 
+    def _is_excessive(self, endpoint: Endpoint, error: BackendError) -> bool:
+        """Return whether a refusal for load that asks for a long wait may concern only its row."""
+        server, wait = endpoint.server, error.retry_after or 0.0
+        may_work = server.refusals.has_answered or server.inflight > 1
+        return error.overload and wait > min(EXCESSIVE, self._max_outage) and may_work
+
+    def _is_confirmed(self, endpoint: Endpoint, slot: Slot, now: float) -> bool:
+        """Return whether such a refusal of another row, with no answer since the first, shows that it concerns all. A
+        control request is another row; if none can be sent, the same row will do."""
+        server, row = endpoint.server, slot.ticket.row
+        if server.excessive is None:
+            server.excessive = row, now
+        first, since = server.excessive
+        alone = self._slots.few_rows and not self.controls.can_ask(endpoint)
+        return slot.sent_at > since and (row is not first or alone)
+
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         """Apply an outage. The health is already set to down."""
         endpoint.server.history.go_down()
@@ -410,7 +463,7 @@ class EndpointMonitor:
         health = endpoint.health
         health.next_trial = max(health.next_trial, now + health.pause(now))
         self._report(endpoint, now)
-        if now >= self._patience_ends(endpoint):
+        if not health.is_denied and now >= self._patience_ends(endpoint):
             self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
         self.arm(endpoint)
 
@@ -502,7 +555,8 @@ class EndpointMonitor:
                 self._wait_beside(endpoint, now)
         elif health.state == "down":
             # Nothing was tried before the first trial.
-            if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
+            tried = (health.trials or server.held_until) and not health.is_denied
+            if tried and now >= self._patience_ends(endpoint):
                 self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
             if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)

@@ -121,6 +121,16 @@ class Flights:
         slot.recalled = False
         self._at[slot.endpoint][slot][0].reschedule(inf)
 
+    def withdraw_all(self, now: float) -> list[tuple[str, float]]:
+        """Recall all requests for good. Returns the row of each, as far as it is known, and when it was sent."""
+        left: list[tuple[str, float]] = []
+        for flights in self._at.values():
+            for slot, (deadline, question) in flights.items():
+                slot.withdrawn = slot.recalled = True
+                deadline.reschedule(min(deadline.when, now))
+                left.append(("" if question.request is None else question.request.job_id, slot.sent_at))
+        return left
+
     def recall_all(self, endpoint: Endpoint, now: float) -> None:
         for slot in self.at(endpoint):
             self.recall(slot, now)

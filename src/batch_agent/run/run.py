@@ -157,6 +157,7 @@ class Run(Steered, Generic[T]):
             why = str(self.shared.spending.refusal())
             for dispatcher in dispatchers.values():
                 dispatcher.refuse_now(why)
+                dispatcher.cut_off(self.shared.spending.add_reason)
 
         def short(is_short: bool) -> None:
             for dispatcher in dispatchers.values():

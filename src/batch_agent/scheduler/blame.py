@@ -146,6 +146,7 @@ class Attempt:
     sound: bool = False  # the endpoint had just proved to be up when the request was sent
     left_in_flight: int = 0  # number of other requests at the endpoint
     control: bool = False  # a control request
+    excessive: bool = False  # refused for load for so long that it may concern only this row
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,8 @@ def judge(
     if outcome == "overloaded":
         alone = attempt.left_in_flight == 0 and not is_down
         asks = alone and can_ask and attempt.row.tested and (few_rows or all_tested)
-        return Verdict("undecided" if alone else "clear", "doubted" if asks else "", others_healthy, soon=True)
+        decidable = alone or (attempt.excessive and not is_down)
+        return Verdict("undecided" if decidable else "clear", "doubted" if asks else "", others_healthy, soon=True)
     row = attempt.row
     alone = few_rows and not others_healthy
     if is_down and attempt.trial:

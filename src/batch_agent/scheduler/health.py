@@ -46,6 +46,7 @@ class Health:
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
         self.state: State = "healthy"
+        self.is_denied = False  # it is down because it denies every row
         self.in_doubt = False  # nothing but a control request is sent
         self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
@@ -85,7 +86,7 @@ class Health:
         was_down = self.is_down
         if was_down and sent_at < self.down_since and not self._silent:
             return False  # it finishes old requests, and may accept no new ones
-        self.state, self.in_doubt = "healthy", False
+        self.state, self.in_doubt, self.is_denied = "healthy", False, False
         return was_down
 
     def recover(self) -> None:
@@ -103,7 +104,7 @@ class Health:
         self.in_doubt = True
 
     def go_down(self, now: float, *, silent: bool = False) -> None:
-        self.state, self.in_doubt = "down", False
+        self.state, self.in_doubt, self.is_denied = "down", False, False
         self.up_at, self.ready = -inf, False
         self._silent = silent
         self.down_since = now

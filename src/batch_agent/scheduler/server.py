@@ -16,7 +16,7 @@ from hashlib import blake2b
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.scheduler.blame import EndpointHistory
+from batch_agent.scheduler.blame import EndpointHistory, RowHistory
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
 from batch_agent.scheduler.limit_search import MOST, LimitSearch
@@ -76,6 +76,8 @@ class Server:
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
+        # The row that it asked for a very long wait, and when; None if it has answered any request since.
+        self.excessive: tuple[RowHistory, float] | None = None
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
         self.controlled = False  # a control request waits for it or is in flight
