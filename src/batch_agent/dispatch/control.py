@@ -119,7 +119,7 @@ class Controls:
                 return outcome_of(error) == "flawed"
             endpoint.server.takes_controls = False
         except JobError:
-            pass  # the run is over, or its budget is
+            self._backend = None  # the run is over, or its budget is
         except Exception:  # a user's own backend may raise anything
             endpoint.server.takes_controls = False
         return None

@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SILENT = Observer()
-FIRST_ANSWER = 60.0  # seconds for a control request to a server that has answered nothing yet
-GRACE = 2.0  # seconds that requests in flight get when the run's time is over
+# Seconds that requests in flight get when the run's time is over: somewhat more than the slowest answer took, within
+# these limits.
+SHORTEST_GRACE, LONGEST_GRACE, GRACE_FACTOR = 6.0, 30.0, 1.2
 MOST_NAMED = 5  # rows in the message about them
 MOST_DOUBLED = 5  # times that the delay of a row that is refused for load is doubled
 
@@ -248,10 +249,8 @@ class Dispatcher:
             await self.slots.again(slot, delay)
 
     async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
-        """Send a control request. Its time limit is that of a trial."""
-        endpoint = ticket.pinned
-        limit = None if endpoint is None else endpoint.health.trial_seconds(self.slots.loop.time())
-        return await self.ask(call, Policy(0, timeout=limit or FIRST_ANSWER), ticket=ticket)
+        """Send a control request."""
+        return await self.ask(call, Policy(0), ticket=ticket)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.
@@ -438,9 +437,11 @@ class Dispatcher:
     def cut_off(self, told: Callable[[str], None]) -> None:
         """Cancel the requests that are still in flight after a short grace: the run's time is over. ``told`` gets what
         they were."""
-        self._cutting = self._cutting or self.slots.loop.call_later(GRACE, self._cut, told)
+        slowest = max(endpoint.health.slowest for endpoint in self.scheduler.endpoints)
+        grace = min(LONGEST_GRACE, max(SHORTEST_GRACE, GRACE_FACTOR * slowest))
+        self._cutting = self._cutting or self.slots.loop.call_later(grace, self._cut, grace, told)
 
-    def _cut(self, told: Callable[[str], None]) -> None:
+    def _cut(self, grace: float, told: Callable[[str], None]) -> None:
         now = self.slots.loop.time()
         left = self.endpoints.flights.withdraw_all(now)
         if left:
@@ -448,8 +449,8 @@ class Dispatcher:
             oldest = max(now - sent_at for _, sent_at in left)
             what = f"{len(left)} requests" if len(left) > 1 else "1 request"
             rows = f" (of {names}{', …' if len(left) > MOST_NAMED else ''})" if names else ""
-            self._cut_off = f"{self.slots.refusal}; this request was in flight, and was cancelled after {GRACE:g} s"
-            told(f"{what} in flight{rows} had no answer {GRACE:g} s later, the oldest after {oldest:.0f} s")
+            self._cut_off = f"{self.slots.refusal}; this request was in flight, and was cancelled after {grace:g} s"
+            told(f"{what} in flight{rows} had no answer {grace:g} s later, the oldest after {oldest:.0f} s")
 
     def _end(self, ended: Ended, why: str) -> None:
         """End the run: no endpoint is usable any more."""

@@ -152,6 +152,7 @@ class EndpointMonitor:
         server.refused_since = server.excessive = None
         self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
         self.budgets.settle(slot, reply.usage)
+        endpoint.health.slowest_control = max(endpoint.health.slowest_control, now - slot.sent_at)
         self._is_alive(endpoint, slot, 0.0, now)
         server.refusals.answered(slot.sent_at)
         server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", control=True), _GOOD)

@@ -50,7 +50,9 @@ class Flights:
     def begin(self, slot: Slot, question: Question, seconds: float | None, now: float) -> Deadline:
         """Return the time limit of one request; ``end`` must follow. A trial must be answered within the usual time."""
         endpoint = slot.endpoint
-        if slot.trial:
+        if slot.ticket.control:
+            seconds = endpoint.health.control_seconds(now)
+        elif slot.trial:
             seconds = self._trial_seconds(slot, endpoint, seconds)
         deadline = Deadline(self._deadlines, inf if seconds is None else now + seconds)
         flights = self._at.get(endpoint)
@@ -145,7 +147,7 @@ class Flights:
         """Recall one request from before the outage, so that a trial gets its slot. ``once``: no turn twice."""
         began = endpoint.health.down_since if endpoint.health.is_down else now
         waiting = [slot for slot in self.at(endpoint) if slot.sent_at < began and not slot.recalled]
-        waiting = [slot for slot in waiting if not (once and slot.ticket.lost)]
+        waiting = [slot for slot in waiting if not (slot.ticket.control or (once and slot.ticket.lost))]
         if waiting:
             oldest = min(waiting, key=lambda slot: slot.sent_at)
             oldest.ticket.lost = True

@@ -37,6 +37,8 @@ MOST_DOUBLED = 6  # times that the wait between two looks at a silent endpoint i
 FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe counts as evidence that it is up
 SHORTEST_GRACE = 1.0  # seconds
 SHORTEST_TRIAL = 2.0  # seconds a trial may take
+SHORTEST_CONTROL = 10.0  # seconds a control request may take: it may wait in the server's queue
+FIRST_ANSWER = 60.0  # seconds, while the server has answered nothing: it may load a model
 TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold answers more slowly than before
 
 
@@ -64,6 +66,7 @@ class Health:
         self._patience = 0.0  # seconds that a trial was waited for
         self._good = 0
         self.slowest = 0.0  # seconds of the slowest answer
+        self.slowest_control = 0.0  # the same for control requests
         self.sounded = False  # a request was recalled to find out how long a row takes
         self._looks = 0  # times that its silence was looked into since its last answer
         self._looked_at = 0.0
@@ -165,6 +168,12 @@ class Health:
         if not self.answered or self.patient:
             return None
         return max(SHORTEST_TRIAL, 2 * self.slowest, (now - self.down_since) * TRIAL_SHARE)
+
+    def control_seconds(self, now: float) -> float:
+        """Return the time limit of a control request."""
+        if not self.answered:
+            return FIRST_ANSWER
+        return max(SHORTEST_CONTROL, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
 
     def patient_seconds(self, now: float) -> float:
         """Return the time limit of the one trial that continues beside the next ones."""
