@@ -1,8 +1,8 @@
 """Batches whose rows or servers are bad: who is blamed, how long it takes, and how many requests it costs.
 
 Each seed makes a small world: servers that compute a number of requests at once, and one kind of trouble. Good rows
-must be answered, bad rows must fail, and nothing else may happen. ``Played`` also says how much longer the run took than
-the work itself, and how many requests it sent beyond those that it needed.
+must be answered, bad rows must fail, and nothing else may happen. ``Played`` also says how much longer the run took
+than the work itself, and how many requests it sent beyond those that it needed.
 """
 
 from __future__ import annotations
