@@ -77,12 +77,14 @@ class Trial:
         """The seconds that the work takes at least, with what no program can avoid."""
         work = self.rows * self.latency / (self.servers * self.slots) + self.latency
         match self.trouble:
-            case "poison" | "poison at the end":
-                return work + BACK_OFF
+            case "poison" | "poison at the end":  # with few slots, a control request for every three bad rows
+                return work + BACK_OFF + len(self.bad) / 3 * 0.2 * self.latency
             case "crash loop":  # each crash stops what is in flight, and the server until it is back
                 return work + (2 * RETRIES + 2) * (self.seconds + self.latency + BACK_OFF / RETRIES)
-            case "lost requests":
-                return work + max(RECALL, 20 * self.latency) + 2 * self.latency + 5.0
+            case "lost requests":  # they hold slots until they count as lost
+                wait = max(RECALL, 20 * self.latency)
+                held = min(1.0, len(self.bad) / self.slots) * wait
+                return work + max(wait, held) + 2 * self.latency + 5.0
             case "rolling refusals":
                 return work + self.servers * (self.seconds + 1.0)
 

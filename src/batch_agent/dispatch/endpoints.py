@@ -131,6 +131,8 @@ class EndpointMonitor:
             return
         self._scheduler.answered(slot, seconds, reply.usage, now)
         server.learn(seconds, now)
+        if slot.sent_at > server.answered_sent:
+            server.answered_sent = slot.sent_at
         server.refused_since = server.excessive = None
         self._is_alive(endpoint, slot, seconds, now)
         if reply.quota is not None or slot.lease is not None:
@@ -298,7 +300,7 @@ class EndpointMonitor:
             self._no_evidence(endpoint)
 
     def _no_evidence(self, endpoint: Endpoint) -> None:
-        """Go on without control requests: an endpoint in doubt counts as down, and rows are its trials."""
+        """Continue without control requests: an endpoint in doubt counts as down, and rows are its trials."""
         now = self._slots.loop.time()
         if endpoint.health.in_doubt:
             endpoint.health.go_down(now)

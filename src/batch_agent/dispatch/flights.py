@@ -169,16 +169,18 @@ class Flights:
         )
 
     def recall_lost(self, endpoint: Endpoint, room: float, now: float) -> None:
-        """Recall requests that may be lost, each once, as far as there is ``room`` for them. If the endpoint has
-        answered nothing for as long, all that it has may be lost: then they need no room beside their own."""
-        patience = self._lost_after(endpoint)
-        silent = now - endpoint.server.answered_at >= patience
+        """Recall requests that may be lost, each once, as far as there is ``room`` for them. They need no room beside
+        their own if the endpoint has answered nothing for as long, or has answered requests that were sent later: then
+        they do not wait in its queue."""
+        patience, server = self._lost_after(endpoint), endpoint.server
+        silent = now - server.answered_at >= patience
         if not self._slowest(endpoint):
             endpoint.health.sounded = True
-            room = min(room, 1)
-            silent = False
+            room, silent = min(room, 1), False
         for slot in self.at(endpoint):
-            if (room <= 0 and not silent) or not _may_be_lost(slot) or now - self._age_from(slot) < patience:
+            if not _may_be_lost(slot) or now - self._age_from(slot) < patience:
+                continue
+            if room <= 0 and not silent and slot.sent_at >= server.answered_sent:
                 continue
             room -= 1
             slot.ticket.lost = True
@@ -188,7 +190,7 @@ class Flights:
         return max(slot.sent_at, self.heard_at(slot))
 
     def _lost_after(self, endpoint: Endpoint) -> float:
-        """Return the seconds after which a request may be lost. If only control requests were answered, nobody knows
+        """Return the seconds after which a request may be lost. If only control requests were answered, it is not known
         how long a row takes: then this holds for one request, whose second attempt shows it."""
         health, slowest = endpoint.health, self._slowest(endpoint)
         if health.patient or health.is_down or not (slowest or (health.answered and not health.sounded)):

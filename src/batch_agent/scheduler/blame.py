@@ -93,7 +93,8 @@ class RowHistory:
     refused_until: float = -inf  # when the latest of them failed
     stale: bool = False  # a kept connection was closed when it was sent; the next time this counts as broken
     tested: bool = False  # a request of it has failed
-    denials: int = 0
+    denials: int = 0  # in a row by one endpoint
+    denied_by: EndpointHistory | None = None
     failures: int = 0  # since it was last forgiven; the delay grows with this number
 
     @property
@@ -189,7 +190,9 @@ class EndpointHistory:
             self.alone.pop(row, None)
         row.tested = row.tested or attempt.outcome != "recalled"
         row.stale = row.stale or attempt.outcome == "stale"
-        row.denials += attempt.outcome == "denied"
+        if attempt.outcome == "denied":
+            row.denials = row.denials + 1 if row.denied_by is self else 1
+            row.denied_by = self
         row.failures += verdict.row != "clear" and attempt.outcome != "stale"
         row.charges += verdict.row == "charged"
         if verdict.row == "undecided":

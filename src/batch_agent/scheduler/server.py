@@ -85,6 +85,7 @@ class Server:
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
         self.answered_at = -inf  # time of its latest answer
+        self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
         self._answers = 0
 
     def lent_to(self, thread: int) -> Server:
