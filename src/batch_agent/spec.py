@@ -246,7 +246,9 @@ class BatchSpec(BaseModel):
         None, description="Maximum number of tokens of the run, prompts and answers. It then ends as `out of budget`."
     )
     max_wall_time: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS")] = Field(
-        None, description="Seconds after which the run sends no more requests and ends as `out of budget`."
+        None,
+        description="Seconds after which the run sends no more requests and ends as `out of budget`. Requests in flight "
+        "get a short grace, and are cancelled then.",
     )
     max_outage: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS", "seconds a server may be unreachable")] = Field(
         900.0,

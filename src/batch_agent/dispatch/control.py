@@ -61,7 +61,7 @@ class ControlCall(Question):
             return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
 
 
-class Controls:
+class ControlRequests:
     """The control requests of one dispatcher. ``ask`` sends one in the slot of its ticket. ``give_up`` is called with
     an endpoint whose control request gave no evidence: it could not be sent, or the server refused it."""
 

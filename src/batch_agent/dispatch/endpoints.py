@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from batch_agent.backends.base import ModelRequest, Probe
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
-from batch_agent.dispatch.control import Ask, Controls
+from batch_agent.dispatch.control import Ask, ControlRequests
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, Probes
@@ -74,7 +74,7 @@ class EndpointMonitor:
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
         self._probes = Probes(backend, self.found)
-        self.controls = Controls(backend, ask_control, self._no_evidence, enabled=control_requests)
+        self.controls = ControlRequests(backend, ask_control, self._no_evidence, enabled=control_requests)
         self.decisions = Decisions(
             self._all,
             self.probe,
