@@ -247,8 +247,8 @@ class BatchSpec(BaseModel):
     )
     max_wall_time: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS")] = Field(
         None,
-        description="Seconds after which the run sends no more requests and ends as `out of budget`. Requests in flight "
-        "get a short grace, and are cancelled then.",
+        description="Seconds after which the run sends no more requests and ends as `out of budget`. Requests in "
+        "flight get a short grace, and are cancelled then.",
     )
     max_outage: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS", "seconds a server may be unreachable")] = Field(
         900.0,

@@ -30,6 +30,7 @@ State = Literal["healthy", "suspect", "down", "on trial"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two trials
 PAUSE_SHARE = 1 / 300  # of the outage so far
+DENIED_SHARE = 1 / 20  # the same if it denies every row
 JITTER = 0.3  # random part of a pause
 LEARNT = 10  # good answers before the slowest of them is used
 SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and factor over the slowest answer
@@ -160,7 +161,7 @@ class Health:
     def pause(self, now: float, since: float | None = None) -> float:
         """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * PAUSE_SHARE)
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * (DENIED_SHARE if self.is_denied else PAUSE_SHARE))
         return longest * (1 - JITTER * self._chance())
 
     def trial_seconds(self, now: float) -> float | None:
