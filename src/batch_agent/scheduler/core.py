@@ -14,7 +14,7 @@ block the turns behind it. With one endpoint, all of this is skipped.
 While every endpoint is down, one turn after another is a trial. A turn whose trial failed is set aside, so that no
 single row decides. If few are set aside, a new agent may start as a trial, and later another one now and then. A turn
 that was in flight twice when its endpoint went down is a suspect: it may crash the server. It is sent when no other
-turn waits, and never beside another suspect of the same endpoint.
+turn waits, and never beside another suspect.
 
 All methods are synchronous and get the time as a parameter. ``dispatch.slots`` wakes the coroutines of granted tickets.
 """
@@ -115,7 +115,7 @@ class Scheduler:
         self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
         self.parts = KvParts.of(False)
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for turns parked there
-        self._suspects_in_flight: set[Slot] = set()  # those that run beside other turns, each at its own endpoint
+        self._suspect_in_flight: Slot | None = None  # the suspect that runs beside other turns
 
     def use(self, parts: KvParts) -> None:
         """Set which parts of KV cache scheduling are on. Call it before the first turn."""
@@ -325,7 +325,7 @@ class Scheduler:
         slot = Slot(ticket, endpoint, now, endpoint.capacity.generation, sound, endpoint.take(now))
         ticket.slot = slot
         if ticket.row.suspect and not slot.trial:
-            self._suspects_in_flight.add(slot)
+            self._suspect_in_flight = slot
         self.inflight += 1
         self.controls_in_flight += ticket.control
         return slot
@@ -445,8 +445,6 @@ class Scheduler:
             if home is None or not router.works(home):
                 home = router.home(progress.key, progress.model) if progress.key else None
             worth = router.prefix.seconds(progress.tokens or int(router.first_tokens))
-        if ticket.row.suspect and self._suspects_in_flight:
-            ticket.avoid |= {slot.endpoint for slot in self._suspects_in_flight}
         best = self._best(progress, ticket.avoid, now)
         if home is None or home in ticket.avoid:
             pass
@@ -496,8 +494,7 @@ class Scheduler:
         """Return the next ready ticket. A suspect runs alone; a trial is alone at its endpoint."""
         if self._queue:
             return self._queue.take(self.slots)
-        beside = len(self._suspects_in_flight)
-        suspect = self.suspects[0] if self.suspects and (trial or beside < max(1, self.router.working)) else None
+        suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
         # Trials alternate: a row that always fails must not keep a suspect from being tried.
         if self.aside and (suspect is None or self.aside[0].tried_at <= suspect.tried_at):
             return self.aside.popleft()
@@ -516,8 +513,8 @@ class Scheduler:
         endpoint.give_back()
         if len(self.endpoints) > 1:
             self._given_back(endpoint)
-        if self._suspects_in_flight:
-            self._suspects_in_flight.discard(slot)
+        if slot is self._suspect_in_flight:
+            self._suspect_in_flight = None
         if slot.trial and not slot.overdue:
             endpoint.health.trial_over()
         return True
