@@ -80,7 +80,10 @@ class Trial:
             case "poison" | "poison at the end":  # with few slots, a control request for every three bad rows
                 return work + BACK_OFF + len(self.bad) / 3 * 0.2 * self.latency
             case "crash loop":  # each crash stops what is in flight, and the server until it is back
-                return work + (2 * RETRIES + 2) * (self.seconds + self.latency + BACK_OFF / RETRIES)
+                crashes = (2 * RETRIES + 2) * (self.seconds + self.latency + BACK_OFF / RETRIES)
+                # The row moves on to the next server: what was in flight at two of them is sent one at a time.
+                suspects = 0.0 if self.servers == 1 else 3 * self.slots * self.latency
+                return work + crashes + suspects
             case "lost requests":  # they hold slots until they count as lost
                 wait = max(RECALL, 20 * self.latency)
                 held = min(1.0, len(self.bad) / self.slots) * wait

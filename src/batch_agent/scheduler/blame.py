@@ -300,7 +300,10 @@ def judge(
         not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
     ):  # requests in flight may still be answered
         asks = can_ask and (all_tested or history.convicted < MOST_CONVICTED)
-        return Verdict("undecided", "doubted" if asks else "down", move=others_healthy)
+        if not asks:
+            return Verdict("undecided", "down", move=others_healthy)
+        if attempt.left_in_flight <= witnesses:  # a doubt costs time: with more in flight, one of them will tell
+            return Verdict("undecided", "doubted", move=others_healthy)
     hears = row.suspect or alone
     probe = hears or others_healthy or outcome == "silent"
     return Verdict("undecided", "suspect", others_healthy, probe, hears_probe=hears, alone=alone)
