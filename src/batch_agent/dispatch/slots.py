@@ -130,11 +130,14 @@ class Slots:
     async def again(self, slot: Slot, delay: float) -> None:
         """Join the queue again after ``delay`` seconds, to repeat a failed request."""
         if delay:
+            at_fault = slot.ticket.row.charges > 0
             self.scheduler.backing_off += 1
+            self.scheduler.at_fault += at_fault
             try:
                 await self._sleep(delay)
             finally:
                 self.scheduler.backing_off -= 1
+                self.scheduler.at_fault -= at_fault
                 self.pump()
         self.scheduler.again(slot)
         self.pump()

@@ -102,6 +102,7 @@ class Scheduler:
         self.agents = 0
         self.waiting = 0  # includes parked turns, not suspects
         self.backing_off = 0  # agents that wait for a retry and hold no slot
+        self.at_fault = 0  # of them, those that failed by themselves; some new agents start in their place
         self.at_tools = 0  # agents blocked on saturated tools
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
@@ -185,10 +186,15 @@ class Scheduler:
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         nowhere = not self.waiting or self.waiting == len(self._parking) + len(self._lanes)
-        if nowhere and spare > self.backing_off:
+        if nowhere and spare > self.backing_off - (self.at_fault and self._in_their_place()):
             return True
         slots = self.slots
         return slots is not None and slots > 0 and self.forecast.ending(0, slots)
+
+    def _in_their_place(self) -> int:
+        """Return how many agents may start in place of those that back off by their own fault."""
+        slots = self.slots
+        return min(self.at_fault, self.inflight if slots is None else slots // 2)
 
     def _spare(self) -> float:
         """Return the number of slots that would stay idle."""
