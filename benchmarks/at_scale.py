@@ -30,7 +30,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.errors import BackendError, Unavailable
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.server import Server, Terms
@@ -234,7 +234,7 @@ def ideal_seconds(world: World, slots: int) -> float:
 def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
     """Slots that the scheduler alone grants in a second of CPU: no event loop, no dispatcher."""
     scheduler = Scheduler(endpoints=[Endpoint(Server(str(n)), Terms(slots)) for n in range(endpoints)])
-    running: deque[Ticket] = deque()
+    running: deque[Slot] = deque()
     resting: deque[Progress] = deque()
     usage = Usage(100, 0, 10)
     granted, now = 0, 0.0
@@ -244,16 +244,15 @@ def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
         while scheduler.has_room(now):
             scheduler.start_agent()
             scheduler.request(Progress(), 0, now)
-            while (ticket := scheduler.grant(now)) is not None:
-                running.append(ticket)
+            while (slot := scheduler.grant(now)) is not None:
+                running.append(slot)
                 granted += 1
         now += TURN_SECONDS / (endpoints * slots)
-        ticket = running.popleft()
-        progress = ticket.progress
-        assert ticket.endpoint is not None
-        scheduler.answered(ticket, now - ticket.sent_at, usage, now)
-        ticket.endpoint.server.learn(now - ticket.sent_at, now)
-        scheduler.give_back(ticket)
+        done = running.popleft()
+        progress = done.ticket.progress
+        scheduler.answered(done, now - done.sent_at, usage, now)
+        done.endpoint.server.learn(now - done.sent_at, now)
+        scheduler.give_back(done)
         if progress.turns + 1 == TURNS:
             scheduler.end_agent(progress, TURNS)
         else:
@@ -261,8 +260,8 @@ def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
         if len(resting) > endpoints * slots // 4:
             progress = resting.popleft()
             scheduler.request(progress, progress.turns + 1, now)
-        while (next_ticket := scheduler.grant(now)) is not None:
-            running.append(next_ticket)
+        while (granted := scheduler.grant(now)) is not None:
+            running.append(granted)
             granted += 1
     return granted / (time.process_time() - began)
 

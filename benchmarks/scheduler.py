@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.kvflow import KvParts
 from benchmarks import report
@@ -36,7 +36,7 @@ TURN_BAR, FLAT_BAR = 40e-6, 1.2
 
 def decisions(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
-    running: deque[Ticket] = deque()  # requests on their way
+    running: deque[Slot] = deque()  # requests on their way
     in_tool: deque[Progress] = deque()
     to_start, ended, now = agents, 0, 0.0
     while ended < agents:
@@ -57,7 +57,7 @@ def decisions(agents: int) -> None:
 def crowd(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
     scheduler.forecast.rows = 0
-    running: deque[Ticket] = deque()
+    running: deque[Slot] = deque()
     in_tool: deque[Progress] = deque()
     now = 0.0
     for _ in range(agents):
@@ -71,10 +71,10 @@ def crowd(agents: int) -> None:
         _grant_all(scheduler, running)
 
 
-def _finish_turn(scheduler: Scheduler, ticket: Ticket, now: float, in_tool: deque[Progress]) -> bool:
+def _finish_turn(scheduler: Scheduler, slot: Slot, now: float, in_tool: deque[Progress]) -> bool:
     """Whether its agent is done."""
-    progress = ticket.progress
-    scheduler.give_back(ticket)
+    progress = slot.ticket.progress
+    scheduler.give_back(slot)
     scheduler.forecast.answered(progress, 1.0, now)
     if progress.turns + 1 < TURNS:
         in_tool.append(progress)
@@ -83,9 +83,9 @@ def _finish_turn(scheduler: Scheduler, ticket: Ticket, now: float, in_tool: dequ
     return True
 
 
-def _grant_all(scheduler: Scheduler, running: deque[Ticket]) -> None:
-    while (ticket := scheduler.grant()) is not None:
-        running.append(ticket)
+def _grant_all(scheduler: Scheduler, running: deque[Slot]) -> None:
+    while (slot := scheduler.grant()) is not None:
+        running.append(slot)
 
 
 def live(agents: int, *, tight: bool) -> float:
@@ -96,7 +96,7 @@ def live(agents: int, *, tight: bool) -> float:
     endpoint = scheduler.endpoints[0]
     scheduler.admission.set_capacity(endpoint, agents * (500 if tight else 100_000))
     waiting: deque[tuple[Progress, int]] = deque()
-    running: deque[Ticket] = deque()
+    running: deque[Slot] = deque()
     turns, now, spent, counted = max(2 * agents, 4_000), 0.0, 0.0, 0
     for _ in range(agents):
         scheduler.start_agent()
@@ -113,18 +113,19 @@ def live(agents: int, *, tight: bool) -> float:
         scheduler.request(progress, taken, now)
         _grant_all_at(scheduler, running, now)
         if len(running) >= INFLIGHT:
-            ticket = running.popleft()
-            before = 1_000 + 50 * (ticket.progress.turns - 1) if ticket.progress.turns else 0
-            usage = Usage(1_000 + 50 * ticket.progress.turns, before, 50)
-            scheduler.answered(ticket, 0.6, usage, now)
-            scheduler.give_back(ticket)
-            waiting.append((ticket.progress, ticket.progress.turns + 1))
+            slot = running.popleft()
+            progress = slot.ticket.progress
+            before = 1_000 + 50 * (progress.turns - 1) if progress.turns else 0
+            usage = Usage(1_000 + 50 * progress.turns, before, 50)
+            scheduler.answered(slot, 0.6, usage, now)
+            scheduler.give_back(slot)
+            waiting.append((progress, progress.turns + 1))
     return (time.process_time() - spent) / counted
 
 
-def _grant_all_at(scheduler: Scheduler, running: deque[Ticket], now: float) -> None:
-    while (ticket := scheduler.grant(now)) is not None:
-        running.append(ticket)
+def _grant_all_at(scheduler: Scheduler, running: deque[Slot], now: float) -> None:
+    while (slot := scheduler.grant(now)) is not None:
+        running.append(slot)
 
 
 LIVE, TIGHT = (128, 10_000), (100, 400, 1_600)

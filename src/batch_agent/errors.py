@@ -107,6 +107,7 @@ class BackendError(JobError):
         if overload is not None:
             self.overload = overload
         self.unreached = unreached  # the server has read nothing of the request, so its content is not the cause
+        self.stale = False  # a kept connection was closed at once: the server may not have read the request
         self.paid_elsewhere = False  # another caller's request, shared by this one, has been charged
         self.second_hand = False  # reported by a healthy server: no evidence against that server
         self.retry_after = retry_after  # seconds to wait, as the server requests

@@ -66,6 +66,7 @@ class Options(TypedDict, total=False):
     max_total_tokens: int | None
     max_wall_time: float | None
     max_outage: float | None
+    control_requests: bool
     affinity: str | None
     hedge: float | None
     kvflow: bool | Literal["auto"]

@@ -246,12 +246,20 @@ class BatchSpec(BaseModel):
         None, description="Maximum number of tokens of the run, prompts and answers. It then ends as `out of budget`."
     )
     max_wall_time: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS")] = Field(
-        None, description="Seconds after which the run sends no more requests and ends as `out of budget`."
+        None,
+        description="Seconds after which the run sends no more requests and ends as `out of budget`. Requests in "
+        "flight get a short grace, and are cancelled then.",
     )
     max_outage: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS", "seconds a server may be unreachable")] = Field(
         900.0,
         description="Seconds a server may be unreachable before the run ends as `unreachable`; it can be resumed. "
         "`None`: no limit. If no request ever reached the server, the run ends after 30 s.",
+    )
+    control_requests: Annotated[Switch, Scope.WHOLE] = Field(
+        True,
+        description="When rows fail and no other row can show why, send the server a request of a few tokens that does "
+        "not depend on any row. If it is answered, the rows are at fault; if not, the server is. It is counted by rate "
+        "limits and budgets like any other.",
     )
     affinity: OptionalText = Field(
         None,

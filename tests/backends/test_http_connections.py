@@ -70,17 +70,31 @@ async def cut_off(url: str) -> str:
 # Kept and used again
 
 
-async def test_a_request_that_meets_a_closed_connection_is_sent_again_on_a_new_one() -> None:
-    async with WireServer(answer({"n": 1}), silent_close, answer({"n": 2})) as server:
-        assert await post(server.url, times=2) == [b'{"n":1}', b'{"n":2}']
-        assert (server.connections, len(server.requests)) == (2, 3)
-
-
-async def test_a_request_is_not_sent_a_third_time() -> None:
+async def test_a_request_that_meets_a_closed_connection_fails_as_stale_and_is_not_sent_again() -> None:
     async with WireServer(answer({"n": 1}), silent_close) as server:
-        with pytest.raises(Unavailable, match="closed the connection before it answered"):
+        with pytest.raises(Unavailable, match="closed the connection before it answered") as caught:
             await post(server.url, times=2)
-        assert len(server.requests) == 3
+        assert caught.value.stale
+        assert (server.connections, len(server.requests)) == (1, 2)
+
+
+async def test_a_new_connection_that_is_closed_is_not_stale() -> None:
+    async with WireServer(silent_close) as server:
+        with pytest.raises(Unavailable, match="closed the connection before it answered") as caught:
+            await post(server.url)
+        assert not caught.value.stale
+        assert len(server.requests) == 1
+
+
+async def test_the_other_kept_connections_of_a_server_are_closed_with_a_stale_one() -> None:
+    async with WireServer(answer({"n": 1}), answer({"n": 1}), silent_close, answer({"n": 2})) as server:
+        async with HttpClient(server.url) as client, asyncio.timeout(10):
+            route = client.route("POST", "/x")
+            await asyncio.gather(client.send(route, b"{}"), client.send(route, b"{}"))
+            with pytest.raises(Unavailable):
+                await client.send(route, b"{}")
+            assert await client.send(route, b"{}") == b'{"n":2}'
+        assert server.connections == 3
 
 
 async def test_a_request_that_got_the_beginning_of_an_answer_is_not_sent_again() -> None:

@@ -99,14 +99,15 @@ async def test_what_came_before_a_body_broke_off_can_be_read() -> None:
 
 async def test_a_request_that_fails_before_its_head_raises_where_it_is_entered() -> None:
     async with Transport() as transport, asyncio.timeout(10):
-        async with WireServer(answer(b"a"), raw(b""), answer(b"b"), raw(b"")) as server:
-            for body in (b"a", b"b"):  # between them a connection that the server has closed
-                async with transport.open("GET", URL(server.url), {}) as response:
-                    assert await response.read_some() == body
-                    assert await response.read_some() == b""
-            with pytest.raises(ClosedEarly):
-                async with transport.open("GET", URL(server.url), {}):
-                    pass
+        async with WireServer(answer(b"a"), raw(b"")) as server:
+            async with transport.open("GET", URL(server.url), {}) as response:
+                assert await response.read_some() == b"a"
+                assert await response.read_some() == b""
+            for stale in (True, False):  # a kept connection that the server has closed, then a new one
+                with pytest.raises(ClosedEarly) as early:
+                    async with transport.open("GET", URL(server.url), {}):
+                        pass
+                assert early.value.stale is stale
         with pytest.raises(ConnectFailed) as caught:
             async with transport.open("GET", URL(server.url), {}):
                 pass

@@ -159,7 +159,7 @@ class Dispatching(RuleBasedStateMachine):
             self.wrong.append(f"{server.inflight} in flight")
         if not health.is_down or health.down_since == now:  # it goes down in this moment
             return
-        if not ticket.trial and self.policy.hedge is None:
+        if not (ticket.slot and ticket.slot.trial) and self.policy.hedge is None:
             self.wrong.append("a request that is no trial, to an endpoint that is down")
         outage, latest = self.trials.get(server.name, (-1.0, 0.0))
         if outage == health.down_since and now - latest < SHORTEST_PAUSE:

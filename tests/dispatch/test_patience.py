@@ -69,9 +69,7 @@ def test_one_denial_after_many_answers_does_not_end_the_run(number: int, status:
             return Fail(status) if request.number == number else Say("ok", latency=0.1)
 
         _, statistics = await finish(ScriptedBackend(script), 400)
-        assert statistics.ended == "complete"
-        # A forbidden or missing thing may be this row's own; a key is the same for all.
-        assert statistics.ok == (400 if status == 401 else 399)
+        assert (statistics.ok, statistics.ended) == (400, "complete")
 
     scenario()
 

@@ -132,15 +132,17 @@ async def test_where_probes_are_trusted_an_outage_ends_without_a_trial() -> None
 async def test_an_answer_that_has_begun_is_cut_only_when_no_more_of_it_comes(pause: float, ends: str) -> None:
     dispatcher, down, _, probes = two(trust_probes=True)
     probes.state = Probe("down", "no answer")
-    ticket = claim(dispatcher, down)
+    ticket, begun = claim(dispatcher, down), False
 
     async def streams() -> Reply:
+        nonlocal begun
         for _ in range(4):
             await asyncio.sleep(pause)
+            begun = True
             dispatcher.endpoints.flights.heard(ticket, asyncio.get_running_loop().time())
         return Reply("whole")
 
-    policy = Policy(wanted=lambda error: not ticket.heard_at)
+    policy = Policy(wanted=lambda error: not begun)
     asking = asyncio.create_task(dispatcher.ask(Asked(streams), policy, ticket=ticket))
     await asyncio.sleep(pause + 0.1)
     dispatcher.endpoints.found(down, probes.state)

@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
-from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.core import Slot
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.server import Server, Terms
 from batch_agent.testing import virtual_clock
 
 
-async def hold(dispatcher: Dispatcher, turns: int = 0) -> Ticket:
+async def hold(dispatcher: Dispatcher, turns: int = 0) -> Slot:
     dispatcher.scheduler.start_agent()
-    ticket = dispatcher.slots.claim(Progress(), turns)
-    await dispatcher.slots.hold(ticket)
-    return ticket
+    return await dispatcher.slots.hold(dispatcher.slots.claim(Progress(), turns))
 
 
 async def settle() -> None:
@@ -36,7 +34,7 @@ async def test_a_cancelled_waiter_gives_its_place_up() -> None:
     await settle()
     assert dispatcher.scheduler.waiting == 0
     dispatcher.slots.release(first)
-    assert (await hold(dispatcher)).state == "held"
+    assert (await hold(dispatcher)).ticket.slot is not None
 
 
 async def test_a_slot_granted_in_the_moment_of_cancellation_is_not_lost() -> None:
@@ -57,7 +55,7 @@ async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
     feed = asyncio.create_task(dispatcher.feed(lambda: None).wait_room())
     await settle()
     assert not feed.done()
-    dispatcher.slots.release(ticket)
+    dispatcher.slots.withdraw(ticket)
     assert await feed is True
 
 
@@ -67,15 +65,14 @@ async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_waits_for_a_s
     dispatcher = Dispatcher(None, 3, servers=servers, terms=Terms(2))
     own, other = dispatcher.scheduler.endpoints
     busy = [dispatcher.slots.claim(Progress(), 0, pinned=endpoint) for endpoint in (own, own, other)]
-    dispatcher.slots.release(busy.pop())
+    dispatcher.slots.withdraw(busy.pop())
     progress = Progress()
     progress.home, progress.tokens = own, 10_000
     turn = asyncio.create_task(dispatcher.slots.hold(ticket := dispatcher.slots.claim(progress, 0)))
     busy.append(dispatcher.slots.claim(Progress(), 0, pinned=other))
     await asyncio.sleep(60)  # longer than its prefix is worth; the clock stands still while something is due
-    dispatcher.slots.release(busy[0])
-    await turn
-    assert ticket.state == "held"
+    dispatcher.slots.withdraw(busy[0])
+    assert (await turn).ticket is ticket
 
 
 async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
@@ -94,7 +91,7 @@ async def test_a_paused_dispatcher_grants_nothing_until_resumed() -> None:
     await settle()
     assert not waiter.done()
     dispatcher.resume()
-    assert (await waiter).state == "held"
+    assert (await waiter).ticket.slot is not None
 
 
 @virtual_clock
@@ -106,24 +103,25 @@ async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_rings_no_alar
         dispatcher.scheduler.start_agent()
         each.home, each.tokens = home, 100_000  # its prefix is worth some seconds
     home.server.learn(0.001, 0.0)
-    assert dispatcher.slots.claim(progress[0], 0).endpoint is home
+    first = dispatcher.slots.claim(progress[0], 0).slot
+    assert first is not None and first.endpoint is home
     second = dispatcher.slots.claim(progress[1], 0)
     assert dispatcher.scheduler.due > 0
     dispatcher.pause()
     await asyncio.sleep(3600)  # the clock would stand still if an alarm rang again and again
     dispatcher.resume()
-    assert second.endpoint is dispatcher.scheduler.endpoints[1]
+    assert second.slot is not None and second.slot.endpoint is dispatcher.scheduler.endpoints[1]
 
 
 async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:
     dispatcher = Dispatcher(None, 8)
-    ticket = await hold(dispatcher)
-    dispatcher.endpoints.failed(ticket, RateLimited("later", retry_after=0.01))
-    dispatcher.slots.release(ticket)
+    slot = await hold(dispatcher)
+    dispatcher.endpoints.failed(slot, RateLimited("later", retry_after=0.01))
+    dispatcher.slots.release(slot)
     waiter = asyncio.create_task(hold(dispatcher))
     await settle()
     assert not waiter.done()
-    assert (await waiter).state == "held"
+    assert (await waiter).ticket.slot is not None
     dispatcher.close()
 
 
@@ -154,7 +152,7 @@ def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: l
 
         async def agent(done: asyncio.Event, turns: int) -> None:
             nonlocal inside
-            ticket = await hold(dispatcher, turns)
+            slot = await hold(dispatcher, turns)
             inside += 1
             limit = dispatcher.scheduler.max_inflight
             assert limit is None or inside <= max(limit, allowed)
@@ -162,7 +160,7 @@ def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: l
                 await done.wait()
             finally:
                 inside -= 1
-                dispatcher.slots.release(ticket)
+                dispatcher.slots.release(slot)
 
         allowed = 3  # the largest limit so far: those inside when it fell may stay
         for step, number in steps:

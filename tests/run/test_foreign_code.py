@@ -85,7 +85,9 @@ class Cancelling(Backend):
 
 @virtual_clock
 async def test_a_backend_that_lets_a_cancellation_escape_fails_the_row() -> None:
-    results = await BatchAgent.run(task="{input}", inputs=["a", "b"], backend=Cancelling(), max_agents=1)
+    results = await BatchAgent.run(
+        task="{input}", inputs=["a", "b"], backend=Cancelling(), max_agents=1, control_requests=False
+    )
     assert [result.error.type for result in results if result.error] == ["Unavailable", "Unavailable"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.scheduler.held import slot_of
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
@@ -52,15 +53,15 @@ class Agents:
 
     def serve(self) -> list[Ticket]:
         granted = []
-        while (ticket := self.scheduler.grant(self.now)) is not None:
-            granted.append(ticket)
+        while (slot := self.scheduler.grant(self.now)) is not None:
+            granted.append(slot.ticket)
         return granted
 
     def answer(self, ticket: Ticket) -> None:
         tokens = 1_000 * (ticket.progress.turns + 1)
         usage = Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=max(0, tokens - 1_000))
-        self.scheduler.answered(ticket, 1.0, usage, self.now)
-        self.scheduler.give_back(ticket)
+        self.scheduler.answered(slot_of(ticket), 1.0, usage, self.now)
+        self.scheduler.give_back(slot_of(ticket))
 
     def learn(self, agents: int, turns: int) -> None:
         """Some agents work to their ends, so that the others' turns and contexts can be projected."""
@@ -120,7 +121,7 @@ def test_a_turn_that_is_held_back_can_be_withdrawn() -> None:
     agents.learn(2, turns=4)
     tickets = [agents.start()[1] for _ in range(3)]
     agents.serve()
-    agents.scheduler.give_back(tickets[2])
+    agents.scheduler.withdraw(tickets[2])
     assert not agents.admission.held
     assert agents.scheduler.waiting == 0
 
@@ -147,8 +148,8 @@ def test_the_capacity_is_learnt_where_the_engine_does_not_report_it() -> None:
     for tokens in (4_000, 5_000):  # the order of use is followed from the first eviction on
         first, *others = agents.serve()
         usage = Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=10)
-        agents.scheduler.answered(first, 1.0, usage, agents.now)
-        agents.scheduler.give_back(first)
+        agents.scheduler.answered(slot_of(first), 1.0, usage, agents.now)
+        agents.scheduler.give_back(slot_of(first))
         for ticket in others:
             agents.answer(ticket)
         agents.now += 1.0
@@ -206,7 +207,7 @@ def test_a_turn_that_waits_for_its_own_endpoint_has_to_be_admitted_too() -> None
         progress.home, progress.tokens, progress.live = home, 5_000, True
         scheduler.start_agent()
     held, parked = scheduler.request(first, 1, 0.0), scheduler.request(second, 1, 0.0)
-    assert scheduler.grant(0.0) is held and scheduler.grant(0.0) is None
+    assert scheduler.grant(0.0) is held.slot and scheduler.grant(0.0) is None
     seen: list[Ticket] = []
 
     def refuse(waiting: Ticket, *_: object) -> bool:
@@ -214,7 +215,7 @@ def test_a_turn_that_waits_for_its_own_endpoint_has_to_be_admitted_too() -> None
         return False
 
     scheduler.admission.admit = refuse  # type: ignore[method-assign]
-    scheduler.give_back(held)
+    scheduler.give_back(slot_of(held))
     assert scheduler.grant(1.0) is None
     assert seen == [parked]
 

@@ -21,7 +21,9 @@ from batch_agent.errors import (
     Unavailable,
 )
 from batch_agent.scheduler.blame import (
+    LEAST_REFUSED,
     LEAST_TRYING,
+    MOST_CONVICTED,
     SEVERAL,
     SUSPECT,
     Attempt,
@@ -53,14 +55,34 @@ class Endpoint:
         left: int = 0,
         others: bool = False,
         few: bool = False,
+        asks: bool = False,
+        tested: bool = False,
+        sound: bool = False,
+        control: bool = False,
     ) -> Verdict:
-        attempt = Attempt(row, at if sent is None else sent, at, cast("Outcome", outcome), trial, left_in_flight=left)
-        verdict = judge(attempt, self.history, is_down=self.is_down, others_healthy=others, few_rows=few)
-        self.history.add(attempt, verdict)
+        sent = at if sent is None else sent
+        attempt = Attempt(row, sent, at, cast("Outcome", outcome), trial, sound, left, control)
+        verdict = judge(
+            attempt,
+            self.history,
+            is_down=self.is_down,
+            others_healthy=others,
+            few_rows=few,
+            can_ask=asks,
+            all_tested=tested,
+        )
+        if not control or outcome == "answered":
+            self.history.add(attempt, verdict)
         if verdict.endpoint == "down" and not self.is_down:
             self.history.go_down()
         self.is_down = verdict.endpoint == "down" or (self.is_down and verdict.endpoint != "healthy")
         return verdict
+
+
+def stale() -> Unavailable:
+    error = Unavailable("the server closed the connection before it answered")
+    error.stale = True
+    return error
 
 
 @pytest.mark.parametrize(
@@ -72,6 +94,7 @@ class Endpoint:
         (Unavailable("500", status=500), "broken"),
         (Unavailable("reset"), "broken"),
         (BadResponse("not valid HTTP"), "broken"),
+        (stale(), "stale"),
         (Unavailable("503", status=503, overload=True), "overloaded"),
         (RateLimited("429", status=429), "overloaded"),
         (Rejected("401", status=401), "denied"),
@@ -187,6 +210,113 @@ def test_a_row_that_failed_once_may_be_tried_at_another_endpoint_even_without_a_
     assert next_step(RowHistory(undecided=1, failures=2), 0, retryable=True, move=True) == "wait"
 
 
+# A kept connection that is closed at once
+
+
+def test_a_stale_connection_charges_nobody_and_its_row_is_sent_again_at_once() -> None:
+    endpoint, row, other = Endpoint(), RowHistory(), RowHistory()
+    verdict = endpoint.ends(row, "stale", 1.0)
+    assert (verdict.row, verdict.endpoint, verdict.at_once) == ("undecided", "", True)
+    assert next_step(row, 0, retryable=True) == "retry", "also without retries"
+    assert not endpoint.history.witnesses
+    endpoint.ends(other, "answered", 2.0)
+    assert (row.charges, row.undecided, row.refused, row.hits) == (0, 0, 0, 0)
+
+
+def test_a_stale_connection_counts_as_a_hit_if_the_server_is_gone_afterwards() -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    endpoint.ends(row, "stale", 1.0)
+    endpoint.ends(row, "unreachable", 1.1)
+    assert (row.hits, row.charges) == (1, 0)
+
+
+# Control requests
+
+
+@pytest.mark.parametrize(
+    ("asks", "tested", "convicted", "endpoint"),
+    [
+        (False, True, 0, "down"),
+        (True, True, 0, "doubted"),
+        (True, False, 0, "doubted"),
+        (True, False, MOST_CONVICTED, "down"),
+        (True, True, MOST_CONVICTED, "doubted"),
+    ],
+    ids=["no control requests", "all failed", "others left", "too many convicted", "too many, but all failed"],
+)
+def test_several_rows_that_break_are_judged_by_a_control_request(
+    asks: bool, tested: bool, convicted: int, endpoint: str
+) -> None:
+    at = Endpoint()
+    at.history.convicted = convicted
+    verdicts = [at.ends(RowHistory(), "broken", asks=asks, tested=tested).endpoint for _ in range(SEVERAL)]
+    assert verdicts[-1] == endpoint
+
+
+def test_the_answer_of_a_control_request_charges_the_rows_that_failed_before_it() -> None:
+    endpoint, rows = Endpoint(), [RowHistory() for _ in range(SEVERAL)]
+    for row in rows:
+        endpoint.ends(row, "broken", 1.0, asks=True)
+    late = RowHistory()
+    endpoint.ends(late, "broken", 3.0, sent=2.5, left=99)
+    endpoint.ends(RowHistory(), "answered", 4.0, sent=2.0, control=True)
+    assert [row.charges for row in rows] == [1] * SEVERAL
+    assert (late.charges, late.undecided) == (0, 1), "it was sent after the control request"
+    assert endpoint.history.convicted == SEVERAL
+    endpoint.ends(RowHistory(), "answered", 5.0)
+    assert endpoint.history.convicted == 0
+
+
+@pytest.mark.parametrize("outcome", ["broken", "unreachable", "silent", "overloaded", "stale"])
+def test_a_control_request_that_fails_puts_the_endpoint_down_and_charges_nobody(outcome: str) -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    endpoint.ends(row, "broken", 1.0, asks=True, few=True)
+    assert endpoint.ends(RowHistory(), outcome, 2.0, control=True).endpoint == "down"
+    assert (row.charges, row.undecided) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "refusals", "step"),
+    [(LEAST_REFUSED, 4, "fail"), (LEAST_REFUSED - 1.0, 4, "retry"), (LEAST_REFUSED, 3, "retry")],
+)
+def test_a_row_that_alone_is_too_much_fails_after_its_retries_and_a_minute(
+    seconds: float, refusals: int, step: str
+) -> None:
+    endpoint, row = Endpoint(), RowHistory(tested=True)
+    for number in range(refusals):
+        at = seconds * number / (refusals - 1)
+        verdict = endpoint.ends(row, "overloaded", at, few=True, asks=True)
+        assert (verdict.row, verdict.endpoint) == ("undecided", "doubted")
+        endpoint.ends(RowHistory(), "answered", at + 0.1, control=True)
+    assert next_step(row, 3, retryable=True) == step
+
+
+def test_the_first_refusal_for_load_of_a_row_asks_for_no_control_request() -> None:
+    assert Endpoint().ends(RowHistory(), "overloaded", few=True, asks=True).endpoint == ""
+
+
+# Crashes
+
+
+@pytest.mark.parametrize(
+    ("sound", "trial", "crashes"), [(True, False, [True]), (True, True, [False]), (False, False, [])]
+)
+def test_a_suspect_whose_server_was_up_before_has_crashed_it(sound: bool, trial: bool, crashes: list[bool]) -> None:
+    endpoint, row = Endpoint(), RowHistory(hits=SUSPECT)
+    endpoint.history.open[row] = [Attempt(row, 1.0, 2.0, "broken", trial, sound)]
+    endpoint.history.go_down()
+    assert [crash.proven for crash in row.crashes] == crashes
+    assert row.hits == SUSPECT + (not crashes)
+
+
+def test_crashes_after_good_answers_fail_a_row_after_its_retries() -> None:
+    history, row = EndpointHistory(), RowHistory()
+    for number in range(4):
+        assert not row.is_poison(3)
+        assert row.crash(history, Attempt(row, number, number + 0.5, "broken", sound=True))
+    assert row.is_poison(3)
+
+
 class Judging(RuleBasedStateMachine):
     """Attempts that end in any order, at endpoints of any state: the books stay in balance."""
 
@@ -206,7 +336,7 @@ class Judging(RuleBasedStateMachine):
         which=st.integers(0, 2),
         row=st.integers(0, 4),
         outcome=st.sampled_from(
-            ["answered", "flawed", "refused", "overloaded", "broken", "broken", "unreachable", "silent", "recalled"]
+            ["answered", "flawed", "refused", "overloaded", "broken", "stale", "unreachable", "silent", "recalled"]
         ),
         took=st.integers(0, 5),
         left=st.integers(0, 9),
@@ -245,7 +375,9 @@ class Judging(RuleBasedStateMachine):
     def the_books_balance(self) -> None:
         for row in self.rows:
             there = sum(
-                attempt.outcome != "overloaded" for each in self.endpoints for attempt in each.history.open.get(row, ())
+                attempt.outcome not in ("overloaded", "stale")
+                for each in self.endpoints
+                for attempt in each.history.open.get(row, ())
             )
             assert 0 <= row.undecided <= there
             assert row.charges + row.undecided <= min(self.max_retries, self.attempts[row])

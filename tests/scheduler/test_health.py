@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,3 +89,32 @@ def test_in_any_order_of_events_a_server_that_is_down_gets_one_trial_a_pause(ste
             assert endpoint.capacity.limit == 1
         assert endpoint.inflight == len(flights)
         assert (health.state == "on trial") <= any(trial for trial, _ in flights)
+
+
+def test_an_answered_trial_leaves_the_endpoint_sound() -> None:
+    endpoint = Endpoint()
+    endpoint.health.go_down(0.0)
+    assert endpoint.take(1.0)
+    assert endpoint.health.answer(0.5, 1.0, 1.5)
+    endpoint.health.trial_over()
+    assert endpoint.health.is_sound(2.0)
+
+
+def test_an_endpoint_in_doubt_takes_nothing_but_a_control_request() -> None:
+    endpoint = Endpoint()
+    endpoint.health.doubt("500", 1.0)
+    assert not endpoint.has_slot(1.0) and not endpoint.spare
+    assert endpoint.takes_control(1.0)
+    endpoint.health.answer(0.0, 1.0, 2.0)
+    assert endpoint.has_slot(2.0)
+
+
+def test_silence_is_looked_into_less_and_less_often_until_an_answer_comes() -> None:
+    health = Endpoint().health
+    health.heard, looks = 0.0, []
+    for _ in range(4):
+        looks.append(health.silent_at)
+        health.look(health.silent_at)
+    assert [later - earlier for earlier, later in pairwise([0.0, *looks])] == [5.0, 10.0, 20.0, 40.0]
+    health.answer(0.5, 0.0, 100.0)
+    assert health.silent_at == 105.0

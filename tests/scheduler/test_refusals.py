@@ -29,6 +29,19 @@ def test_a_wrong_key_after_answers_is_confirmed_by_later_requests() -> None:
     assert denied(refusals, "b", 401, at=5.0) == "all"
 
 
+def test_a_forbidden_thing_after_answers_is_confirmed_too_where_a_control_request_can_tell_the_rest() -> None:
+    for status in (403, 404, 307):
+        refusals = Refusals()
+        refusals.answered(1.0)
+        scopes = [
+            refusals.scope("a", status, "no", Denial(at, at, number), 0, can_ask=True)
+            for number, at in ((1, 2.0), (2, 3.0))
+        ]
+        assert scopes == ["confirm", "all"]
+        refusals.answered(4.0)
+        assert refusals.scope("a", status, "no", Denial(5.0, 5.0, 3), 0, can_ask=True) == "row"
+
+
 def test_denials_of_requests_that_were_in_flight_together_do_not_confirm_each_other() -> None:
     refusals = Refusals()
     refusals.answered(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.scheduler.held import slot_of
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
@@ -38,17 +39,17 @@ def ask(scheduler: Scheduler, progress: Progress | None = None, turns: int = 0) 
 
 def granted(scheduler: Scheduler, now: float = 0.0) -> list[Ticket]:
     out = []
-    while (ticket := scheduler.grant(now)) is not None:
-        out.append(ticket)
+    while (slot := scheduler.grant(now)) is not None:
+        out.append(slot.ticket)
     return out
 
 
 def answer(scheduler: Scheduler, ticket: Ticket, seconds: float = 1.0, tokens: int = 1000, cached: int = 0) -> None:
     usage = Usage(prompt_tokens=tokens, cached_tokens=cached)
-    assert ticket.endpoint is not None
-    ticket.endpoint.server.learn(seconds, 0.0)
-    scheduler.answered(ticket, seconds, usage, now=0.0)
-    scheduler.give_back(ticket)
+    slot = slot_of(ticket)
+    slot.endpoint.server.learn(seconds, 0.0)
+    scheduler.answered(slot, seconds, usage, now=0.0)
+    scheduler.give_back(slot)
 
 
 def has_answered(scheduler: Scheduler, endpoint: Endpoint, seconds: float, times: int = 1) -> None:
@@ -58,7 +59,7 @@ def has_answered(scheduler: Scheduler, endpoint: Endpoint, seconds: float, times
 
 
 def places(tickets: list[Ticket]) -> Counter[str]:
-    return Counter(ticket.endpoint.name for ticket in tickets if ticket.endpoint is not None)
+    return Counter(slot_of(ticket).endpoint.name for ticket in tickets)
 
 
 def test_agents_without_a_key_use_all_endpoints_evenly() -> None:
@@ -73,7 +74,7 @@ def test_a_fast_endpoint_has_more_on_its_way_than_a_slow_one() -> None:
     for _ in range(2):
         ask(scheduler)
     for ticket in granted(scheduler):
-        answer(scheduler, ticket, seconds=8.0 if ticket.endpoint is scheduler.endpoints[0] else 1.0)
+        answer(scheduler, ticket, seconds=8.0 if slot_of(ticket).endpoint is scheduler.endpoints[0] else 1.0)
     for _ in range(27):
         ask(scheduler)
     found = places(granted(scheduler))
@@ -93,12 +94,12 @@ def test_an_agents_turns_stay_on_one_endpoint() -> None:
     scheduler.start_agent()
     first = ask(scheduler, progress)
     assert granted(scheduler) == [first]
-    home = first.endpoint
+    home = slot_of(first).endpoint
     answer(scheduler, first)
     for turn in range(1, 5):
         again = ask(scheduler, progress, turn)
         granted(scheduler)
-        assert again.endpoint is home
+        assert slot_of(again).endpoint is home
         answer(scheduler, again)
 
 
@@ -108,9 +109,9 @@ def a_full_home(scheduler: Scheduler, *, seconds: float, tokens: int) -> tuple[P
     scheduler.start_agent()
     first = ask(scheduler, progress)
     granted(scheduler)
+    home = slot_of(first).endpoint
     answer(scheduler, first, seconds, tokens)
-    home = first.endpoint
-    assert home is not None and home.capacity.limit is not None
+    assert home.capacity.limit is not None
     last = first
     for _ in range(home.capacity.limit):
         other = Progress()
@@ -118,7 +119,7 @@ def a_full_home(scheduler: Scheduler, *, seconds: float, tokens: int) -> tuple[P
         scheduler.start_agent()
         last = ask(scheduler, other)
         granted(scheduler)
-        assert last.endpoint is home
+        assert slot_of(last).endpoint is home
     return progress, last
 
 
@@ -129,9 +130,10 @@ def test_a_turn_waits_for_its_own_endpoint_where_the_prefix_is_worth_more_than_t
     assert granted(scheduler) == []
     others = [ask(scheduler) for _ in range(2)]
     assert granted(scheduler) == others, "it holds up nobody behind it"
-    scheduler.give_back(last)
+    home = slot_of(last).endpoint
+    scheduler.give_back(slot_of(last))
     assert granted(scheduler) == [waits]
-    assert waits.endpoint is last.endpoint
+    assert slot_of(waits).endpoint is home
 
 
 def test_a_turn_goes_elsewhere_at_once_where_the_wait_is_longer_than_the_prefix_is_worth() -> None:
@@ -139,7 +141,7 @@ def test_a_turn_goes_elsewhere_at_once_where_the_wait_is_longer_than_the_prefix_
     progress, last = a_full_home(scheduler, seconds=100.0, tokens=100)
     spills = ask(scheduler, progress, 1)
     assert granted(scheduler) == [spills]
-    assert spills.endpoint is not last.endpoint
+    assert slot_of(spills).endpoint is not slot_of(last).endpoint
 
 
 def test_nobody_waits_for_longer_than_its_prefix_is_worth() -> None:
@@ -148,7 +150,7 @@ def test_nobody_waits_for_longer_than_its_prefix_is_worth() -> None:
     waits = ask(scheduler, progress, 1)
     assert granted(scheduler) == []
     assert granted(scheduler, now=scheduler.due) == [waits]
-    assert waits.endpoint is not last.endpoint
+    assert slot_of(waits).endpoint is not slot_of(last).endpoint
 
 
 def test_a_parked_turn_that_is_withdrawn_leaves_nothing_behind() -> None:
@@ -156,8 +158,8 @@ def test_a_parked_turn_that_is_withdrawn_leaves_nothing_behind() -> None:
     progress, last = a_full_home(scheduler, seconds=0.1, tokens=100_000)
     waits = ask(scheduler, progress, 1)
     granted(scheduler)
-    scheduler.give_back(waits)
-    scheduler.give_back(last)
+    scheduler.withdraw(waits)
+    scheduler.give_back(slot_of(last))
     assert granted(scheduler) == []
     assert scheduler.waiting == 0
 
@@ -176,13 +178,13 @@ def test_turns_that_wait_for_an_endpoint_that_goes_down_go_elsewhere() -> None:
     progress, last = a_full_home(scheduler, seconds=0.1, tokens=100_000)
     waits = ask(scheduler, progress, 1)
     assert granted(scheduler) == []
-    home = last.endpoint
+    home = slot_of(last).endpoint
     assert home is not None
     home.health.go_down(0.0)
     home.server.go_down()
     scheduler.touch(home)
     assert granted(scheduler) == [waits]
-    assert waits.endpoint is not home
+    assert slot_of(waits).endpoint is not home
 
 
 def test_agents_with_one_key_share_an_endpoint_and_keys_are_spread() -> None:
@@ -192,8 +194,7 @@ def test_agents_with_one_key_share_an_endpoint_and_keys_are_spread() -> None:
         scheduler.start_agent()
         ticket = ask(scheduler, Progress(key=f"site {number % 100}"))
         granted(scheduler)
-        assert ticket.endpoint is not None
-        homes.setdefault(f"site {number % 100}", set()).add(ticket.endpoint.name)
+        homes.setdefault(f"site {number % 100}", set()).add(slot_of(ticket).endpoint.name)
     assert all(len(found) == 1 for found in homes.values())
     assert len({name for found in homes.values() for name in found}) == 10
 
@@ -237,9 +238,9 @@ def test_a_turn_that_waits_for_a_model_without_a_free_endpoint_holds_up_no_other
     first, second = (ask(scheduler, Progress(model="large")) for _ in range(2))
     small = ask(scheduler, Progress(model="small"))
     assert granted(scheduler) == [first, small]
-    scheduler.give_back(first)
+    scheduler.give_back(slot_of(first))
     assert granted(scheduler) == [second]
-    assert second.endpoint is endpoints[1]
+    assert slot_of(second).endpoint is endpoints[1]
 
 
 def test_a_long_conversation_goes_where_the_context_is_long_enough() -> None:
@@ -249,7 +250,7 @@ def test_a_long_conversation_goes_where_the_context_is_long_enough() -> None:
     scheduler.start_agent()
     ticket = ask(scheduler, progress)
     granted(scheduler)
-    assert ticket.endpoint is scheduler.endpoints[1]
+    assert slot_of(ticket).endpoint is scheduler.endpoints[1]
 
 
 def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() -> None:
@@ -258,21 +259,21 @@ def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() 
     for _ in range(2):
         ask(scheduler)
     for ticket in granted(scheduler):
-        answer(scheduler, ticket, seconds=8.0 if ticket.endpoint is scheduler.endpoints[0] else 1.0)
+        answer(scheduler, ticket, seconds=8.0 if slot_of(ticket).endpoint is scheduler.endpoints[0] else 1.0)
         scheduler.end_agent(ticket.progress, 1)
     has_answered(scheduler, scheduler.endpoints[1], 1.0, times=50)
     both = [ask(scheduler) for _ in range(2)]
     assert len(granted(scheduler)) == 2, "there is much to do"
     for ticket in both:
-        scheduler.give_back(ticket)
+        scheduler.give_back(slot_of(ticket))
         scheduler.end_agent(ticket.progress, 1)
     scheduler.forecast.rows = 0
     last = [ask(scheduler) for _ in range(2)]
     (one,) = granted(scheduler)
-    assert one.endpoint is scheduler.endpoints[1]
-    scheduler.give_back(one)
+    assert slot_of(one).endpoint is scheduler.endpoints[1]
+    scheduler.give_back(slot_of(one))
     (two,) = granted(scheduler)
-    assert two.endpoint is scheduler.endpoints[1]
+    assert slot_of(two).endpoint is scheduler.endpoints[1]
     assert {one, two} == set(last)
 
 
@@ -286,7 +287,7 @@ def test_a_slow_endpoint_is_asked_when_it_is_the_only_one_left() -> None:
     scheduler.touch(fast)
     ticket = ask(scheduler)
     assert granted(scheduler) == [ticket]
-    assert ticket.endpoint is slow
+    assert slot_of(ticket).endpoint is slow
 
 
 def test_a_turn_that_failed_at_the_only_other_endpoint_goes_to_the_slow_one() -> None:
@@ -301,7 +302,7 @@ def test_a_turn_that_failed_at_the_only_other_endpoint_goes_to_the_slow_one() ->
     failed = ask(scheduler)
     failed.avoid = frozenset({fast})
     assert granted(scheduler) == [failed]
-    assert failed.endpoint is slow
+    assert slot_of(failed).endpoint is slow
 
 
 def test_endpoints_join_and_leave_while_turns_are_in_flight() -> None:
@@ -311,14 +312,14 @@ def test_endpoints_join_and_leave_while_turns_are_in_flight() -> None:
     assert len(granted(scheduler)) == 2
     joined = serving("new", 2)
     scheduler.add(joined)
-    assert [ticket.endpoint for ticket in granted(scheduler)] == [joined, joined]
+    assert [slot_of(ticket).endpoint for ticket in granted(scheduler)] == [joined, joined]
     scheduler.leave(only)
     ask(scheduler)
-    scheduler.give_back(first[0])
+    scheduler.give_back(slot_of(first[0]))
     assert granted(scheduler) == [], "an endpoint that leaves gets nothing more"
-    scheduler.give_back(first[1])
+    scheduler.give_back(slot_of(first[1]))
     assert scheduler.endpoints == [joined]
-    scheduler.give_back(first[2])
+    scheduler.give_back(slot_of(first[2]))
     assert len(granted(scheduler)) == 1
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_agent.errors import InternalError
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.forecast import Progress
 
 
@@ -17,10 +17,10 @@ def request(scheduler: Scheduler, turns: int = 0) -> Ticket:
     return scheduler.request(Progress(), turns, now=0.0)
 
 
-def granted(scheduler: Scheduler) -> list[Ticket]:
+def granted(scheduler: Scheduler) -> list[Slot]:
     out = []
-    while (ticket := scheduler.grant()) is not None:
-        out.append(ticket)
+    while (slot := scheduler.grant()) is not None:
+        out.append(slot)
     return out
 
 
@@ -28,9 +28,9 @@ def test_the_agent_that_has_come_furthest_goes_first() -> None:
     scheduler = Scheduler(max_inflight=1)
     far, near, middle = (request(scheduler, turns) for turns in (1, 9, 5))
     order = []
-    while (ticket := scheduler.grant()) is not None:
-        order.append(ticket)
-        scheduler.give_back(ticket)
+    while (slot := scheduler.grant()) is not None:
+        order.append(slot.ticket)
+        scheduler.give_back(slot)
     assert order == [near, middle, far]
 
 
@@ -110,7 +110,7 @@ def test_a_run_that_drains_or_pauses_starts_nothing_at_its_end() -> None:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["request", "grant", "give_back", "withdraw", "resize", "pause", "resume"]), st.integers(0, 50)
+        st.sampled_from(["request", "slot", "give_back", "withdraw", "resize", "pause", "resume"]), st.integers(0, 50)
     ),
     max_size=200,
 )
@@ -123,25 +123,25 @@ def test_in_any_interleaving_the_limit_holds_and_no_slot_is_lost(
 ) -> None:
     scheduler = Scheduler(max_inflight=limit)
     waiting: list[Ticket] = []
-    held: list[Ticket] = []
+    held: list[Slot] = []
     for step, number in steps:
         if step == "request":
             waiting.append(request(scheduler, number % 7))
-        elif step == "grant":
+        elif step == "slot":
             before = len(held)
-            ticket = scheduler.grant()
-            if ticket is not None:
+            slot = scheduler.grant()
+            if slot is not None:
                 assert not scheduler.paused
                 assert scheduler.max_inflight is None or before < scheduler.max_inflight
-                waiting.remove(ticket)
-                held.append(ticket)
+                waiting.remove(slot.ticket)
+                held.append(slot)
             else:
                 full = scheduler.max_inflight is not None and len(held) >= scheduler.max_inflight
                 assert scheduler.paused or not waiting or full
         elif step == "give_back" and held:
             scheduler.give_back(held.pop(number % len(held)))
         elif step == "withdraw" and waiting:
-            scheduler.give_back(waiting.pop(number % len(waiting)))
+            scheduler.withdraw(waiting.pop(number % len(waiting)))
         elif step == "resize":
             scheduler.max_inflight = None if number == 0 else 1 + number % 6
         elif step in ("pause", "resume"):
@@ -150,4 +150,4 @@ def test_in_any_interleaving_the_limit_holds_and_no_slot_is_lost(
         assert scheduler.waiting == len(waiting)
     scheduler.paused = False
     scheduler.max_inflight = None
-    assert set(granted(scheduler)) == set(waiting)
+    assert {slot.ticket for slot in granted(scheduler)} == set(waiting)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.blame import SUSPECT
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.server import Server, Terms
@@ -28,8 +28,8 @@ class Tickets(RuleBasedStateMachine):
         self.now = 0.0
         self.joined = 0
         self.waiting: list[Ticket] = []  # those that are set aside too
-        self.held: list[Ticket] = []
-        self.failed: list[Ticket] = []  # they back off
+        self.held: list[Slot] = []
+        self.failed: list[Slot] = []  # they back off
         self.resting: list[Progress] = []
 
     @initialize(endpoints=st.integers(1, 3), models=st.sampled_from(MODELS))
@@ -63,44 +63,43 @@ class Tickets(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(number=NUMBER, tokens=st.sampled_from([0, 1000, 100_000]))
     def answer(self, number: int, tokens: int) -> None:
-        ticket = self.held.pop(number % len(self.held))
-        assert ticket.endpoint is not None
-        ticket.endpoint.server.learn(1.0, self.now)
-        self.scheduler.answered(ticket, 1.0 + number % 5, Usage(prompt_tokens=tokens), self.now)
-        self._set_up(ticket.endpoint)
-        self.scheduler.give_back(ticket)
-        if ticket.pinned is None:
-            self.resting.append(ticket.progress)
+        slot = self.held.pop(number % len(self.held))
+        slot.endpoint.server.learn(1.0, self.now)
+        self.scheduler.answered(slot, 1.0 + number % 5, Usage(prompt_tokens=tokens), self.now)
+        self._set_up(slot.endpoint)
+        self.scheduler.give_back(slot)
+        if slot.ticket.pinned is None:
+            self.resting.append(slot.ticket.progress)
 
     @precondition(lambda self: self.held)
     @rule(number=NUMBER, how=st.sampled_from(["", "crash", "move", "down", "down"]), backs_off=st.booleans())
     def fail(self, number: int, how: str, backs_off: bool) -> None:
-        ticket = self.held.pop(number % len(self.held))
-        assert ticket.endpoint is not None
+        slot = self.held.pop(number % len(self.held))
         if how == "crash":
-            ticket.row.hits = SUSPECT
+            slot.ticket.row.hits = SUSPECT
         elif how == "move":
-            ticket.avoid |= {ticket.endpoint}
+            slot.ticket.avoid |= {slot.endpoint}
         elif how == "down":
-            self._set_down(ticket.endpoint)
-        self.scheduler.give_back(ticket)
-        self.failed.append(ticket)
+            self._set_down(slot.endpoint)
+        assert self.scheduler.give_back(slot)
+        assert not self.scheduler.give_back(slot)  # twice is harmless
+        self.failed.append(slot)
         if not backs_off:
             self.ask_again(-1)
 
     @precondition(lambda self: self.failed)
     @rule(number=NUMBER)
     def ask_again(self, number: int) -> None:
-        ticket = self.failed.pop(number % len(self.failed))
-        self.scheduler.again(ticket)
-        self.waiting.append(ticket)
+        slot = self.failed.pop(number % len(self.failed))
+        self.scheduler.again(slot)
+        self.waiting.append(slot.ticket)
 
     @precondition(lambda self: self.waiting)
     @rule(number=NUMBER)
     def withdraw(self, number: int) -> None:
         ticket = self.waiting.pop(number % len(self.waiting))
-        self.scheduler.give_back(ticket)
-        self.scheduler.give_back(ticket)  # twice is harmless
+        self.scheduler.withdraw(ticket)
+        self.scheduler.withdraw(ticket)  # twice is harmless
 
     # Endpoints
 
@@ -131,7 +130,7 @@ class Tickets(RuleBasedStateMachine):
     @rule(number=NUMBER)
     def leave(self, number: int) -> None:
         endpoint, staying = self._one(number), [each for each in self.scheduler.endpoints if not each.leaving]
-        tickets = [*self.waiting, *self.held, *self.failed]
+        tickets = [*self.waiting, *(slot.ticket for slot in (*self.held, *self.failed))]
         if len(staying) > 1 and not any(ticket.pinned is endpoint for ticket in tickets):
             self.scheduler.leave(endpoint)
 
@@ -144,10 +143,10 @@ class Tickets(RuleBasedStateMachine):
             self.scheduler.touch(endpoint)
 
     def grant(self) -> None:
-        while (ticket := self.scheduler.grant(self.now)) is not None:
-            assert ticket.pinned in (None, ticket.endpoint)
-            self.waiting.remove(ticket)
-            self.held.append(ticket)
+        while (slot := self.scheduler.grant(self.now)) is not None:
+            assert slot.ticket.pinned in (None, slot.endpoint)
+            self.waiting.remove(slot.ticket)
+            self.held.append(slot)
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -160,9 +159,9 @@ class Tickets(RuleBasedStateMachine):
         assert scheduler.waiting == len(self.waiting) - aside
         assert scheduler.inflight == len(self.held) <= MOST
         for endpoint in scheduler.endpoints:
-            there = [ticket for ticket in self.held if ticket.endpoint is endpoint]
+            there = [slot for slot in self.held if slot.endpoint is endpoint]
             assert endpoint.inflight == len(there)
-            assert sum(not ticket.trial for ticket in there) <= CEILING
+            assert sum(not slot.trial for slot in there) <= CEILING
 
     def teardown(self) -> None:
         if not self.joined:
@@ -175,7 +174,7 @@ class Tickets(RuleBasedStateMachine):
         while self.held or self.waiting:
             self.wait(1e6)
             self.counts_are_right()
-            assert self.held, [(ticket.state, ticket.endpoint) for ticket in self.waiting]
+            assert self.held, [ticket.state for ticket in self.waiting]
             self.scheduler.give_back(self.held.pop())
 
 
@@ -184,13 +183,14 @@ def test_a_pinned_ticket_that_was_set_aside_waits_with_the_others_when_an_endpoi
     (only,) = scheduler.endpoints
     ticket = scheduler.request(Progress(), 0, 0.0, only)
     only.health.go_down(0.0)
-    assert scheduler.grant(10.0) is ticket and ticket.trial
-    scheduler.give_back(ticket)
-    scheduler.again(ticket)
+    slot = scheduler.grant(10.0)
+    assert slot is not None and slot.ticket is ticket and slot.trial
+    scheduler.give_back(slot)
+    scheduler.again(slot)
     scheduler.add(Endpoint(name="joins"))
     assert scheduler.grant(10.0) is None
     assert scheduler.waiting == 1
-    scheduler.give_back(ticket)
+    scheduler.withdraw(ticket)
     assert not scheduler.wanted
 
 

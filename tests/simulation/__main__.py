@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing import get_context
 from time import process_time
 
+from tests.simulation.evidence import play_evidence
 from tests.simulation.play import play
 from tests.simulation.shrink import shrink
 from tests.simulation.workload import SHAPES, Shape
@@ -53,8 +54,10 @@ class Tally:
 def one(seed: int, shapes: tuple[Shape, ...]) -> Tally:
     began = process_time()
     _, _, played = play(seed, shapes)
+    trial, blamed = play_evidence(seed)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    failed = {seed: "\n  ".join(played.problems[:3])} if played.problems else {}
+    problems = [*played.problems[:3], *(f"{trial}: {problem}" for problem in blamed.problems)]
+    failed = {seed: "\n  ".join(problems)} if problems else {}
     return Tally(
         1, played.sittings, played.kills, played.requests, played.seconds, process_time() - began, memory, failed
     )
@@ -82,6 +85,10 @@ def _played(seeds: Iterable[int], shapes: tuple[Shape, ...], jobs: int) -> Itera
 def explain(seed: int, shapes: tuple[Shape, ...]) -> bool:
     """Play one seed, and make it smaller if it fails. True if it does not."""
     workload, faults, played = play(seed, shapes)
+    trial, blamed = play_evidence(seed)
+    if blamed.problems:
+        print("\n".join([f"seed {seed} fails: {trial}", *(f"  {problem}" for problem in blamed.problems)]))
+        return False
     if not played.problems:
         print(
             f"seed {seed}: {played.sittings} sittings, {played.kills} kills, {played.seconds:.0f} s; nothing is wrong"

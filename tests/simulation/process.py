@@ -22,6 +22,7 @@ from tests.simulation.world import Disk, ModelServer, Row, World
 
 from batch_agent import Tool
 from batch_agent.backends.base import ModelRequest, OnToolCall, Probe
+from batch_agent.dispatch.control import CONTROL_JOB
 from batch_agent.errors import StoreError, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
@@ -207,6 +208,8 @@ class ServerBackend(ScriptedBackend):
             raise Unavailable("connection refused", unreached=True)
         reply = await super().infer(request, on_tool_call)
         await process.alive()
+        if request.job_id == CONTROL_JOB:
+            return reply
         world.note_answer(reply.reasoning, reply.usage)
         process.answered[reply.reasoning] += 1
         process.answered_at[reply.reasoning] = asyncio.get_running_loop().time()
@@ -214,7 +217,8 @@ class ServerBackend(ScriptedBackend):
         return reply
 
     async def _reply(self, request: Request) -> ScriptedReply:
-        self._process.world.note_request(mark_of(request))
+        if not request.is_control:
+            self._process.world.note_request(mark_of(request))
         self._process.event("request")
         await self._process.alive()
         return await self._model.reply(request)

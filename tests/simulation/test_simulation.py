@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from tests.simulation.evidence import play_evidence
 from tests.simulation.faults import Fault, Kill
 from tests.simulation.play import play, play_against
 from tests.simulation.process import Process
@@ -17,6 +18,12 @@ from tests.simulation.workload import Edition, Workload
 def test_nothing_is_lost_and_nothing_is_done_twice(seed: int) -> None:
     workload, faults, played = play(seed)
     assert not played.problems, f"make soak SEED={seed}\n{workload}\n{faults}\n" + "\n".join(played.problems)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bad_rows_and_bad_servers_are_told_apart_in_time_and_without_waste(seed: int) -> None:
+    trial, played = play_evidence(seed)
+    assert not played.problems, f"make soak SEED={seed}\n{trial}\n" + "\n".join(played.problems)
 
 
 def test_a_seed_plays_the_same_each_time() -> None:

@@ -54,8 +54,10 @@ class ModelServer:
         await self._changed.wait()
 
     async def reply(self, request: Request) -> ScriptedReply:
-        mark = mark_of(request)
         self._count()
+        if request.is_control:
+            return await self._serve_control()
+        mark = mark_of(request)
         self.inflight += 1
         self.world.inflight[mark] += 1
         try:
@@ -65,6 +67,11 @@ class ModelServer:
         finally:
             self.inflight -= 1
             self.world.inflight[mark] -= 1
+
+    async def _serve_control(self) -> ScriptedReply:
+        while (failure := self._failure()) is None and self.mode in ("stuck", "mute"):
+            await self._changed.wait()
+        return Say("OK", latency=0.1) if failure is None else failure
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -122,3 +122,13 @@ def test_the_result_of_the_coroutine_is_returned() -> None:
         return "done"
 
     assert run_virtual(main()) == "done"
+
+
+@virtual_clock
+async def test_a_wait_that_is_shorter_than_a_step_of_the_clock_passes() -> None:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(1e6)
+    began, goal = loop.time(), 1e-12
+    while loop.time() - began < goal:  # as one does who waits for a part of a token
+        await asyncio.sleep(goal - (loop.time() - began))
+    assert loop.time() > began

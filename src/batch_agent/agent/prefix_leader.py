@@ -17,11 +17,12 @@ LEAST_TOKENS = 512  # a shorter prefix is computed in less time than waiting for
 LEAST_TOGETHER = 16  # requests that would reach the engine at once; with fewer, few compute the prefix twice
 SLOWEST = 200  # tokens per second at which a prefix is expected to be computed
 PATIENCE = 1.0  # seconds in addition
+LONGEST = 15.0  # seconds at most: a request may be lost, and answers usually begin sooner
 
 
 class PrefixLeader:
     def __init__(self, prefix_tokens: int) -> None:
-        self._seconds = PATIENCE + prefix_tokens / SLOWEST
+        self._seconds = min(LONGEST, PATIENCE + prefix_tokens / SLOWEST)
         self._taken = False
         self._over = asyncio.Event()
 

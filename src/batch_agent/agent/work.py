@@ -389,7 +389,7 @@ class Work:
         """Stop everything that was started for the worker and is no longer needed."""
         self._closed = True
         if self.ticket is not None:  # the worker did not use the slot that was requested for it
-            self.r.dispatcher.slots.release(self.ticket)
+            self.r.dispatcher.slots.withdraw(self.ticket)
             self.ticket = None
         if self.worker is None:
             return

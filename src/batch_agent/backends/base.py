@@ -80,7 +80,7 @@ class ClientBody:
 
 @dataclass(slots=True, eq=False)
 class ModelRequest:
-    """One turn to request. The caller fills in the endpoint; backends change only ``said``."""
+    """One turn to request. The caller fills in the endpoint; backends change only ``said`` and ``heard_at``."""
 
     shape: RequestShape
     conversation: Conversation
@@ -97,6 +97,7 @@ class ModelRequest:
     hints: bool = True  # whether a scheduling server may receive hints about the agent
     traceparent: str = ""  # W3C traceparent header; "": not traced
     usual_tokens: int | None = None  # average tokens of this run's answers so far
+    heard_at: float = 0.0  # loop time of the latest piece of a streamed answer; 0: none
     # Called when a streamed answer begins.
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)
     # The text of a streamed answer so far, for a caller that cancels the turn.

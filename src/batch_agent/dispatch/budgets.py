@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.messages import Quota, Usage
-from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.core import Slot
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.rates import SLACK, Rates
 
@@ -35,23 +35,23 @@ class Budgets:
                 endpoint.server.rates.fill(_now() + left)
                 self._arm(endpoint)
 
-    def begin(self, ticket: Ticket) -> None:
+    def begin(self, slot: Slot) -> None:
         """Count a request that got its slot at an endpoint with rate limits."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None and endpoint.server.rates is not None
+        endpoint, rates = slot.endpoint, slot.endpoint.server.rates
+        if rates is None:
+            return
         if self._mark is not None:
             self._mark.mark()
-        ticket.lease = endpoint.server.rates.begin(ticket.sent_at)
+        slot.lease = rates.begin(slot.sent_at)
         self._arm(endpoint)
 
-    async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
+    async def afford(self, slot: Slot, expect: Callable[[], Usage]) -> None:
         """Wait until the endpoint's rate limits have room for the expected usage. ``settle`` must follow."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
+        endpoint = slot.endpoint
         rates = endpoint.server.rates
-        if rates is None or ticket.lease is None or not rates.counts_tokens:
+        if rates is None or slot.lease is None or not rates.counts_tokens:
             return
-        counted = ticket.lease = rates.unreserve(ticket.lease)
+        counted = slot.lease = rates.unreserve(slot.lease)
         lease = rates.reserve(counted, expect(), _now())
         while lease is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,24 +62,23 @@ class Budgets:
             finally:
                 self.short.pop(turn, None)
             lease = rates.reserve(counted, expect(), _now())  # answers since then may have lowered the estimate
-        ticket.lease = lease
+        slot.lease = lease
 
-    def leaves(self, ticket: Ticket) -> None:
+    def leaves(self, slot: Slot) -> None:
         """Note that the request is sent now. It is counted again if it waited after the first count, for a rate limit
         or because the event loop stalled."""
-        endpoint, now = ticket.endpoint, _now()
-        assert endpoint is not None
-        if ticket.lease is not None and endpoint.server.rates is not None and now > ticket.sent_at + SLACK:
-            endpoint.server.rates.count_again(ticket.lease, now)
+        endpoint, now = slot.endpoint, _now()
+        if slot.lease is not None and endpoint.server.rates is not None and now > slot.sent_at + SLACK:
+            endpoint.server.rates.count_again(slot.lease, now)
             if self._mark is not None:
                 self._mark.mark()
 
-    def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
+    def settle(self, slot: Slot, used: Usage | None = None, *, asked: bool = True) -> None:
         """Replace the reserved amount by what the request used; None: unknown. ``asked``: the endpoint received it."""
-        lease, endpoint = ticket.lease, ticket.endpoint
-        if lease is None or endpoint is None or endpoint.server.rates is None:
+        lease, endpoint = slot.lease, slot.endpoint
+        if lease is None or endpoint.server.rates is None:
             return
-        ticket.lease = None
+        slot.lease = None
         if asked:
             endpoint.server.rates.settle(lease, used, _now())
         else:
@@ -92,11 +91,11 @@ class Budgets:
             if not turn.done():
                 turn.set_result(None)
 
-    def learn(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
+    def learn(self, endpoint: Endpoint, slot: Slot, quota: Quota | None, used: Usage) -> None:
         if quota is not None:
             if endpoint.server.rates is None:
                 endpoint.server.rates = Rates()
-            endpoint.server.rates.learn(quota, ticket.lease, endpoint.server.inflight - 1, used, _now())
+            endpoint.server.rates.learn(quota, slot.lease, endpoint.server.inflight - 1, used, _now())
             self._arm(endpoint)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.control import ControlCall
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
@@ -30,7 +31,7 @@ from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Tru
 from batch_agent.events import Ended
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SILENT = Observer()
+# Seconds that requests in flight get when the run's time is over: somewhat more than the slowest answer took, within
+# these limits.
+SHORTEST_GRACE, LONGEST_GRACE, GRACE_FACTOR = 6.0, 30.0, 1.2
+MOST_NAMED = 5  # rows in the message about them
+MOST_DOUBLED = 5  # times that the delay of a row that is refused for load is doubled
 
 
 class ModelCall:
@@ -57,9 +63,13 @@ class ModelCall:
     def text(self) -> str:
         return "".join(self.request.said)
 
+    @property
+    def heard_at(self) -> float:
+        return self.request.heard_at
+
     async def send(self, endpoint: str) -> Reply:
         request = self.request
-        request.endpoint = endpoint
+        request.endpoint, request.heard_at = endpoint, 0.0
         try:
             reply = await self.backend.infer(request, self.on_tool_call)
         except Truncated as cut:
@@ -112,7 +122,8 @@ class _Together(Question):
 
 class Dispatcher:
     """The endpoints of one backend, for one run or for runs that share them. ``max_inflight`` limits all endpoints
-    together, ``terms`` each of them. With ``trust_probes`` an outage is over when a probe finds the endpoint up."""
+    together, ``terms`` each of them. With ``trust_probes`` an outage is over when a probe finds the endpoint up.
+    ``control_requests``: whether they are sent (``control.py``)."""
 
     def __init__(
         self,
@@ -124,6 +135,7 @@ class Dispatcher:
         terms: Terms | None = None,
         max_outage: float | None = None,
         trust_probes: bool = False,
+        control_requests: bool = False,
         on_limit: OnLimit = lambda endpoint, reason: None,
         on_health: OnHealth = lambda endpoint, now: None,
     ) -> None:
@@ -132,7 +144,16 @@ class Dispatcher:
         endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
-        self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
+        self.endpoints = EndpointMonitor(
+            self.scheduler,
+            backend,
+            max_outage,
+            self._health_changed,
+            on_limit,
+            self._end,
+            self._ask_control,
+            control_requests=control_requests,
+        )
         self.endpoints.trust_probes = trust_probes
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
@@ -143,6 +164,8 @@ class Dispatcher:
         self._impatient: set[Ticket] = set()  # tickets that do not wait out an outage
         self._tools_waited_for: set[asyncio.Future[Any]] = set()
         self._chance: Callable[[], float] = random.random
+        self._cutting: asyncio.TimerHandle | None = None  # when requests in flight are cancelled
+        self._cut_off = ""  # why they were
 
     def _endpoint(self, name: str, server: Server) -> Endpoint:
         return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
@@ -171,28 +194,31 @@ class Dispatcher:
         if ticket is None:
             ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
         while True:
-            if ticket.state != "held" or self.slots.stopped:
-                await self._hold(ticket, policy)
+            slot = ticket.slot
+            if slot is None or self.slots.stopped:
+                slot = await self._hold(ticket, policy)
             try:
-                call = await self.reserve(ticket, question.request)
+                call = await self.reserve(slot, question.request)
             except BaseException:
-                self.slots.release(ticket)
+                self.slots.release(slot)
                 raise
             sent, attempts = loop.time(), attempts + 1
             observer.sent(sent - queued)
+            if self.endpoints.controls.unlike:
+                self.endpoints.controls.like(question.request)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
-                    reply = await self.attempt(question, ticket, policy)
+                    reply = await self.attempt(question, slot, policy)
                 else:
-                    reply = await hedged(self, question, ticket, policy)
+                    reply = await hedged(self, question, slot, policy)
                 cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
                 cost = None if call is None else call.fail(error)
-                attempt, verdict = self.endpoints.failed(ticket, error)
-                scope = self.endpoints.scope(ticket, error)
+                attempt, verdict = self.endpoints.failed(slot, error, question.request)
+                scope = self.endpoints.scope(slot, error)
             except Exception:
-                self.endpoints.not_sent(ticket)
+                self.endpoints.not_sent(slot)
                 raise
             else:
                 observer.answered(reply, loop.time() - sent, cost)
@@ -200,13 +226,16 @@ class Dispatcher:
             finally:
                 if call is not None:
                     call.fail()
-                self.slots.release(ticket)
-            if ticket.withdrawn:
+                self.slots.release(slot)
+            if ticket.control:
                 observer.failed(error, seconds, cost, None)
-                raise Interrupted("the run was drained before the server began with this job")
+                raise error
+            if slot.withdrawn:
+                observer.failed(error, seconds, cost, None)
+                raise Interrupted(self._cut_off or "the run was drained before the server began with this job")
             wanted = attempts != policy.max_attempts and (policy.wanted is None or policy.wanted(error))
             step = await self.endpoints.decisions.step(
-                ticket,
+                slot,
                 attempt,
                 verdict,
                 policy.max_retries,
@@ -214,11 +243,15 @@ class Dispatcher:
                 wait=policy.wait_out and wanted,
             )
             gives_up = not wanted or step == "fail" or not self._is_worth(policy, ticket)
-            delay = None if gives_up else self._delay(ticket, verdict, error, scope)
+            delay = None if gives_up else self._delay(slot, verdict, error, scope)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
-            await self.slots.again(ticket, delay)
+            await self.slots.again(slot, delay)
+
+    async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
+        """Send a control request."""
+        return await self.ask(call, Policy(0), ticket=ticket)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.
@@ -231,62 +264,58 @@ class Dispatcher:
                 raise
         return together.answers
 
-    async def attempt(self, question: Question, ticket: Ticket, policy: Policy) -> Reply:
-        """Send the question once in the slot that the ticket holds, and learn from the outcome."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
+    async def attempt(self, question: Question, slot: Slot, policy: Policy) -> Reply:
+        """Send the question once in this slot, and learn from the outcome."""
         began = self.slots.loop.time()
-        if ticket.lease is not None:
-            self.endpoints.budgets.leaves(ticket)
-        deadline = self.endpoints.flights.begin(ticket, policy.timeout, began)
+        if slot.lease is not None:
+            self.endpoints.budgets.leaves(slot)
+        deadline = self.endpoints.flights.begin(slot, question, policy.timeout, began)
         try:
             with deadline:
-                reply = await question.send(endpoint.name)
+                reply = await question.send(slot.endpoint.name)
         except TimeoutError:
             if not deadline.expired:
                 raise
-            raise Timeout(self._too_late(ticket, began, policy), text=question.text) from None
+            raise Timeout(self._too_late(slot, began, policy), text=question.text) from None
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
             raise Unavailable(f"{self.name} abandoned the call: something it awaited was cancelled") from None
         finally:
-            self.endpoints.flights.end(ticket)
+            self.endpoints.flights.end(slot)
         if reply.saved is None:
-            self.endpoints.answered(ticket, began, reply)
+            self.endpoints.answered(slot, began, reply)
         else:
-            self.endpoints.budgets.settle(ticket, asked=False)
+            self.endpoints.budgets.settle(slot, asked=False)
         return reply
 
-    async def _hold(self, ticket: Ticket, policy: Policy) -> None:
+    async def _hold(self, ticket: Ticket, policy: Policy) -> Slot:
         """Wait for the slot. Raises while every endpoint is down, if the policy does not wait out outages."""
-        if policy.wait_out and (policy.wait_until is None or ticket.state == "held"):
-            await self.slots.hold(ticket)
-            return
+        if policy.wait_out and (policy.wait_until is None or ticket.slot is not None):
+            return await self.slots.hold(ticket)
         timer: asyncio.TimerHandle | None = None
         if self._is_patient(policy):
             assert policy.wait_until is not None
             timer = self.slots.loop.call_at(policy.wait_until, self._lose_patience, ticket)
-        elif ticket.state != "held" and self._is_down(ticket):
-            self.slots.release(ticket)
+        elif ticket.slot is None and self._is_down(ticket):
+            self.slots.withdraw(ticket)
             raise self._outage(ticket)
         else:
             self._impatient.add(ticket)
         try:
-            await self.slots.hold(ticket)
+            return await self.slots.hold(ticket)
         finally:
             self._impatient.discard(ticket)
             if timer is not None:
                 timer.cancel()
 
-    async def reserve(self, ticket: Ticket, request: ModelRequest | None) -> Call | None:
+    async def reserve(self, slot: Slot, request: ModelRequest | None) -> Call | None:
         """Wait until rate limits and budget have room for the request."""
-        spending, endpoint = self.spending, ticket.endpoint
-        assert endpoint is not None
+        spending = self.spending
         if spending is None or request is None:
             return None
-        if endpoint.server.rates is not None:
-            await self.endpoints.budgets.afford(ticket, partial(spending.expect, request))
+        if slot.endpoint.server.rates is not None:
+            await self.endpoints.budgets.afford(slot, partial(spending.expect, request))
         if (call := spending.reserve_nowait(request)) is not None:
             return call
         return await spending.reserve(
@@ -296,18 +325,19 @@ class Dispatcher:
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
         return self._is_patient(policy) or not self._is_down(ticket)
 
-    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError, scope: Scope) -> float:
+    def _delay(self, slot: Slot, verdict: Verdict, error: BackendError, scope: Scope) -> float:
         """Return the seconds until the request joins the queue again."""
-        endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
-        assert endpoint is not None
-        if ticket.row.crashes and not endpoint.given_up:  # few crashes over a long time
-            return retry_delay(len(ticket.row.crashes) + 2, None, self._chance())
+        endpoint, row = slot.endpoint, slot.ticket.row
+        failures = max(1, row.failures)
+        if row.crashes and not endpoint.given_up:  # few crashes over a long time, unless a few are enough
+            return retry_delay(len(row.crashes) + (0 if row.crashes[-1].proven else 2), None, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":
             return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
-            return retry_delay(1, None if endpoint.server.held_until else error.retry_after, self._chance())
+            wait = None if slot.endpoint.server.held_until else error.retry_after
+            return retry_delay(1 + min(row.refused, MOST_DOUBLED), wait, self._chance())
         if verdict.move and failures == 1:
             return 0.0
         return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
@@ -316,11 +346,11 @@ class Dispatcher:
     def name(self) -> str:
         return "the server" if self.backend is None else self.backend.name
 
-    def _too_late(self, ticket: Ticket, began: float, policy: Policy) -> str:
+    def _too_late(self, slot: Slot, began: float, policy: Policy) -> str:
         seconds = self.slots.loop.time() - began
-        if ticket.recalled:
+        if slot.recalled:
             return f"{self.name} did not answer within {seconds:.3g} s; the request was cancelled and is sent again"
-        if ticket.trial:
+        if slot.trial:
             return f"{self.name} gave no complete answer within {seconds:.3g} s in the first request after an outage"
         option = policy.timeout_option and f"{policy.timeout_option}, "
         return f"{self.name} gave no complete answer in {option}{policy.timeout or seconds:g} s"
@@ -404,6 +434,24 @@ class Dispatcher:
             if not ended.done():
                 ended.set_exception(Interrupted(self.slots.refusal))
 
+    def cut_off(self, told: Callable[[str], None]) -> None:
+        """Cancel the requests that are still in flight after a short grace: the run's time is over. ``told`` gets what
+        they were."""
+        slowest = max(endpoint.health.slowest for endpoint in self.scheduler.endpoints)
+        grace = min(LONGEST_GRACE, max(SHORTEST_GRACE, GRACE_FACTOR * slowest))
+        self._cutting = self._cutting or self.slots.loop.call_later(grace, self._cut, grace, told)
+
+    def _cut(self, grace: float, told: Callable[[str], None]) -> None:
+        now = self.slots.loop.time()
+        left = self.endpoints.flights.withdraw_all(now)
+        if left:
+            names = ", ".join(list(dict.fromkeys(name for name, _ in left if name))[:MOST_NAMED])
+            oldest = max(now - sent_at for _, sent_at in left)
+            what = f"{len(left)} requests" if len(left) > 1 else "1 request"
+            rows = f" (of {names}{', …' if len(left) > MOST_NAMED else ''})" if names else ""
+            self._cut_off = f"{self.slots.refusal}; this request was in flight, and was cancelled after {grace:g} s"
+            told(f"{what} in flight{rows} had no answer {grace:g} s later, the oldest after {oldest:.0f} s")
+
     def _end(self, ended: Ended, why: str) -> None:
         """End the run: no endpoint is usable any more."""
         self.over = (ended, why)
@@ -454,3 +502,9 @@ class Dispatcher:
     def close(self) -> None:
         self.endpoints.close()
         self.slots.close()
+        if self._cutting is not None:
+            self._cutting.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of the control requests that ``close`` has cancelled."""
+        await self.endpoints.controls.wait_closed()

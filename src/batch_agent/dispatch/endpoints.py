@@ -11,16 +11,17 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.backends.base import Probe
+from batch_agent.backends.base import ModelRequest, Probe
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
+from batch_agent.dispatch.control import Ask, ControlRequests
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.limit_search import LimitSearch
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
     from batch_agent.events import Ended
 
 NEVER_REACHED = 30.0  # seconds after which an endpoint that was never reached is given up
+DENIED_SECONDS = 60.0  # of denials after good answers, until an endpoint is given up
+EXCESSIVE = 60.0  # seconds: a Retry-After above this, after good answers, is confirmed by a second request
 SECOND_LOOK = 0.25  # seconds after which silence is checked again
+
+ALL_REFUSED = "the run stopped because every row is refused: {error}"
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
@@ -53,6 +58,9 @@ class EndpointMonitor:
         on_health: OnHealth,
         on_limit: OnLimit,
         on_over: OnOver,
+        ask_control: Ask,
+        *,
+        control_requests: bool,
     ) -> None:
         self._scheduler, self._all, self._router = scheduler, scheduler.endpoints, scheduler.router
         self._max_outage = inf if max_outage is None else max_outage
@@ -66,7 +74,15 @@ class EndpointMonitor:
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
         self._probes = Probes(backend, self.found)
-        self.decisions = Decisions(self._all, self.probe, lambda: self._slots.few_rows, self._pump)
+        self.controls = ControlRequests(backend, ask_control, self._no_evidence, enabled=control_requests)
+        self.decisions = Decisions(
+            self._all,
+            self.probe,
+            self.control,
+            self.controls.can_ask,
+            lambda: self._slots.few_rows,
+            self._pump,
+        )
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -79,7 +95,7 @@ class EndpointMonitor:
         endpoint.on_change = self._changed_by_others
 
     def close(self) -> None:
-        for part in (self._alarms, self.flights, self._probes):
+        for part in (self._alarms, self.flights, self._probes, self.controls):
             part.close()
         for endpoint in self._all:
             endpoint.on_change = None
@@ -87,98 +103,137 @@ class EndpointMonitor:
 
     # Requests
 
-    def sent(self, ticket: Ticket) -> None:
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        if ticket.trial:
-            self._report(endpoint, ticket.sent_at)
+    def sent(self, slot: Slot) -> None:
+        endpoint = slot.endpoint
+        if slot.trial:
+            self._report(endpoint, slot.sent_at)
         search = endpoint.capacity.search
         if search is not None and search.ramp_at is None:
-            endpoint.capacity.ramp(endpoint.server.inflight, ticket.sent_at)
+            endpoint.capacity.ramp(endpoint.server.inflight, slot.sent_at)
             self.arm(endpoint)
         if endpoint.server.rates is not None:
-            self.budgets.begin(ticket)
-        elif ticket.trial or endpoint not in self._alarms:
+            self.budgets.begin(slot)
+        elif slot.trial or endpoint not in self._alarms:
             self.arm(endpoint)
 
-    def released(self, ticket: Ticket) -> None:
-        """Called when the ticket has released its slot."""
-        if ticket.lease is not None:
-            self.budgets.settle(ticket)
-        if ticket.trial and ticket.endpoint is not None:
-            self.arm(ticket.endpoint)  # for the next trial, if this one was withdrawn
+    def released(self, slot: Slot) -> None:
+        """Called when the slot was given back."""
+        if slot.lease is not None:
+            self.budgets.settle(slot)
+        if slot.trial:
+            self.arm(slot.endpoint)  # for the next trial, if this one was withdrawn
 
-    def answered(self, ticket: Ticket, began: float, reply: Reply) -> None:
-        endpoint, now = ticket.endpoint, self._slots.loop.time()
-        assert endpoint is not None
+    def answered(self, slot: Slot, began: float, reply: Reply) -> None:
+        endpoint, now = slot.endpoint, self._slots.loop.time()
         server, seconds = endpoint.server, now - began
-        self._scheduler.answered(ticket, seconds, reply.usage, now)
+        if slot.ticket.control:
+            self._control_answered(slot, reply, now)
+            return
+        self._scheduler.answered(slot, seconds, reply.usage, now)
         server.learn(seconds, now)
-        server.refused_since = None
-        self._is_alive(endpoint, ticket, seconds, now)
-        if reply.quota is not None or ticket.lease is not None:
+        if slot.sent_at > server.answered_sent:
+            server.answered_sent = slot.sent_at
+        server.refused_since = server.excessive = None
+        self._is_alive(endpoint, slot, seconds, now)
+        if reply.quota is not None or slot.lease is not None:
             counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
-            self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
-            self.budgets.settle(ticket, reply.usage if counted else None)
-        server.refusals.answered(ticket.sent_at)
+            self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
+            self.budgets.settle(slot, reply.usage if counted else None)
+        server.refusals.answered(slot.sent_at)
         if server.history.open or server.history.alone:
-            server.history.add(Attempt(ticket.row, ticket.sent_at, now, "answered", ticket.trial), _GOOD)
+            server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial), _GOOD)
         self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
-            meanwhile = server.answers - ticket.answers_before
-            self.say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now, meanwhile))
+            meanwhile = server.answers - slot.answers_before
+            self.say(endpoint, endpoint.capacity.succeeded(slot.sent_at, seconds, tokens, now, meanwhile))
 
-    def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
-        """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
-        endpoint, now = ticket.endpoint, self._slots.loop.time()
-        assert endpoint is not None
+    def _control_answered(self, slot: Slot, reply: Reply, now: float) -> None:
+        """Apply the answer of a control request: the endpoint works, and rows that failed before it are bad. It says
+        nothing about the time that rows take."""
+        endpoint, server = slot.endpoint, slot.endpoint.server
+        server.refused_since = server.excessive = None
+        self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
+        self.budgets.settle(slot, reply.usage)
+        endpoint.health.slowest_control = max(endpoint.health.slowest_control, now - slot.sent_at)
+        self._is_alive(endpoint, slot, 0.0, now)
+        server.refusals.answered(slot.sent_at)
+        server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", control=True), _GOOD)
+        self.decisions.wake()
+        self._wake(endpoint)
+
+    def failed(self, slot: Slot, error: BackendError, request: ModelRequest | None = None) -> tuple[Attempt, Verdict]:
+        """Judge a failed attempt and apply the verdict. Called before the slot is given back."""
+        endpoint, now = slot.endpoint, self._slots.loop.time()
         server, health = endpoint.server, endpoint.health
-        self.budgets.learn(endpoint, ticket, error.quota, error.usage or Usage())
+        self.budgets.learn(endpoint, slot, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
-        self.budgets.settle(ticket, Usage() if free else error.usage)
+        self.budgets.settle(slot, Usage() if free else error.usage)
+        control = slot.ticket.control
+        if not control:
+            self.controls.like(request)
         outcome: Outcome = outcome_of(error)
-        if ticket.recalled:
+        if outcome == "stale" and (slot.ticket.row.stale or health.is_down):
+            outcome = "broken"  # a row that is sent again and closes every connection
+        if slot.recalled:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # a rate limit with a known end: neither side is at fault
-        if outcome == "silent" and ticket.trial and not health.is_down:
+        if outcome == "silent" and slot.trial and not health.is_down:
             outcome = "recalled"  # the endpoint is back; a trial's time limit is not the row's fault
-        if outcome == "silent" and not ticket.trial and not health.is_down and server.is_queued(ticket):
+        if outcome == "silent" and not slot.trial and not health.is_down and server.is_queued(slot):
             outcome = "recalled"  # it waited behind others that were answered: too many were sent
-            self.say(
-                endpoint, endpoint.capacity.timed_out(server.answers - ticket.answers_before, now - ticket.sent_at)
-            )
+            meanwhile = server.answers - slot.answers_before
+            self.say(endpoint, endpoint.capacity.timed_out(meanwhile, now - slot.sent_at))
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
-        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
-        others, few = self._router.others_work(endpoint) and ticket.pinned is None, self._slots.few_rows
-        verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
-        server.history.add(attempt, verdict)
-        ticket.avoid = ticket.avoid | {endpoint} if verdict.move else frozenset()
-        self._apply(endpoint, ticket, error, outcome, verdict, now)
+        excessive = self._is_excessive(endpoint, error)
+        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, control, excessive)
+        others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
+        verdict = judge(
+            attempt,
+            server.history,
+            is_down=health.is_down,
+            others_healthy=others,
+            few_rows=few,
+            can_ask=self.controls.can_ask(endpoint),
+            all_tested=not self._slots.has_untested,
+        )
+        if not control:
+            server.history.add(attempt, verdict)
+        slot.ticket.avoid = slot.ticket.avoid | {endpoint} if verdict.move else frozenset()
+        self._apply(endpoint, slot, error, outcome, verdict, now)
         self.decisions.wake()
         return attempt, verdict
 
     def _apply(
-        self, endpoint: Endpoint, ticket: Ticket, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
+        self, endpoint: Endpoint, slot: Slot, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
     ) -> None:
         health = endpoint.health
         if outcome == "recalled":
             return
-        if outcome not in ("unreachable", "silent"):
-            health.reached = True
+        if outcome not in ("unreachable", "silent") or (outcome == "silent" and now - slot.sent_at > NEVER_REACHED):
+            health.reached = True  # in the second case a connection was made
+        if outcome == "denied" and health.is_denied and health.is_down:
+            self._still_denied(endpoint, slot, error, now)
+            return
         if verdict.endpoint == "healthy":
-            self._is_alive(endpoint, ticket, now - ticket.sent_at, now)
+            self._is_alive(endpoint, slot, now - slot.sent_at, now)
+            return
+        health.is_denied = False
+        if outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
+            # The limit that we found ourselves was too high: requests wait in the server's queue.
+            self.say(endpoint, endpoint.capacity.overloaded(slot.generation, endpoint.server.inflight))
+        if verdict.endpoint == "doubted":
+            self._is_doubted(endpoint, slot, error, now)
             return
         if outcome == "overloaded":
-            self._overloaded(endpoint, ticket, error, now)
-            if not ticket.trial:
+            self._overloaded(endpoint, slot, error, now)
+            if slot.ticket.control:
+                self._forgive(endpoint)
+            if not slot.trial:
                 return
-        elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
-            # The limit that we found ourselves was too high: requests wait in the server's queue.
-            self.say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
         if not health.is_down:
             health.fail(str(error), now)
             if verdict.endpoint == "down":
@@ -186,23 +241,83 @@ class EndpointMonitor:
                 self._goes_down(endpoint, now)
         else:
             health.reason, health.heard = str(error), now
-            if ticket.trial and not ticket.overdue:
+            if slot.trial and not slot.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
         if verdict.probe:
             self.probe(endpoint)
 
-    def scope(self, ticket: Ticket, error: BackendError) -> Scope:
+    def scope(self, slot: Slot, error: BackendError) -> Scope:
         """Return which rows a refusal concerns; ``confirm`` means: send the request again. May end the run."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
+        endpoint = slot.endpoint
+        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or slot.ticket.chore:
             return "row"
-        left, denial = endpoint.server.inflight - 1, Denial(ticket.sent_at, self._slots.loop.time(), ticket.row.denials)
-        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), denial, left)
+        if endpoint.health.is_denied:
+            return "all"
+        row, refusals, now = slot.ticket.row, endpoint.server.refusals, self._slots.loop.time()
+        denial, can_ask = Denial(slot.sent_at, now, row.denials), self.controls.can_ask(endpoint)
+        left = endpoint.server.inflight - 1
+        scope = refusals.scope(slot.ticket.progress, error.status, str(error), denial, left, can_ask=can_ask)
         if scope == "all":
-            self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
+            if refusals.has_answered or self._router.others_work(endpoint):
+                self._is_denied(endpoint, error, now)
+            else:
+                self._give_up(endpoint, "failed", ALL_REFUSED.format(error=error))
         return scope
+
+    def _is_denied(self, endpoint: Endpoint, error: BackendError, now: float) -> None:
+        """Treat the endpoint as down: it may deny rows only for a while, as a gateway does while it restarts."""
+        health = endpoint.health
+        if not health.is_down:
+            health.reason = str(error)
+            health.go_down(now)
+            health.is_denied = True
+            self._goes_down(endpoint, now)
+
+    def _still_denied(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
+        """Apply a denial of an endpoint that denies every row. It is given up after a while if no other one works."""
+        health = endpoint.health
+        health.reason, health.heard = str(error), now
+        if slot.trial and not slot.overdue:
+            health.trial_over()
+            self._trial_failed(endpoint, now)
+        if now - health.down_since >= DENIED_SECONDS and not self._router.others_work(endpoint):
+            self._give_up(endpoint, "failed", ALL_REFUSED.format(error=error))
+
+    # Control requests
+
+    def control(self, endpoint: Endpoint) -> asyncio.Task[bool | None] | None:
+        """Send a control request to the endpoint as soon as it takes one. The result is applied when it arrives."""
+        asked = self.controls.start(endpoint, self._slots)
+        self.arm(endpoint)
+        return asked
+
+    def _is_doubted(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
+        """Send nothing but a control request, which shows whether the endpoint or its rows are bad."""
+        wait = error.retry_after or 0.0
+        if self._is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
+            wait = 0.0
+        endpoint.health.doubt(str(error), now)
+        if error.overload and wait:
+            endpoint.server.held_until = max(endpoint.server.held_until, now + wait)
+        self._scheduler.touch(endpoint)
+        if self.control(endpoint) is None:
+            self._no_evidence(endpoint)
+
+    def _no_evidence(self, endpoint: Endpoint) -> None:
+        """Continue without control requests: an endpoint in doubt counts as down, and rows are its trials."""
+        now = self._slots.loop.time()
+        if endpoint.health.in_doubt:
+            endpoint.health.go_down(now)
+            self._goes_down(endpoint, now)
+        elif endpoint.health.state == "down":
+            self._try_next(endpoint)
+
+    def _forgive(self, endpoint: Endpoint) -> None:
+        """Charge no row: the endpoint refuses every request for load."""
+        endpoint.server.history.go_down()
+        endpoint.health.in_doubt = False
+        self._wake(endpoint)
 
     # The end
 
@@ -275,8 +390,8 @@ class EndpointMonitor:
 
     # Up and down
 
-    def _is_alive(self, endpoint: Endpoint, ticket: Ticket, seconds: float, now: float) -> None:
-        if endpoint.health.answer(seconds, ticket.sent_at, now):
+    def _is_alive(self, endpoint: Endpoint, slot: Slot, seconds: float, now: float) -> None:
+        if endpoint.health.answer(seconds, slot.sent_at, now):
             endpoint.server.held_until = 0.0
             self._comes_up(endpoint, now)
 
@@ -285,6 +400,8 @@ class EndpointMonitor:
         for other in self.flights.at(endpoint):
             if other.heard_at:
                 self.flights.keep(other)
+            elif self.flights.heard_at(other) > endpoint.health.down_since:
+                pass  # its answer is on its way
             elif other.overdue or (other.sent_at < endpoint.health.down_since and not other.recalled):
                 self.flights.recall(other, now + endpoint.health.grace)
         self._scheduler.touch(endpoint)
@@ -299,13 +416,15 @@ class EndpointMonitor:
         endpoint.tell_others()
         self._wake(endpoint)
 
-    def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
+    def _overloaded(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
         """Halve the limit, and send nothing until the server accepts requests again."""
         server, wait, capacity = endpoint.server, error.retry_after or 0.0, endpoint.capacity
+        if self._is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
+            return  # the next request shows whether it concerns all rows
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
-            self.say(endpoint, capacity.overloaded(ticket.generation, server.inflight, wait, now))
+            self.say(endpoint, capacity.overloaded(slot.generation, server.inflight, wait, now))
             if capacity.tolerates:
                 return  # the server takes other requests meanwhile; only this one waits
         else:
@@ -323,6 +442,22 @@ class EndpointMonitor:
         if max(now, server.held_until) - server.refused_since > self._max_outage:
             self._lose_patience(endpoint, f"the server refuses every request: {error}")
 
+    def _is_excessive(self, endpoint: Endpoint, error: BackendError) -> bool:
+        """Return whether a refusal for load that asks for a long wait may concern only its row."""
+        server, wait = endpoint.server, error.retry_after or 0.0
+        may_work = server.refusals.has_answered or server.inflight > 1
+        return error.overload and wait > min(EXCESSIVE, self._max_outage) and may_work
+
+    def _is_confirmed(self, endpoint: Endpoint, slot: Slot, now: float) -> bool:
+        """Return whether such a refusal of another row, with no answer since the first, shows that it concerns all. A
+        control request is another row; if none can be sent, the same row will do."""
+        server, row = endpoint.server, slot.ticket.row
+        if server.excessive is None:
+            server.excessive = row, now
+        first, since = server.excessive
+        alone = self._slots.few_rows and not self.controls.can_ask(endpoint)
+        return slot.sent_at > since and (row is not first or alone)
+
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         """Apply an outage. The health is already set to down."""
         endpoint.server.history.go_down()
@@ -338,19 +473,26 @@ class EndpointMonitor:
         health = endpoint.health
         health.next_trial = max(health.next_trial, now + health.pause(now))
         self._report(endpoint, now)
-        if now >= self._patience_ends(endpoint):
+        if not health.is_denied and now >= self._patience_ends(endpoint):
             self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
         self.arm(endpoint)
 
-    def not_sent(self, ticket: Ticket) -> None:
+    def not_sent(self, slot: Slot) -> None:
         """Called when the request could not be sent. If it was a trial, the next row becomes the trial."""
-        if ticket.trial and ticket.endpoint is not None:
-            self._try_next(ticket.endpoint)
+        if slot.trial:
+            self._try_next(slot.endpoint)
 
     def _try_next(self, endpoint: Endpoint) -> None:
-        """Make the next row the trial."""
+        """Make the next row the trial. If all rows have failed, every other trial is a control request: no row can show
+        that the endpoint is back if all of them are bad. So is each trial while no row waits but suspects."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
+        # Before the first answer a row would have no time limit.
+        all_failed = self._slots.few_rows or not self._slots.has_untested or not endpoint.health.answered
+        is_next = endpoint.health.trials % 2 == 1 or not (self._scheduler.waiting or self._scheduler.aside)
+        is_next = is_next or not endpoint.health.answered
+        if all_failed and is_next and self.controls.can_ask(endpoint):
+            self.control(endpoint)
         self.arm(endpoint)  # the row may have to wait
         if self._router.others_work(endpoint) and endpoint not in self._router.trials:
             self._router.trials.append(endpoint)
@@ -365,6 +507,7 @@ class EndpointMonitor:
         if endpoint.given_up:
             return
         endpoint.given_up = why
+        self.controls.stop(endpoint)
         self._scheduler.touch(endpoint)
         if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
@@ -388,11 +531,13 @@ class EndpointMonitor:
             return health.next_trial, server.held_until, self._patience_ends(endpoint), free_at
         search = endpoint.capacity.search
         ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
-        return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
+        if not endpoint.inflight:
+            return server.held_until, ramp_at, free_at
+        return server.held_until, self._silent_at(endpoint), self.flights.lost_at(endpoint), ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
         """Return when the endpoint counts as silent, by its own answers; if too few, by those of other endpoints."""
-        if endpoint.health.silent_at < inf or endpoint.health.patient or not self._router.others_work(endpoint):
+        if endpoint.health.is_learnt or endpoint.health.patient or not self._router.others_work(endpoint):
             return endpoint.health.silent_at
         return endpoint.health.heard + self._router.longest_silence
 
@@ -420,31 +565,63 @@ class EndpointMonitor:
                 self._wait_beside(endpoint, now)
         elif health.state == "down":
             # Nothing was tried before the first trial.
-            if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
+            tried = (health.trials or server.held_until) and not health.is_denied
+            if tried and now >= self._patience_ends(endpoint):
                 self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
             if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
-        elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
-            if self._quiet.get(endpoint) != health.heard:  # after a stall of the loop, read pending answers first
-                self._quiet[endpoint] = health.heard
-                self._alarms.set(endpoint, now + SECOND_LOOK)
-            elif self._router.others_work(endpoint):
-                self.probe(endpoint)
-            elif health.is_silent(server.inflight, now):
-                self._is_silent(endpoint, now)
+        elif endpoint.inflight and not self.budgets.short:
+            if now >= self._silent_at(endpoint):
+                self._look_into(endpoint, now)
+            if not health.is_down and now >= self.flights.lost_at(endpoint):
+                self.flights.recall_lost(endpoint, self._room_for_lost(endpoint), now)
+
+    def _room_for_lost(self, endpoint: Endpoint) -> float:
+        """Return the number of idle slots for requests of this endpoint: elsewhere, or here if there is none."""
+        if not self._router.others_work(endpoint):
+            spare = endpoint.spare
+        else:
+            spare = 0.0 if self._router.best(avoid={endpoint}) is None else self._router.spare
+        most = self._scheduler.max_inflight
+        return spare if most is None else min(spare, most - self._scheduler.inflight)
+
+    def _look_into(self, endpoint: Endpoint, now: float) -> None:
+        """Find out why nothing arrives from the endpoint. A stream that sends is an answer on its way."""
+        health = endpoint.health
+        heard = max((self.flights.heard_at(slot) for slot in self.flights.at(endpoint)), default=0.0)
+        if heard > health.heard:
+            health.heard = heard
+        elif self._quiet.get(endpoint) != health.heard:  # after a stall of the loop, read pending answers first
+            self._quiet[endpoint] = health.heard
+            self._alarms.set(endpoint, now + SECOND_LOOK)
+        elif self._router.others_work(endpoint):
+            self.probe(endpoint)
+        elif health.is_silent(endpoint.server.inflight, now):
+            self._is_silent(endpoint, now)
+        else:  # too few requests or answers to tell
+            looks = health.look(now)
+            self.probe(endpoint)
+            if looks and self.controls.can_ask(endpoint):
+                self.control(endpoint)
+                if self._scheduler.is_occupied:
+                    self.flights.recall_oldest(endpoint, now, once=True)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
-        endpoint.health.go_down(now, silent=True)
-        endpoint.health.reason = why or f"{endpoint.inflight} requests are in flight, and no answer has arrived"
+        health = endpoint.health
+        health.go_down(now, silent=True)
+        health.reason = why or f"{endpoint.inflight} requests are in flight, and no answer has arrived"
         self._goes_down(endpoint, now)
-        if not self._router.others_work(endpoint):
-            self.flights.recall_oldest(endpoint, now)
-        else:
+        if self._router.others_work(endpoint):
             self.flights.recall_all(endpoint, now)
+        elif health.is_learnt or not self.controls.can_ask(endpoint):
+            self.flights.recall_oldest(endpoint, now)
+        elif self._scheduler.is_occupied:  # no slot is free for a control request
+            self.flights.recall_oldest(endpoint, now, once=True)
 
     def leave(self, endpoint: Endpoint) -> None:
         """Cancel the requests of an endpoint that leaves if it is down. Probe it if its state is unknown."""
+        self.controls.stop(endpoint)
         if not endpoint.health.is_down:
             self.probe(endpoint)
         elif self._router.others_work(endpoint):
@@ -493,9 +670,9 @@ class EndpointMonitor:
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
         """Handle a trial that takes longer than usual: it continues if allowed, while other rows are tried."""
-        ticket = self.flights.patient(endpoint)
-        if ticket is not None and not ticket.overdue:
-            ticket.overdue = True
+        slot = self.flights.patient(endpoint)
+        if slot is not None and not slot.overdue:
+            slot.overdue = True
             endpoint.health.trial_over()
             self.flights.recall_oldest(endpoint, now)
             self._trial_failed(endpoint, now)

@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING
 from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.errors import BackendError, Interrupted
 from batch_agent.messages import Reply
-from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.core import Slot, Ticket
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.dispatcher import Dispatcher
 
 
-async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, policy: Policy) -> Reply:
+async def hedged(dispatcher: Dispatcher, question: Question, slot: Slot, policy: Policy) -> Reply:
     """Return the first answer. Raises the error of the first request if neither was answered."""
     loop = asyncio.get_running_loop()
-    first = loop.create_task(dispatcher.attempt(question, ticket, policy))
+    first = loop.create_task(dispatcher.attempt(question, slot, policy))
     racers = [first]
     try:
         await asyncio.wait(racers, timeout=policy.hedge)
         if first.done():
             return first.result()
-        other = dispatcher.slots.claim(ticket.progress, ticket.progress.turns, avoid=ticket.endpoint)
-        racers.append(loop.create_task(_second(dispatcher, question, ticket, other, policy)))
-        return await _winner(dispatcher, question, ticket, other, racers)
+        progress = slot.ticket.progress
+        other = dispatcher.slots.claim(progress, progress.turns, avoid=slot.endpoint)
+        racers.append(loop.create_task(_second(dispatcher, question, slot, other, policy)))
+        return await _winner(dispatcher, question, slot, other, racers)
     finally:
         for racer in racers:
             racer.cancel()
@@ -37,7 +38,7 @@ async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, pol
 
 
 async def _winner(
-    dispatcher: Dispatcher, question: Question, ticket: Ticket, other: Ticket, racers: list[asyncio.Task[Reply]]
+    dispatcher: Dispatcher, question: Question, slot: Slot, other: Ticket, racers: list[asyncio.Task[Reply]]
 ) -> Reply:
     first, running = racers[0], set(racers)
     while running:
@@ -47,31 +48,31 @@ async def _winner(
             if error is None:
                 failure = first.exception() if first.done() else None
                 if isinstance(failure, BackendError):
-                    dispatcher.endpoints.failed(ticket, failure)
+                    dispatcher.endpoints.failed(slot, failure)
                 if racer is not first:
                     question.lost()
                 return racer.result()
             if not isinstance(error, BackendError | Interrupted):
                 raise error
-        if first.done() and not dispatcher.endpoints.flights.has(other):
+        if first.done() and (other.slot is None or not dispatcher.endpoints.flights.has(other.slot)):
             break  # it may wait for the slot or budget that the first request still holds
     return first.result()
 
 
-async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, ticket: Ticket, policy: Policy) -> Reply:
-    await dispatcher.slots.hold(ticket)
+async def _second(dispatcher: Dispatcher, question: Question, first: Slot, ticket: Ticket, policy: Policy) -> Reply:
+    slot = await dispatcher.slots.hold(ticket)
     call = None
     try:
-        if ticket.endpoint is first.endpoint:
+        if slot.endpoint is first.endpoint:
             raise Interrupted("no other endpoint is free")
         again = question.again()
-        call = await dispatcher.reserve(ticket, again.request)
+        call = await dispatcher.reserve(slot, again.request)
         try:
-            return await dispatcher.attempt(again, ticket, policy)
+            return await dispatcher.attempt(again, slot, policy)
         except BackendError as error:
-            dispatcher.endpoints.failed(ticket, error)
+            dispatcher.endpoints.failed(slot, error)
             raise
     finally:
         if call is not None:
             call.fail()  # the cost of the answer is already on the turn's account
-        dispatcher.slots.release(ticket)
+        dispatcher.slots.release(slot)

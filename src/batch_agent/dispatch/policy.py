@@ -41,6 +41,11 @@ class Question(Protocol):
         """Return the part of a streamed answer that has arrived."""
         return ""
 
+    @property
+    def heard_at(self) -> float:
+        """Return the loop time of the latest piece of a streamed answer; 0 if none has arrived."""
+        return 0.0
+
     async def send(self, endpoint: str) -> Reply:
         """Send the question once. Raises BackendError."""
         ...

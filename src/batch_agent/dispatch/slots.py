@@ -14,7 +14,7 @@ from typing import Protocol
 from batch_agent.dispatch.feed import Feed
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.scheduler.blame import SEVERAL
-from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 
@@ -32,12 +32,12 @@ class Watcher(Protocol):
         """Return whether a row waits for evidence."""
         ...
 
-    def sent(self, ticket: Ticket) -> None:
-        """Called when the ticket gets its slot."""
+    def sent(self, slot: Slot) -> None:
+        """Called when a slot is granted."""
         ...
 
-    def released(self, ticket: Ticket) -> None:
-        """Called when the ticket has released its slot."""
+    def released(self, slot: Slot) -> None:
+        """Called when the slot was given back."""
         ...
 
     def idle(self) -> None:
@@ -53,7 +53,7 @@ class Slots:
     def __init__(self, scheduler: Scheduler, watcher: Watcher) -> None:
         self.scheduler = scheduler
         self._watcher = watcher
-        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._waiters: dict[Ticket, asyncio.Future[Slot]] = {}
         self._sleepers: dict[asyncio.Future[None], None] = {}
         self._feeds: list[Feed] = []
         self._fed = False  # a feed was opened: it knows how many rows will come
@@ -72,7 +72,7 @@ class Slots:
     def claim(
         self, progress: Progress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
-        """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``release``."""
+        """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
         now = self.loop.time()
         ticket = self.scheduler.request(progress, turns, now, pinned)
         if avoid is not None:
@@ -80,50 +80,66 @@ class Slots:
         self.pump(now)
         return ticket
 
-    async def hold(self, ticket: Ticket) -> None:
-        """Wait until the slot is granted. A cancellation withdraws the claim. Raises Interrupted if no slot will be
+    def claim_control(self, endpoint: Endpoint) -> Ticket:
+        """Claim a slot for a control request, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
+        ticket = self.scheduler.control(endpoint)
+        self.pump()
+        return ticket
+
+    async def hold(self, ticket: Ticket) -> Slot:
+        """Wait for the slot and return it. A cancellation withdraws the claim. Raises Interrupted if no slot will be
         granted any more."""
         try:
-            if ticket.state != "held":
+            slot = ticket.slot
+            if slot is None:
                 if self.refusal:
                     raise Interrupted(self.refusal)
-                waiter = self.loop.create_future()
+                waiter: asyncio.Future[Slot] = self.loop.create_future()
                 self._waiters[ticket] = waiter
-                await waiter
+                slot = await waiter
             if self.stopped:  # the cancellation of this task is pending
                 await self.loop.create_future()
+            return slot
         except BaseException:
             self._waiters.pop(ticket, None)
-            self.release(ticket)
+            self.withdraw(ticket)
             raise
 
-    def release(self, ticket: Ticket) -> None:
-        """Release the slot or withdraw the claim. A second call is harmless."""
-        held = ticket.state == "held"
-        self.scheduler.give_back(ticket)
-        if held:
-            self._watcher.released(ticket)
-        if ticket.endpoint is not None:
-            ticket.endpoint.tell_others()
+    def release(self, slot: Slot) -> None:
+        """Give the slot back. A second call is harmless."""
+        if self.scheduler.give_back(slot):
+            self._watcher.released(slot)
+        slot.endpoint.tell_others()
         self.pump()
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Withdraw the claim, or give back the slot that it has got meanwhile. A second call is harmless."""
+        if ticket.slot is not None:
+            self.release(ticket.slot)
+        else:
+            self.scheduler.withdraw(ticket)
+            self.pump()
 
     def reject(self, ticket: Ticket, error: JobError) -> None:
         """End the wait for a slot with an error."""
         waiter = self._waiters.pop(ticket, None)
         if waiter is not None and not waiter.done():
-            self.scheduler.give_back(ticket)
+            self.scheduler.withdraw(ticket)
             waiter.set_exception(error)
 
-    async def again(self, ticket: Ticket, delay: float) -> None:
+    async def again(self, slot: Slot, delay: float) -> None:
         """Join the queue again after ``delay`` seconds, to repeat a failed request."""
         if delay:
+            at_fault = slot.ticket.row.charges > 0
             self.scheduler.backing_off += 1
+            self.scheduler.at_fault += at_fault
             try:
                 await self._sleep(delay)
             finally:
                 self.scheduler.backing_off -= 1
+                self.scheduler.at_fault -= at_fault
                 self.pump()
-        self.scheduler.again(ticket)
+        self.scheduler.again(slot)
         self.pump()
 
     async def _sleep(self, delay: float) -> None:
@@ -173,6 +189,17 @@ class Slots:
         return self.scheduler.busy + self._watcher.deciding < SEVERAL and self.all_fed
 
     @property
+    def has_untested(self) -> bool:
+        """Return whether a row waits, or can start, that has not failed yet."""
+        scheduler = self.scheduler
+        if scheduler.has_untested:
+            return True
+        full = scheduler.max_agents is not None and scheduler.agents >= scheduler.max_agents
+        if full or scheduler.closed or scheduler.backlogged:
+            return False
+        return any(feed.is_hungry for feed in self._feeds)
+
+    @property
     def is_hungry(self) -> bool:
         """Return whether another slot would be used now."""
         scheduler, most = self.scheduler, self.scheduler.max_inflight
@@ -198,7 +225,12 @@ class Slots:
         """Grant no more slots. Requests in flight finish. Tasks that wait for a slot or for one of ``others`` get
         Interrupted."""
         self.refusal = self.refusal or why
-        for waiter in (*self._waiters.values(), *self._sleepers, *others):
+        waiting: list[asyncio.Future[Slot] | asyncio.Future[None]] = [
+            *self._waiters.values(),
+            *self._sleepers,
+            *others,
+        ]
+        for waiter in waiting:
             if not waiter.done():
                 waiter.set_exception(Interrupted(self.refusal))
         self._waiters.clear()
@@ -234,11 +266,11 @@ class Slots:
         if now is None:
             now = self.loop.time()
         if scheduler.wanted and not self.refusal:
-            while (ticket := scheduler.grant(now)) is not None:
-                waiter = self._waiters.pop(ticket, None)
+            while (slot := scheduler.grant(now)) is not None:
+                waiter = self._waiters.pop(slot.ticket, None)
                 if waiter is not None and not waiter.done():
-                    waiter.set_result(None)
-                self._watcher.sent(ticket)
+                    waiter.set_result(slot)
+                self._watcher.sent(slot)
             if now < scheduler.due < inf:  # one that is overdue waits for a slot, not for the clock
                 self._set_alarm(scheduler.due)
         # The newest first: later stages work on earlier results, and finish the pipeline.

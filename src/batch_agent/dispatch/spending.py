@@ -361,6 +361,10 @@ class Spending(Account):
         self.exhaust(limit)
         return Interrupted(f"the run is out of budget: {limit}")
 
+    def add_reason(self, told: str) -> None:
+        """Add to the words for the limit that ended the run."""
+        self.exhausted = f"{self.exhausted}; {told}"
+
     def exhaust(self, limit: str) -> None:
         """A limit leaves no room for the next call, here or at another worker: no agent is started any more."""
         if not self.exhausted:

@@ -22,6 +22,7 @@ from batch_agent.http.opened import OpenResponse
 from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
 
 CONNECT_SECONDS = 5.0
 LONGEST_HOLD = 10.0  # the longest pause of an endpoint, even if it requests more
@@ -49,6 +50,7 @@ class Forward(Question):
         self._upstreams, self._transport, self._homes = upstreams, transport, homes
         self._request, self._body, self._key, self._ticket = request, body, key, ticket
         self._headers = passing(request.headers, {"content-length"})
+        self._endpoint: Endpoint | None = None  # where it was last sent
         self._refused = 0
         self.answer: web.StreamResponse | None = None
         self.begun = False  # the client has received a part of the answer
@@ -64,14 +66,14 @@ class Forward(Question):
     @property
     def can_move(self) -> bool:
         """Return whether another endpoint may be tried."""
-        endpoint = self._ticket.endpoint
+        endpoint = self._endpoint
         if self.begun or endpoint is None or self._refused >= MOST_REFUSED:
             return False
         return not self._refused or self._upstreams.dispatcher.scheduler.router.others_work(endpoint)
 
     async def send(self, endpoint: str) -> Reply:
-        upstream, granted = self._upstreams[endpoint], self._ticket.endpoint
-        assert granted is not None
+        upstream, slot = self._upstreams[endpoint], self._ticket.slot
+        self._endpoint = granted = upstream.endpoint
         self._homes.remember(self._key, granted)
         upstream.requests += 1
         if granted.inflight == 1:
@@ -83,7 +85,7 @@ class Forward(Question):
             upstream.failures += 1
             raise faults.raised(error) from None
         except asyncio.CancelledError:
-            upstream.failures += self._ticket.recalled
+            upstream.failures += slot is not None and slot.recalled
             raise
         return Reply("")
 

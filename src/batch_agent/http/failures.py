@@ -50,7 +50,10 @@ class BadAddress(TransportError):
 
 
 class ClosedEarly(TransportError):
-    """The server closed or reset the connection before the first byte of a response."""
+    """The server closed or reset the connection before the first byte of a response. ``stale``: the connection had been
+    kept since an earlier request, and closed at once: the server may have closed it before it read this one."""
+
+    stale = False
 
 
 class BrokenOff(TransportError):

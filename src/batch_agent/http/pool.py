@@ -78,6 +78,11 @@ class Pool:
                 connection.close()
             await self._emptied.wait()
 
+    def close_idle(self, origin: Origin) -> None:
+        """Close the connections kept for a server that has just closed one of them: it may have closed all."""
+        for connection in self._idle.pop(origin, ()):
+            connection.close()
+
     def _take(self, origin: Origin) -> Connection | None:
         idle, now = self._idle.get(origin), self._loop.time()
         while idle:

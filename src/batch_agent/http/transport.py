@@ -72,30 +72,30 @@ class Transport:
         ``opened``, only the head. Raises a TransportError, and whatever the stream raises. Cancelling closes the
         connection.
 
-        If the server closed an idle connection meanwhile, the request is sent once more on a new one. With ``fresh`` it
-        uses a new connection from the start, and is sent only once.
+        A request is sent once. If the server closed a kept connection at that moment, the error is marked ``stale``,
+        and the other kept connections to the server are closed. With ``fresh`` it uses a new connection.
         """
         pool = self._open_pool()
         connection = None if fresh else pool.take(origin)
-        while True:
-            if connection is None:
-                connection = await pool.connect(origin, connect_seconds, fresh=fresh)
-            response = ResponseParser(method, limit_bytes, decode=opened is None)
-            done = connection.ask(response, head, body or b"", on_head, pool.beat if opened is None else None)
-            try:
-                if body is not None and len(body) > WRITE_BYTES:
-                    await connection.upload(body)
-                await (done if opened is None else opened.asked(connection, response, done))
-                return response
-            except ClosedEarly:
-                if fresh or not connection.stale:
-                    raise
-                connection, fresh = None, True
-            except BaseException:
-                connection.abandon(response)
-                if done.done() and not done.cancelled():
-                    done.exception()  # mark the error as retrieved: a cancelled upload has not read it
-                raise
+        if connection is None:
+            connection = await pool.connect(origin, connect_seconds, fresh=fresh)
+        response = ResponseParser(method, limit_bytes, decode=opened is None)
+        done = connection.ask(response, head, body or b"", on_head, pool.beat if opened is None else None)
+        try:
+            if body is not None and len(body) > WRITE_BYTES:
+                await connection.upload(body)
+            await (done if opened is None else opened.asked(connection, response, done))
+            return response
+        except ClosedEarly as error:
+            error.stale = connection.stale
+            if error.stale:
+                pool.close_idle(origin)
+            raise
+        except BaseException:
+            connection.abandon(response)
+            if done.done() and not done.cancelled():
+                done.exception()  # mark the error as retrieved: a cancelled upload has not read it
+            raise
 
     def open(
         self,

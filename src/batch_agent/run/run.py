@@ -188,6 +188,7 @@ class Run(Generic[T]):
             why = str(self.shared.spending.refusal())
             for dispatcher in dispatchers.values():
                 dispatcher.refuse_now(why)
+                dispatcher.cut_off(self.shared.spending.add_reason)
 
         def short(is_short: bool) -> None:
             for dispatcher in dispatchers.values():
@@ -424,6 +425,7 @@ class Run(Generic[T]):
             if self._outer is None:
                 for dispatcher in self.shared.dispatchers.values():
                     dispatcher.close()
+                    await dispatcher.wait_closed()
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_record(ended, reason, failure) or failure

@@ -105,6 +105,7 @@ def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) 
         servers=backend.servers,
         terms=prepared.terms,
         max_outage=prepared.spec.max_outage,
+        control_requests=prepared.spec.control_requests,
         on_limit=on_limit,
         on_health=on_health,
     )

@@ -10,12 +10,20 @@ A failure that either side may have caused is undecided until there is evidence:
   endpoint works, this request does not. An answer proves nothing about requests that were sent after it.
 - If the endpoint goes down, its undecided failures are forgiven. A row with a failure that can crash a server gets a
   hit. A row with two hits is a suspect, and is tried last and alone.
-- With too few rows to decide, the endpoint is probed. If it is down, the row is forgiven. If it was up just before the
-  row was sent and is down afterwards, the row may have crashed it; after a few crashes it fails. If it is up, the row
-  is charged. Neither happens before it has been tried for ``LEAST_TRYING``: a probe does not show every fault of a
-  server, and a server with changing faults looks as if the row had crashed it.
+- If several rows fail and none is answered, or too few rows are left to decide, a control request decides: a few tokens
+  that do not depend on any row. Its answer counts like the answer of a row. If it fails, the endpoint goes down.
+- A server may answer control requests and no row. If control requests alone have charged ``MOST_CONVICTED`` rows, and
+  no row was answered, the endpoint counts as down while rows are left that have not failed yet.
+- If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it. If each time
+  another request had been answered since the last outage, the row fails after its retries. If only a probe had found it
+  up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server with changing faults looks the same
+  for a while.
+- Without control requests (they are off, or the server refuses them) a probe that finds the endpoint up charges the
+  row, also not before ``LEAST_TRYING``: a probe does not show every fault of a server.
 
-A refusal for load is never charged while other requests hold slots at the endpoint.
+A refusal for load is never charged while other requests hold slots at the endpoint. A kept connection that the server
+closes before it answers is no evidence the first time: the row is sent again at once. If the endpoint turns out to be
+down, this failure counts as one that may have crashed it.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ Outcome = Literal[
     "refused",  # 400, 413, 422, context overflow, content filter
     "denied",  # 401, 403, 404: may concern every row
     "overloaded",  # 429, or 503 because of load
+    "stale",  # a kept connection was closed at once: the server may not have read the request
     "broken",  # 500, 502, 504, connection reset, incomplete or unreadable answer
     "unreachable",  # connection refused, DNS, TLS handshake, connect timeout
     "silent",  # no complete answer in time
@@ -40,14 +49,17 @@ Outcome = Literal[
 ]
 
 SEVERAL = 3  # rows whose failures put an endpoint down without a probe; endpoints whose crashes fail a row at once
+MOST_CONVICTED = 100  # rows that are charged because of control requests alone, without the answer of a row
 SUSPECT = 2  # hits and crashes after which a row is tried last and alone
 LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of probes alone
-MOST_REFUSED = 20  # refusals of one row for load, alone at the endpoint while others were answered, before it fails
+LEAST_REFUSED = 65.0  # seconds that a row is refused for load, alone, before it fails: rate limits count by the minute
 DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
 
 
 def outcome_of(error: BackendError) -> Outcome:
     """Return the outcome of the attempt that ended in this error."""
+    if error.stale:
+        return "stale"
     if error.second_hand or isinstance(error, Truncated | EmptyAnswer):
         return "flawed"
     if error.overload:
@@ -60,10 +72,12 @@ def outcome_of(error: BackendError) -> Outcome:
 
 
 class Crash(NamedTuple):
-    """An endpoint that was up before the row was sent there alone, and down afterwards."""
+    """An endpoint that was up before the row was sent there alone, and down afterwards. ``proven``: it had answered
+    another request since its last outage."""
 
     endpoint: EndpointHistory
     at: float
+    proven: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +89,12 @@ class RowHistory:
     hits: int = 0  # endpoints that went down right after a failure of this row that can crash a server
     crashes: list[Crash] = field(default_factory=list)
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
-    denials: int = 0
+    refused_since: float = inf  # when the first of these requests was sent
+    refused_until: float = -inf  # when the latest of them failed
+    stale: bool = False  # a kept connection was closed when it was sent; the next time this counts as broken
+    tested: bool = False  # a request of it has failed
+    denials: int = 0  # in a row by one endpoint
+    denied_by: EndpointHistory | None = None
     failures: int = 0  # since it was last forgiven; the delay grows with this number
 
     @property
@@ -84,10 +103,23 @@ class RowHistory:
 
     def is_poison(self, max_retries: int) -> bool:
         """Return whether the row crashes servers, and not the servers fail by themselves."""
+        if sum(crash.proven for crash in self.crashes) > max_retries:
+            return True
         if len(self.crashes) <= max(1, max_retries - SUSPECT):
             return False
         lasted = self.crashes[-1].at - self.crashes[0].at
         return lasted >= LEAST_TRYING or len({crash.endpoint for crash in self.crashes}) >= SEVERAL
+
+    def crash(self, endpoint: EndpointHistory, attempt: Attempt) -> bool:
+        """Record that this request, sent alone, has crashed the endpoint; once. Returns False if it may have been down
+        before."""
+        if attempt.sound and not (self.crashes and self.crashes[-1].at == attempt.ended_at):
+            self.crashes.append(Crash(endpoint, attempt.ended_at, not attempt.trial))
+        return attempt.sound
+
+    def is_too_much(self, max_retries: int) -> bool:
+        """Return whether the row alone is too much for its rate limits, however long it waits."""
+        return self.refused > max_retries and self.refused_until - self.refused_since >= LEAST_REFUSED
 
     def settle(self, number: int, *, charge: bool) -> None:
         """Decide ``number`` of its undecided failures."""
@@ -114,12 +146,15 @@ class Attempt:
     trial: bool = False  # the endpoint was down; this request tests it
     sound: bool = False  # the endpoint had just proved to be up when the request was sent
     left_in_flight: int = 0  # number of other requests at the endpoint
+    control: bool = False  # a control request
+    excessive: bool = False  # refused for load for so long that it may concern only this row
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     row: Literal["clear", "charged", "undecided"]
-    endpoint: Literal["", "healthy", "suspect", "down"] = ""  # "": unchanged
+    # "": unchanged; "doubted": nothing is sent until a control request has decided
+    endpoint: Literal["", "healthy", "suspect", "doubted", "down"] = ""
     move: bool = False  # send the row to another endpoint
     probe: bool = False  # probe the endpoint
     hears_probe: bool = False  # the result of the probe decides about the row too
@@ -135,52 +170,66 @@ class EndpointHistory:
 
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
+    convicted: int = 0  # rows that control requests have charged since a row was last answered
 
     @property
     def witnesses(self) -> int:
         """Number of rows with a failure that the endpoint may have caused. Excludes refusals for load, and rows that
         failed before while others were answered."""
-        return sum(not row.charges and _not_refused(attempts) > 0 for row, attempts in self.open.items())
+        return sum(not row.charges and _chargeable(attempts) > 0 for row, attempts in self.open.items())
 
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
         """Record an attempt and its verdict, in the row's history and here."""
         row = attempt.row
         if attempt.outcome == "answered":
-            self._answered(attempt.sent_at)
+            if not attempt.control:
+                self.convicted = 0
+            self._answered(attempt.sent_at, control=attempt.control)
             return
         if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
             self.alone.pop(row, None)
-        row.denials += attempt.outcome == "denied"
-        row.failures += verdict.row != "clear"
+        row.tested = row.tested or attempt.outcome != "recalled"
+        row.stale = row.stale or attempt.outcome == "stale"
+        if attempt.outcome == "denied":
+            row.denials = row.denials + 1 if row.denied_by is self else 1
+            row.denied_by = self
+        row.failures += verdict.row != "clear" and attempt.outcome != "stale"
         row.charges += verdict.row == "charged"
         if verdict.row == "undecided":
-            row.undecided += attempt.outcome != "overloaded"
+            row.undecided += _can_be_charged(attempt)
             self.open.setdefault(row, []).append(attempt)
         if verdict.endpoint == "down":
             self.forgive()
         elif attempt.outcome in ("flawed", "refused"):
             self._answered(attempt.sent_at)
 
-    def _answered(self, sent_at: float) -> None:
+    def _answered(self, sent_at: float, *, control: bool = False) -> None:
         """Charge the failures of requests sent no later than a request with a good answer."""
         self.alone.clear()
         for row, attempts in list(self.open.items()):  # a hedge may end before the request that was sent first
             proven = [attempt for attempt in attempts if attempt.sent_at <= sent_at]
             if not proven:
                 continue
-            failed = _not_refused(proven)
-            row.refused += len(proven) - failed
-            row.settle(failed, charge=True)
+            for attempt in proven:
+                if attempt.outcome == "overloaded":
+                    row.refused += 1
+                    row.refused_since = min(row.refused_since, attempt.sent_at)
+                    row.refused_until = max(row.refused_until, attempt.ended_at)
+            self.convicted += control and not row.charges
+            row.settle(_chargeable(proven), charge=True)
             if len(proven) == len(attempts):
                 del self.open[row]
             else:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit."""
+        """Forgive undecided failures: the endpoint is down. Rows that may have caused that get a hit. A suspect, which
+        was sent beside no other suspect, gets a crash if the endpoint had been up before."""
         for row, attempts in self.open.items():
-            row.hits += any(attempt.outcome == "broken" for attempt in attempts)
-            row.settle(_not_refused(attempts), charge=False)
+            broken = [attempt for attempt in attempts if attempt.outcome in ("broken", "stale")]
+            if broken and not (row.suspect and row.crash(self, broken[-1])):
+                row.hits += 1
+            row.settle(_chargeable(attempts), charge=False)
         self.open.clear()
 
     def go_down(self) -> None:
@@ -201,27 +250,45 @@ class EndpointHistory:
     def give_up_on(self, row: RowHistory) -> None:
         """Charge the row for all of its failures here."""
         self.alone.pop(row, None)
-        row.settle(_not_refused(self.open.pop(row, ())), charge=True)
+        row.settle(_chargeable(self.open.pop(row, ())), charge=True)
 
 
-def _not_refused(attempts: Iterable[Attempt]) -> int:
-    return sum(attempt.outcome != "overloaded" for attempt in attempts)
+def _can_be_charged(attempt: Attempt) -> bool:
+    return attempt.outcome not in ("overloaded", "stale")
+
+
+def _chargeable(attempts: Iterable[Attempt]) -> int:
+    return sum(map(_can_be_charged, attempts))
 
 
 def judge(
-    attempt: Attempt, history: EndpointHistory, *, is_down: bool, others_healthy: bool, few_rows: bool
+    attempt: Attempt,
+    history: EndpointHistory,
+    *,
+    is_down: bool,
+    others_healthy: bool,
+    few_rows: bool,
+    can_ask: bool = False,
+    all_tested: bool = False,
 ) -> Verdict:
-    """Return the verdict on one attempt. ``few_rows``: too few to tell a bad row from a bad endpoint."""
+    """Return the verdict on one attempt. ``few_rows``: too few to tell a bad row from a bad endpoint. ``can_ask``: a
+    control request can be sent to the endpoint. ``all_tested``: no row is left that has not failed yet."""
     outcome = attempt.outcome
     if outcome == "recalled":
         return Verdict("clear", move=others_healthy, at_once=True)
+    if attempt.control and outcome not in ("answered", "flawed", "refused", "denied"):
+        return Verdict("clear", "down")
+    if outcome == "stale" and not is_down:
+        return Verdict("undecided", move=others_healthy, at_once=True)
     if outcome in ("answered", "flawed", "refused", "denied"):
         return Verdict("charged" if outcome in ("flawed", "refused") else "clear", "healthy")
     if outcome == "unreachable":
         return Verdict("clear", "down", move=others_healthy)
     if outcome == "overloaded":
         alone = attempt.left_in_flight == 0 and not is_down
-        return Verdict("undecided" if alone else "clear", move=others_healthy, soon=True)
+        asks = alone and can_ask and attempt.row.tested and (few_rows or all_tested)
+        decidable = alone or (attempt.excessive and not is_down)
+        return Verdict("undecided" if decidable else "clear", "doubted" if asks else "", others_healthy, soon=True)
     row = attempt.row
     alone = few_rows and not others_healthy
     if is_down and attempt.trial:
@@ -232,7 +299,11 @@ def judge(
     if (
         not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
     ):  # requests in flight may still be answered
-        return Verdict("undecided", "down", move=others_healthy)
+        asks = can_ask and (all_tested or history.convicted < MOST_CONVICTED)
+        if not asks:
+            return Verdict("undecided", "down", move=others_healthy)
+        if attempt.left_in_flight <= witnesses:  # a doubt costs time: with more in flight, one of them will tell
+            return Verdict("undecided", "doubted", move=others_healthy)
     hears = row.suspect or alone
     probe = hears or others_healthy or outcome == "silent"
     return Verdict("undecided", "suspect", others_healthy, probe, hears_probe=hears, alone=alone)
@@ -246,7 +317,7 @@ def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool 
     are charged, so wait until they are decided. ``move``: it will go to another endpoint, which gives evidence too."""
     if not retryable or row.charges > max_retries:
         return "fail"
-    if row.is_poison(max_retries) or row.refused > MOST_REFUSED:
+    if row.is_poison(max_retries) or row.is_too_much(max_retries):
         return "fail"
     if not row.undecided or row.charges + row.undecided <= max_retries:
         return "retry"

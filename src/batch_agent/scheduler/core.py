@@ -45,36 +45,47 @@ MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent 
 MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
 CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
 
-State = Literal["waiting", "set aside", "held", "gone"]
+State = Literal["waiting", "set aside", "off the queue"]
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One agent's request for one slot for one turn. It is used again for a retry."""
+    """One agent's claim to a slot for one turn. It waits in a queue, holds a slot, or backs off before a retry."""
 
     progress: Progress  # of the agent
     row: RowHistory = field(default_factory=RowHistory)
     state: State = "waiting"
-    endpoint: Endpoint | None = None  # where it was last granted a slot
+    slot: Slot | None = None  # the slot that it holds now
     pinned: Endpoint | None = None  # the only endpoint it may go to
     avoid: frozenset[Endpoint] = frozenset()  # used only if no other endpoint can take it
     anywhere: bool = False  # it has waited long enough for its own endpoint
-    sent_at: float = 0.0
-    generation: int = 0  # generation of the endpoint's capacity when it was sent
-    answers_before: int = 0  # answers of the server when it was sent
-    trial: bool = False  # the endpoint was down; this request tests it
-    sound: bool = False  # the endpoint had just proved to be up when it was sent
-    overdue: bool = False  # a trial that took too long; it continues beside the next one
-    recalled: bool = False  # the dispatcher withdrew it
-    withdrawn: bool = False  # recalled for good: the run is being drained, and the server has not begun with it
-    moves: int = 0  # times it was withdrawn at the end of the batch
-    heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
-    lease: Lease | None = None  # its part of the endpoint's rate limits, while it is in flight
+    control: bool = False  # a control request: no agent's, sent to its ``pinned`` endpoint as soon as that takes it
+    tried_at: float = 0.0  # when it last got a slot
+    lost: bool = False  # a request was recalled because it was far older than the slowest answer; once
+    moves: int = 0  # times its request was recalled because another endpoint was faster
 
     @property
     def chore(self) -> bool:
         """Whether it is an auxiliary request, not an agent's turn; it is left out of the statistics."""
         return self.progress.turns == LAST
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A slot that a ticket holds, or held, at one endpoint for one attempt."""
+
+    ticket: Ticket
+    endpoint: Endpoint
+    sent_at: float
+    generation: int  # generation of the endpoint's capacity when it was sent
+    sound: bool  # the endpoint had just proved to be up when it was sent
+    trial: bool  # the endpoint was down; this request tests it
+    answers_before: int  # answers of the server when it was sent
+    overdue: bool = False  # a trial that took too long; it continues beside the next one
+    recalled: bool = False  # the dispatcher withdrew it
+    withdrawn: bool = False  # recalled for good: the run is being drained, and the server has not begun with it
+    heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
+    lease: Lease | None = None  # its part of the endpoint's rate limits, while it is in flight
 
 
 class Scheduler:
@@ -92,9 +103,12 @@ class Scheduler:
         self.agents = 0
         self.waiting = 0  # includes parked turns, not suspects
         self.backing_off = 0  # agents that wait for a retry and hold no slot
+        self.at_fault = 0  # of them, those that failed by themselves; some new agents start in their place
         self.at_tools = 0  # agents blocked on saturated tools
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
+        self.controls: dict[Ticket, Endpoint] = {}  # control requests that wait
+        self.controls_in_flight = 0
         self.forecast = TurnForecast()
         self.router = Router(self.endpoints)
         self._queue: Queue[Ticket] = Queue(self.forecast)
@@ -103,7 +117,7 @@ class Scheduler:
         self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
         self.parts = KvParts.of(False)
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for turns parked there
-        self._suspect_in_flight: Ticket | None = None  # the suspect that runs beside other turns
+        self._suspect_in_flight: Slot | None = None  # the suspect that runs beside other turns
 
     def use(self, parts: KvParts) -> None:
         """Set which parts of KV cache scheduling are on. Call it before the first turn."""
@@ -173,10 +187,15 @@ class Scheduler:
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         nowhere = not self.waiting or self.waiting == len(self._parking) + len(self._lanes)
-        if nowhere and spare > self.backing_off:
+        if nowhere and spare > self.backing_off - (self.at_fault and self._in_their_place()):
             return True
         slots = self.slots
         return slots is not None and slots > 0 and self.forecast.ending(0, slots)
+
+    def _in_their_place(self) -> int:
+        """Return how many agents may start in place of those that back off by their own fault."""
+        slots = self.slots
+        return min(self.at_fault, self.inflight if slots is None else slots // 2)
 
     def _spare(self) -> float:
         """Return the number of slots that would stay idle."""
@@ -202,14 +221,32 @@ class Scheduler:
         return not passing and not self.has_room()
 
     @property
+    def is_occupied(self) -> bool:
+        """Whether as many requests are in flight as this dispatcher may have."""
+        most = self.max_inflight if self.allotted is None else self.allotted
+        return most is not None and self.inflight >= most
+
+    @property
     def busy(self) -> int:
         """Number of turns that have a slot, wait for one, or soon will."""
-        return self.inflight + self.waiting + self.backing_off + len(self.aside) + len(self.suspects)
+        return (
+            self.inflight
+            - self.controls_in_flight
+            + self.waiting
+            + self.backing_off
+            + len(self.aside)
+            + len(self.suspects)
+        )
 
     @property
     def wanted(self) -> bool:
         """Whether a turn is ready for a slot."""
-        return bool(self.waiting or self.aside or self.suspects)
+        return bool(self.waiting or self.aside or self.suspects or self.controls)
+
+    @property
+    def has_untested(self) -> bool:
+        """Whether a turn waits that has not failed yet: it can show whether a row or an endpoint is bad."""
+        return any(not ticket.row.tested for ticket in self._queue.newest())
 
     def start_agent(self) -> None:
         self.agents += 1
@@ -239,12 +276,19 @@ class Scheduler:
         self.waiting += 1
         return ticket
 
-    def again(self, ticket: Ticket) -> None:
+    def control(self, endpoint: Endpoint) -> Ticket:
+        """Return the claim of a control request, which ``grant`` serves before all turns."""
+        ticket = Ticket(Progress(LAST), pinned=endpoint, control=True)
+        self.controls[ticket] = endpoint
+        return ticket
+
+    def again(self, slot: Slot) -> None:
         """Queue a turn whose request failed before turns of equal rank, or set it aside."""
+        ticket = slot.ticket
         if ticket.pinned is not None and len(self.endpoints) > 1:
             self._wait(ticket)
-            self._lanes.add(ticket, ticket.pinned, first=not ticket.trial)
-        elif ticket.row.suspect or (ticket.trial and not self.router.working):
+            self._lanes.add(ticket, ticket.pinned, first=not slot.trial)
+        elif ticket.row.suspect or (slot.trial and not self.router.working):
             ticket.state = "set aside"
             (self.suspects if ticket.row.suspect else self.aside).append(ticket)
         else:
@@ -259,37 +303,47 @@ class Scheduler:
         self._wait(ticket)
         self._queue.add(ticket, ticket.progress.turns, first=True)
 
-    def grant(self, now: float = 0.0) -> Ticket | None:
-        """Return the next ticket that may go, with its slot and endpoint; None if no slot is free or no turn waits."""
+    def grant(self, now: float = 0.0) -> Slot | None:
+        """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
         if self.paused or not self.wanted:
             return None
-        most = self.max_inflight if self.allotted is None else self.allotted
-        if most is not None and self.inflight >= most:
+        if self.is_occupied:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes
-        match = self._match_one(now) if one else self._match_many(now)
+        match = self._match_control(now) if self.controls else None
+        if match is None:
+            match = self._match_one(now) if one else self._match_many(now)
         if match is None:
             return None
         ticket, endpoint = match
-        self.waiting -= ticket.state == "waiting"
-        ticket.state = "held"
-        ticket.endpoint = endpoint
-        ticket.sent_at = now
-        ticket.generation = endpoint.capacity.generation
-        ticket.answers_before = endpoint.server.answers
-        ticket.sound = endpoint.health.is_sound(now)
-        ticket.trial = endpoint.take(now, self.backing_off if one else 0)
-        ticket.overdue = ticket.recalled = ticket.anywhere = False
-        if ticket.row.suspect and not ticket.trial:
-            self._suspect_in_flight = ticket
-        self.inflight += 1
+        self.waiting -= ticket.state == "waiting" and not ticket.control
+        slot = self._hold(ticket, endpoint, now)
         if not one:
             self.router.touch(endpoint)
             if self._lanes:
                 self._lanes.touch(endpoint)
-        return ticket
+        return slot
+
+    def _hold(self, ticket: Ticket, endpoint: Endpoint, now: float) -> Slot:
+        ticket.state, ticket.tried_at, ticket.anywhere = "off the queue", now, False
+        sound, capacity = endpoint.health.is_sound(now), endpoint.capacity
+        trial = endpoint.take(now, self.backing_off if len(self.endpoints) == 1 else 0)
+        slot = Slot(ticket, endpoint, now, capacity.generation, sound, trial, endpoint.server.answers)
+        ticket.slot = slot
+        if ticket.row.suspect and not slot.trial:
+            self._suspect_in_flight = slot
+        self.inflight += 1
+        self.controls_in_flight += ticket.control
+        return slot
+
+    def _match_control(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        for ticket, endpoint in self.controls.items():
+            if endpoint.takes_control(now):
+                del self.controls[ticket]
+                return ticket, endpoint
+        return None
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
         endpoint = self.endpoints[0]
@@ -450,26 +504,35 @@ class Scheduler:
             return self._queue.take(self.slots)
         suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
         # Trials alternate: a row that always fails must not keep a suspect from being tried.
-        if self.aside and (suspect is None or self.aside[0].sent_at <= suspect.sent_at):
+        if self.aside and (suspect is None or self.aside[0].tried_at <= suspect.tried_at):
             return self.aside.popleft()
         if suspect is not None:
             self.suspects.popleft()
         return suspect
 
-    def give_back(self, ticket: Ticket) -> None:
-        """Release the ticket after its turn, or if its agent no longer wants it. A second call has no effect."""
-        if ticket.state == "held":
-            assert ticket.endpoint is not None
-            self.inflight -= 1
-            ticket.endpoint.give_back()
-            if len(self.endpoints) > 1:
-                self._given_back(ticket.endpoint)
-            if ticket is self._suspect_in_flight:
-                self._suspect_in_flight = None
-            if ticket.trial and not ticket.overdue:
-                ticket.endpoint.health.trial_over()
-        elif ticket.state == "set aside":
+    def give_back(self, slot: Slot) -> bool:
+        """Give the slot back. A second call has no effect and returns False."""
+        ticket, endpoint = slot.ticket, slot.endpoint
+        if ticket.slot is not slot:
+            return False
+        ticket.slot = None
+        self.inflight -= 1
+        self.controls_in_flight -= ticket.control
+        endpoint.give_back()
+        if len(self.endpoints) > 1:
+            self._given_back(endpoint)
+        if slot is self._suspect_in_flight:
+            self._suspect_in_flight = None
+        if slot.trial and not slot.overdue:
+            endpoint.health.trial_over()
+        return True
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Drop the claim of a ticket that holds no slot. A second call has no effect."""
+        if ticket.state == "set aside":
             (self.aside if ticket in self.aside else self.suspects).remove(ticket)
+        elif ticket.control:
+            self.controls.pop(ticket, None)
         elif ticket.state == "waiting":
             self.waiting -= 1
             if ticket in self.admission.held:
@@ -480,21 +543,21 @@ class Scheduler:
                 self._lanes.remove(ticket)
             else:
                 self._queue.remove(ticket, ticket.progress.turns)
-        ticket.state = "gone"
+        ticket.state = "off the queue"
 
     def _given_back(self, endpoint: Endpoint) -> None:
         self.touch(endpoint)
         if endpoint.leaving:
             self._drop_if_done(endpoint)
 
-    def answered(self, ticket: Ticket, seconds: float, usage: Usage, now: float) -> None:
-        """Record that the ticket's request was answered after ``seconds``."""
-        progress, endpoint = ticket.progress, ticket.endpoint
+    def answered(self, slot: Slot, seconds: float, usage: Usage, now: float) -> None:
+        """Record that the request was answered after ``seconds``."""
+        progress, endpoint, chore = slot.ticket.progress, slot.endpoint, slot.ticket.chore
         self.forecast.answered(progress, seconds, now)
-        if self.admission.enabled and endpoint is not None and not ticket.chore:
+        if self.admission.enabled and not chore:
             self.admission.answered(progress, endpoint, usage, seconds, now)
-        if len(self.endpoints) > 1 and endpoint is not None:
+        if len(self.endpoints) > 1:
             self.router.answered(seconds)
-            if not ticket.chore:
+            if not chore:
                 self.router.learn_prefix(usage, seconds, first=progress.home is None)
                 progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens

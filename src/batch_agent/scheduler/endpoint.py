@@ -51,14 +51,24 @@ class Endpoint:
         if state == "down":
             return self.health.ready or now >= self.health.next_trial
         share = server.share(self)
-        return state != "on trial" and (share is None or self.inflight < share)
+        return state != "on trial" and not self.health.in_doubt and (share is None or self.inflight < share)
+
+    def takes_control(self, now: float) -> bool:
+        """Return whether a control request may be sent to it now."""
+        server, health = self.server, self.health
+        if self.given_up or self.leaving or now < server.held_until or health.state == "on trial":
+            return False
+        if health.state == "down" and not (health.ready or now >= health.next_trial):
+            return False
+        return server.rates is None or server.rates.free_at(now) <= now
 
     @property
     def spare(self) -> float:
         """Number of slots that would stay idle. If the endpoint is down: 1, for the next trial."""
-        if self.given_up or self.leaving or self.server.held_until or self.health.state == "on trial":
+        health = self.health
+        if self.given_up or self.leaving or self.server.held_until or health.state == "on trial" or health.in_doubt:
             return 0
-        if self.health.state == "down":
+        if health.state == "down":
             return 1
         share = self.server.share(self)
         return inf if share is None else max(0, share - self.inflight)

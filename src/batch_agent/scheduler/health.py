@@ -6,6 +6,9 @@
        │                                                                          ▼  │
        └──────────────────────────────── answered ───────────────────────────── on trial
 
+A suspect endpoint is in doubt while a control request finds out whether it or its rows are bad. It gets nothing else
+meanwhile.
+
 ``blame`` decides the transitions; this module owns their timing. A down endpoint gets one real request at a
 time, its trial. The pause between two trials grows with the outage, so that the time lost after the server's return
 stays a small share of the outage. A trial that is not answered in the usual time may be lost, or the server may
@@ -27,12 +30,16 @@ State = Literal["healthy", "suspect", "down", "on trial"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two trials
 PAUSE_SHARE = 1 / 300  # of the outage so far
+DENIED_SHARE = 1 / 20  # the same if it denies every row
 JITTER = 0.3  # random part of a pause
 LEARNT = 10  # good answers before the slowest of them is used
 SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and factor over the slowest answer
+MOST_DOUBLED = 6  # times that the wait between two looks at a silent endpoint is doubled
 FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe counts as evidence that it is up
 SHORTEST_GRACE = 1.0  # seconds
 SHORTEST_TRIAL = 2.0  # seconds a trial may take
+SHORTEST_CONTROL = 10.0  # seconds a control request may take: it may wait in the server's queue
+FIRST_ANSWER = 60.0  # seconds, while the server has answered nothing: it may load a model
 TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold answers more slowly than before
 
 
@@ -42,6 +49,8 @@ class Health:
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
         self.state: State = "healthy"
+        self.is_denied = False  # it is down because it denies every row
+        self.in_doubt = False  # nothing but a control request is sent
         self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
         self.reached = False  # it has answered something, even if only an error
@@ -57,25 +66,31 @@ class Health:
         self._silent = False  # it is down because it was silent
         self._patience = 0.0  # seconds that a trial was waited for
         self._good = 0
-        self._slowest = 0.0
+        self.slowest = 0.0  # seconds of the slowest answer
+        self.slowest_control = 0.0  # the same for control requests
+        self.sounded = False  # a request was recalled to find out how long a row takes
+        self._looks = 0  # times that its silence was looked into since its last answer
+        self._looked_at = 0.0
 
     @property
     def is_down(self) -> bool:
         return self.state in ("down", "on trial")
 
     def answer(self, seconds: float, sent_at: float, now: float) -> bool:
-        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage."""
+        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. With 0
+        ``seconds`` it says nothing about the time that others take."""
         self.heard = self.up_at = now
         self.answered = True
-        self._good += 1
-        if seconds > self._slowest:
-            self._slowest = seconds
+        self._looks = 0
+        self._good += seconds > 0
+        if seconds > self.slowest:
+            self.slowest = seconds
         if self.state == "healthy":
             return False
         was_down = self.is_down
         if was_down and sent_at < self.down_since and not self._silent:
             return False  # it finishes old requests, and may accept no new ones
-        self.state = "healthy"
+        self.state, self.in_doubt, self.is_denied = "healthy", False, False
         return was_down
 
     def recover(self) -> None:
@@ -88,8 +103,12 @@ class Health:
         if self.state == "healthy":
             self.state = "suspect"
 
+    def doubt(self, reason: str, now: float) -> None:
+        self.fail(reason, now)
+        self.in_doubt = True
+
     def go_down(self, now: float, *, silent: bool = False) -> None:
-        self.state = "down"
+        self.state, self.in_doubt, self.is_denied = "down", False, False
         self.up_at, self.ready = -inf, False
         self._silent = silent
         self.down_since = now
@@ -97,15 +116,28 @@ class Health:
         self._patience = 0.0
         self.next_trial = now + self.pause(now)
 
+    @property
+    def is_learnt(self) -> bool:
+        """Whether enough answers are known to tell how long one takes."""
+        return self._good >= LEARNT
+
     def is_silent(self, in_flight: int, now: float) -> bool:
-        return not self.is_down and in_flight >= SEVERAL and now >= self.silent_at
+        """Return whether it is silent for certain: many answers have shown how long one takes."""
+        return not self.is_down and in_flight >= SEVERAL and self.is_learnt and now >= self.silent_at
 
     @property
     def silent_at(self) -> float:
-        """When the endpoint counts as silent; infinite while too few answers are known."""
-        if self._good < LEARNT or self.patient:
+        """When its silence is looked into: the second time after twice as long, and so on."""
+        if self.patient:
             return inf
-        return self.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._slowest)
+        wait = max(SHORTEST_SILENCE, SILENCE_FACTOR * self.slowest)
+        return max(self.heard, self._looked_at) + wait * 2.0 ** min(self._looks, MOST_DOUBLED)
+
+    def look(self, now: float) -> int:
+        """Record that its silence is looked into, and return how often it was before."""
+        self._looks += 1
+        self._looked_at = now
+        return self._looks - 1
 
     def is_sound(self, now: float) -> bool:
         """Return whether it has recently proved to be up."""
@@ -114,7 +146,7 @@ class Health:
     @property
     def grace(self) -> float:
         """Seconds that requests from before an outage still get after its end."""
-        return max(SHORTEST_GRACE, 2 * self._slowest)
+        return max(SHORTEST_GRACE, 2 * self.slowest)
 
     # Trials
 
@@ -129,14 +161,20 @@ class Health:
     def pause(self, now: float, since: float | None = None) -> float:
         """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * PAUSE_SHARE)
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * (DENIED_SHARE if self.is_denied else PAUSE_SHARE))
         return longest * (1 - JITTER * self._chance())
 
     def trial_seconds(self, now: float) -> float | None:
         """Return the time limit of a trial; None if the server has never answered."""
         if not self.answered or self.patient:
             return None
-        return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)
+        return max(SHORTEST_TRIAL, 2 * self.slowest, (now - self.down_since) * TRIAL_SHARE)
+
+    def control_seconds(self, now: float) -> float:
+        """Return the time limit of a control request."""
+        if not self.answered:
+            return FIRST_ANSWER
+        return max(SHORTEST_CONTROL, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
 
     def patient_seconds(self, now: float) -> float:
         """Return the time limit of the one trial that continues beside the next ones."""
@@ -144,10 +182,9 @@ class Health:
         return self._patience
 
     def trial_over(self) -> None:
-        """Record that the trial failed, or was withdrawn."""
-        self.up_at = -inf
+        """Record that the trial failed, or was withdrawn. It has no effect if the trial was answered."""
         if self.state == "on trial":
-            self.state = "down"
+            self.state, self.up_at = "down", -inf
 
     def what_was_tried(self, now: float, max_outage: float) -> str:
         """Return the reason why the endpoint is given up, as a message."""

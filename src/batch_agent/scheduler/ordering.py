@@ -15,7 +15,7 @@ estimates of that time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from batch_agent.scheduler.forecast import ENDING, TurnForecast
@@ -50,6 +50,10 @@ class Queue(Generic[Waiting]):
         del line[waiting]
         if not line:
             del self._lines[turns]
+
+    def newest(self) -> Iterator[Waiting]:
+        """Return the newest turn for each number of turns taken. Turns that failed wait before new ones."""
+        return (next(reversed(line)) for line in self._lines.values())
 
     def take(self, slots: int | None) -> Waiting:
         """Remove and return the next turn. The queue must not be empty. ``slots`` is the total number of slots."""
@@ -117,6 +121,10 @@ class ResidentFirst(Queue[Waiting]):
             self._evicted.remove(waiting, turns)
         else:
             super().remove(waiting, turns)
+
+    def newest(self) -> Iterator[Waiting]:
+        yield from super().newest()
+        yield from self._evicted.newest()
 
     def take(self, slots: int | None) -> Waiting:
         late = self._evicted

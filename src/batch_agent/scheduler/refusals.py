@@ -1,14 +1,16 @@
 """Decides whether a denial (401, 403, 404 and similar) concerns one row, or every row of the run.
 
 A wrong key concerns all rows. So does a path or a model that does not exist, if the server has never given a good
-answer. After good answers, a wrong key is first confirmed, because a gateway may deny requests by mistake. Only a
-request that was sent a while after the first denial arrived confirms it: requests that were in flight together are
-denied together, by one mistake. If there is no good answer in between, it concerns all rows.
+answer. After good answers a denial is first confirmed, because a gateway may deny requests by mistake, or for the
+moment in which it loads its configuration. Only a request that was sent a while after the first denial arrived confirms
+it: requests that were in flight together are denied together, by one mistake. If there is no good answer in between, it
+concerns all rows. That is not the end: the endpoint counts as down, and is tried again (``dispatch.endpoints``).
 
-Anything else (a forbidden topic, a bad image) may concern only the row. It is unclear until a request sent at the same
-time or later gets a good answer, or until other rows are denied too. The same denial of several rows with no such
-answer between them concerns all rows, unless many more requests are in flight: a denial often arrives sooner than an
-answer.
+Anything else (a bad image, a prompt that a filter refuses) may concern only the row. It is unclear until a request sent
+at the same time or later gets a good answer, or until other rows are denied too. The same denial of several rows with
+no such answer between them concerns all rows, unless many more requests are in flight: a denial often arrives sooner
+than an answer. The same holds for a forbidden or missing thing where no control request can be sent: only such a
+request can tell, at the end of a batch, that the last row is at fault.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ Scope = Literal["row", "confirm", "unclear", "all"]
 WRONG_KEY = frozenset({401, 402, 429})  # the 429 of a spent quota; a 429 with a Retry-After is not a denial
 WRONG_PLACE = frozenset({301, 302, 303, 307, 308, 404, 405})
 FORBIDDEN = 403
-CONFIRM_AFTER = 0.25  # seconds from the first denial of a key until a request is sent that can confirm it
-CONFIRMED = 2  # number of rows whose key was refused in such a request, while others are in flight
-ALONE = 3  # denials of one row's key, while others were answered, that are the row's own fault
+CONFIRM_AFTER = 0.25  # seconds from the first denial until a request is sent that can confirm it
+CONFIRMED = 2  # number of rows that were denied in such a request, while others are in flight
+ALONE = 3  # denials of one row, while others were answered, that are the row's own fault
 SEVERAL = 10  # number of rows with a status that may concern all; a moderator may refuse a few in a row
 FEW = 3  # the same before any good answer, with few requests in flight
 MANY = 20  # number of rows with the same message and another status
@@ -56,6 +58,10 @@ class Refusals:
                 self._denied_at = None
             self._rows = unclear
 
+    @property
+    def has_answered(self) -> bool:
+        return self._answered
+
     def is_unclear(self, row: Hashable) -> bool:
         return row in self._rows
 
@@ -66,9 +72,11 @@ class Refusals:
         message: str,
         denial: Denial,
         left_in_flight: int,
+        *,
+        can_ask: bool = False,
     ) -> Scope:
         """Return which rows a denial concerns. ``confirm``: send the same request again, ``CONFIRM_AFTER`` later at the
-        earliest."""
+        earliest. ``can_ask``: a control request can be sent."""
         if status is None:  # a filter stopped the answer; the request itself was accepted
             return "row"
         wrong_key = status in WRONG_KEY
@@ -79,12 +87,13 @@ class Refusals:
         if kind != self._kind:
             self._kind = kind
             self._rows.clear()
-        if wrong_key and denial.number >= ALONE and row not in self._rows:
+        confirms = wrong_key or (can_ask and by_status and self._answered)
+        if confirms and denial.number >= ALONE and row not in self._rows:
             return "row"  # other rows were answered meanwhile
         if not self._rows or self._denied_at is None:
             self._denied_at = denial.arrived_at
         self._rows[row] = denial.sent_at
-        if wrong_key:
+        if confirms:
             confirmed = sum(sent >= self._denied_at + CONFIRM_AFTER for sent in self._rows.values())
             if confirmed >= CONFIRMED or (confirmed and not left_in_flight):
                 return "all"

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.scheduler.blame import EndpointHistory
+from batch_agent.scheduler.blame import EndpointHistory, RowHistory
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
 from batch_agent.scheduler.limit_search import MOST, LimitSearch
@@ -24,7 +24,7 @@ from batch_agent.scheduler.rates import Rates
 from batch_agent.scheduler.refusals import Refusals
 
 if TYPE_CHECKING:
-    from batch_agent.scheduler.core import Ticket
+    from batch_agent.scheduler.core import Slot
     from batch_agent.scheduler.endpoint import Endpoint
 
 MOST_KNOWN = 10_000  # number of unused servers that are remembered
@@ -79,13 +79,17 @@ class Server:
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
+        # The row that it asked for a very long wait, and when; None if it has answered any request since.
+        self.excessive: tuple[RowHistory, float] | None = None
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+        self.controlled = False  # a control request waits for it or is in flight
+        self.takes_controls = True  # it has not refused one
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
         self.answered_at = -inf  # time of its latest answer
         self.answers = 0
-        self.latest_answered = -inf  # when the latest request was sent that it has answered
+        self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
 
     def lent_to(self, thread: int) -> Server:
         """Return this server; if dispatchers of another thread use it now, a new object for the same server. A
@@ -136,15 +140,13 @@ class Server:
         """Learn from an answer that took ``seconds``."""
         self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
         self.answers += 1
-        if now - seconds > self.latest_answered:
-            self.latest_answered = now - seconds
         self.gap += max(LEARN_GAP, 1 / self.answers) * (min(seconds, now - self.answered_at) - self.gap)
         self.answered_at = now
 
-    def is_queued(self, ticket: Ticket) -> bool:
+    def is_queued(self, slot: Slot) -> bool:
         """Return whether a request that timed out was in the server's queue: requests sent before it were answered
         meanwhile, and none that was sent after it."""
-        return self.answers > ticket.answers_before and self.latest_answered <= ticket.sent_at + SAME_TIME
+        return self.answers > slot.answers_before and self.answered_sent <= slot.sent_at + SAME_TIME
 
     def share(self, endpoint: Endpoint) -> int | None:
         """Return the most requests that one dispatcher may have in flight now; None: no limit."""

@@ -7,7 +7,6 @@ everything above a backend; use a ScriptedServer to test connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
@@ -81,7 +80,7 @@ class ScriptedBackend(Backend):
             track = await self._track(asked)
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
-            reply = await _read_stream(track, stream, request.on_begin) if stream else await _read_body(track, naming)
+            reply = await _read_stream(track, stream, request) if stream else await _read_body(track, naming)
             if stream is None:
                 report_calls(reply, on_tool_call)
             quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
@@ -94,16 +93,18 @@ class ScriptedBackend(Backend):
         return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
 
     async def _track(self, request: Request) -> Track:
-        reply = await scripted_reply(self._script, request)
+        reply = await scripted_reply(self._script, request, self.requests[: request.number])
         return track_of(await wait_due(reply), Wire(request, model=request.model, fingerprint="scripted"))
 
 
-async def _read_stream(track: Track, stream: AnswerStream, on_begin: Callable[[], None] | None) -> Reply:
+async def _read_stream(track: Track, stream: AnswerStream, request: ModelRequest) -> Reply:
+    clock = asyncio.get_running_loop().time
     for index, part in enumerate(track.parts):
         if index:
             await asyncio.sleep(track.delay)
-        if on_begin is not None:
-            on_begin()
+        request.heard_at = clock()
+        if request.on_begin is not None:
+            request.on_begin()
         if stream.feed(part):
             break
     _check_dropped(track)

@@ -19,6 +19,7 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from contextvars import Context
 from typing import ParamSpec, TypeVar, TypeVarTuple
 
 from batch_agent.errors import BatchAgentError
@@ -62,6 +63,14 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        # A delay that is too small to change the time would never pass: who waits for it again and again waits forever.
+        if delay > 0 and self._now + delay == self._now:
+            return self.call_at(math.nextafter(self._now, math.inf), callback, *args, context=context)
+        return super().call_later(delay, callback, *args, context=context)
 
     def stall(self, seconds: float) -> None:
         """Let time pass while the loop does nothing, as with a blocking callback."""

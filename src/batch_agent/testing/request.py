@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.wire import mapping, objects_of, string_of
+from batch_agent.dispatch.control import CONTROL_WORDS
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import ClientDialect
 from batch_agent.messages import JsonObject, Message, ToolSpec
@@ -40,6 +41,11 @@ class Request:
     def text(self) -> str:
         """Return the text of the last message, of any role."""
         return content_text(self.messages[-1].get("content")) if self.messages else self.prompts[-1]
+
+    @property
+    def is_control(self) -> bool:
+        """Return whether it is a control request, which belongs to no row."""
+        return CONTROL_WORDS in self.text
 
     @property
     def model(self) -> str:

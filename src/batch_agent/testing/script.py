@@ -1,4 +1,5 @@
-"""Scripts decide the answer to each request. A list is used in order; a function sees the request.
+"""Scripts decide the answer to each request. A list is used in order; a function sees the request. A control request
+(``control_requests``) gets the answer that is next in the list, and leaves it there.
 
 Without a script the answer is minimal: a forced tool call, the smallest JSON that fits the schema, or an echo.
 """
@@ -21,16 +22,18 @@ Script = Sequence[ScriptedReply] | Callable[[Request], ScriptedReply | Awaitable
 ECHO_CHARACTERS = 200
 
 
-async def scripted_reply(script: Script | None, request: Request) -> ScriptedReply:
+async def scripted_reply(script: Script | None, request: Request, earlier: Sequence[Request]) -> ScriptedReply:
+    """Return the reply to a request that came after ``earlier`` ones."""
     if script is None:
         return default_reply(request)
     if callable(script):
         reply = script(request)
         return await reply if inspect.isawaitable(reply) else reply
-    if request.number < len(script):
-        return script[request.number]
+    place = sum(not each.is_control for each in earlier)
+    if place < len(script):
+        return script[place]
     # Status 400, which no client retries: the test ends at the request that was not expected.
-    message = f"the script has {len(script)} replies, and this is request {request.number + 1}"
+    message = f"the script has {len(script)} replies, and this is request {place + 1}"
     return Fail(400, error_object(400, message))
 
 

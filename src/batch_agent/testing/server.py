@@ -239,7 +239,7 @@ class ScriptedServer(ModelServer):
 
     async def respond(self, request: Request) -> ScriptedReply:
         try:
-            return await scripted_reply(self._script, request)
+            return await scripted_reply(self._script, request, self.requests[: request.number])
         except BadRequest:
             raise
         except Exception as error:

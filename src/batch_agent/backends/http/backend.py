@@ -93,10 +93,12 @@ class HttpBackend(Backend, Generic[Head]):
         if (client := self.own_body(request)) is not None:
             return await self._forward(client, request)
         naming = Naming(request.conversation.messages, self._chat.faults)
-        stream = None
+        stream, receive = None, None
         if on_tool_call is not None and self.capabilities.streaming:
             request.said.clear()  # from an earlier attempt
-            stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
+            clock = asyncio.get_running_loop().time
+            stream = self.read_stream(naming, on_tool_call, clock, request.said)
+            receive = _hearing(stream.feed, request, clock)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
         quota: Quota | None = None
 
@@ -104,7 +106,6 @@ class HttpBackend(Backend, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        receive = None if stream is None else _beginning(stream.feed, request.on_begin)
         route = self.route_of(request, stream is not None)
         answer = await self._http.send(route, body, receive, headers, on_headers, request.traceparent)
         if answer is None and stream is not None:
@@ -182,13 +183,14 @@ class HttpBackend(Backend, Generic[Head]):
         return head
 
 
-def _beginning(feed: Receive, on_begin: Callable[[], None] | None) -> Receive:
-    """Wrap ``feed`` to call ``on_begin`` at the first bytes: engines send nothing before the first token."""
-    if on_begin is None:
-        return feed
+def _hearing(feed: Receive, request: ModelRequest, clock: Callable[[], float]) -> Receive:
+    """Wrap ``feed`` to note when bytes arrive and to call ``on_begin``: engines send nothing before the first token."""
+    on_begin = request.on_begin
 
     def receive(chunk: bytes) -> bool:
-        on_begin()
+        request.heard_at = clock()
+        if on_begin is not None:
+            on_begin()
         return feed(chunk)
 
     return receive

@@ -41,7 +41,7 @@ class Route:
     faults: Faults
     head: bytes = field(repr=False)  # of a request, without its own headers and length
     max_bytes: int = MAX_ANSWER_BYTES  # of an answer; a stream may have STREAM_ALLOWANCE times as many
-    once: bool = False  # the server must not get it twice
+    once: bool = False  # sent over a new connection, so that no failure comes from a kept one
     sign: Sign | None = field(default=None, repr=False)
 
 
@@ -88,8 +88,8 @@ class HttpClient:
         self, method: str, path: str, *, beside: bool = False, max_bytes: int = MAX_ANSWER_BYTES, once: bool = False
     ) -> Route:
         """Return a route. ``beside``: next to the ``/v1`` of the address, where engines have routes outside the API. An
-        answer of more than ``max_bytes`` is a BadResponse. ``once``: never resent by the client, because it creates
-        something."""
+        answer of more than ``max_bytes`` is a BadResponse. ``once``: each request uses a new connection, because it
+        creates something, or because its failure is evidence about the server."""
         base = str(self._base)
         url = URL((base.removesuffix("/v1") if beside else base) + path, encoded=True)
         faults = Faults(f"{method} {url}", self._secrets, self._wording)

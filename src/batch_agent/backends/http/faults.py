@@ -187,7 +187,9 @@ class Faults:
                 return Rejected(f"{self.where} is not a valid address")
             case _:
                 unreached = isinstance(error, TransportError) and error.unreached
-                return Unavailable(f"{self.where}: {_broken(error, said)}", unreached=unreached)
+                failure = Unavailable(f"{self.where}: {_broken(error, said)}", unreached=unreached)
+                failure.stale = isinstance(error, ClosedEarly) and error.stale
+                return failure
 
     def _build(self, status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
         if status in (400, 413, 422, 500) and said.is_overflow(self._wording):

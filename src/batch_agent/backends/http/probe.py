@@ -43,11 +43,11 @@ async def _ask(client: HttpClient) -> tuple[Probe, Entries]:
     """Send both requests. Raises the BackendError of a server that is down."""
     healthy = False
     try:
-        await client.send(client.route("GET", "/health", beside=True))
+        await client.send(client.route("GET", "/health", beside=True, once=True))
         healthy = True
     except (Rejected, RateLimited):
         pass  # the server is up, but has no such route for us
-    models = client.route("GET", "/models")
+    models = client.route("GET", "/models", once=True)
     try:
         entries = read_entries(await client.send(models) or b"")
     except (Rejected, RateLimited) as error:

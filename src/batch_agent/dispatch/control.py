@@ -1,0 +1,132 @@
+"""Control requests: a few tokens that do not depend on any row, to find out whether a row or a server is bad.
+
+A control request has the model and the settings of the request that failed, but neither its messages nor tools nor a
+schema. It holds a slot, is counted by rate limits and budget, and is judged like any other request. At most one is in
+flight per server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from batch_agent.backends.base import Backend, ModelRequest
+from batch_agent.dispatch.policy import Question
+from batch_agent.dispatch.probing import Probed
+from batch_agent.errors import BackendError, JobError, Truncated
+from batch_agent.messages import Conversation, Message, Reply, Usage
+from batch_agent.scheduler.blame import outcome_of
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+
+CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
+CONTROL_JOB = "control"  # instead of a row's id
+CONTROL_WORDS = "Answer with the word OK."
+
+Ask = Callable[["ControlCall", Ticket], Awaitable[Reply]]
+
+
+class Claims(Protocol):
+    """Claims to slots for control requests."""
+
+    def claim_control(self, endpoint: Endpoint) -> Ticket: ...
+
+    def withdraw(self, ticket: Ticket) -> None: ...
+
+
+class ControlCall(Question):
+    """A question that any server with the model can answer. An answer that was cut is an answer."""
+
+    def __init__(self, backend: Backend, failed: ModelRequest) -> None:
+        shape = replace(
+            failed.shape, max_tokens=CONTROL_TOKENS, tools=(), tool_choice=None, schema=None, stop=(), seed=None
+        )
+        # The number keeps caches from answering.
+        said = Conversation([Message("user", f"Request {secrets.token_hex(4)}. {CONTROL_WORDS}")])
+        self._backend, self._request = backend, ModelRequest(shape, said, CONTROL_JOB, run=failed.run)
+
+    @property
+    def request(self) -> ModelRequest:
+        return self._request
+
+    async def send(self, endpoint: str) -> Reply:
+        self._request.endpoint = endpoint
+        try:
+            return await self._backend.infer(self._request)
+        except Truncated as cut:
+            return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
+
+
+class ControlRequests:
+    """The control requests of one dispatcher. ``ask`` sends one in the slot of its ticket. ``give_up`` is called with
+    an endpoint whose control request gave no evidence: it could not be sent, or the server refused it."""
+
+    def __init__(self, backend: Probed | None, ask: Ask, give_up: Callable[[Endpoint], None], *, enabled: bool) -> None:
+        self._backend = backend if enabled and isinstance(backend, Backend) else None
+        self._ask, self._give_up = ask, give_up
+        self._like: ModelRequest | None = None
+        self._tasks: dict[Endpoint, asyncio.Task[bool | None]] = {}
+
+    @property
+    def unlike(self) -> bool:
+        """Whether no request is known that a control request could be like."""
+        return self._like is None
+
+    def like(self, request: ModelRequest | None) -> None:
+        """Make the next control request like this one, which failed or is the first."""
+        self._like = self._like if request is None else request
+
+    def can_ask(self, endpoint: Endpoint) -> bool:
+        """Return whether a control request can be sent to the endpoint, now or later."""
+        if self._backend is None or self._like is None or endpoint.health.patient or endpoint.given_up:
+            return False
+        return endpoint.server.takes_controls and (endpoint in self._tasks or not endpoint.server.controlled)
+
+    def start(self, endpoint: Endpoint, claims: Claims) -> asyncio.Task[bool | None] | None:
+        """Return the control request of this endpoint, started unless there is one; None if none can be sent. Its
+        result: whether it was answered; None if it gave no evidence."""
+        task, backend, like = self._tasks.get(endpoint), self._backend, self._like
+        if task is None and backend is not None and like is not None and self.can_ask(endpoint):
+            endpoint.server.controlled = True
+            ticket = claims.claim_control(endpoint)
+            call = ControlCall(backend, like)
+            task = asyncio.get_running_loop().create_task(self._control(endpoint, call, ticket))
+            self._tasks[endpoint] = task
+            task.add_done_callback(partial(self._done, endpoint, ticket, claims))
+        return task
+
+    def stop(self, endpoint: Endpoint) -> None:
+        if endpoint in self._tasks:
+            self._tasks[endpoint].cancel()
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _control(self, endpoint: Endpoint, call: ControlCall, ticket: Ticket) -> bool | None:
+        try:
+            reply = await self._ask(call, ticket)
+            return True if reply.saved is None else None
+        except BackendError as error:
+            if outcome_of(error) != "refused":
+                return outcome_of(error) == "flawed"
+            endpoint.server.takes_controls = False
+        except JobError:
+            self._backend = None  # the run is over, or its budget is
+        except Exception:  # a user's own backend may raise anything
+            endpoint.server.takes_controls = False
+        return None
+
+    def _done(self, endpoint: Endpoint, ticket: Ticket, claims: Claims, task: asyncio.Task[bool | None]) -> None:
+        del self._tasks[endpoint]
+        endpoint.server.controlled = False
+        claims.withdraw(ticket)  # if the task was cancelled before it began
+        if not task.cancelled() and task.result() is None:
+            self._give_up(endpoint)

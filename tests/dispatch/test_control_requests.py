@@ -1,0 +1,197 @@
+"""Control requests: a few tokens that show whether a row or its server is bad, where no other row can."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from batch_agent import BatchAgent, RunUnreachable
+from batch_agent.backends.base import ModelRequest, OnToolCall, Probe
+from batch_agent.errors import Unavailable
+from batch_agent.job import AgentResult
+from batch_agent.messages import Reply, Usage
+from batch_agent.observe.metrics import Statistics
+from batch_agent.testing import Cut, Fail, Request, Say, ScriptedBackend, virtual_clock
+
+AWAY = 20.0  # seconds
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def finish(backend: object, rows: int, **options: Any) -> tuple[list[AgentResult[str]], Statistics]:
+    inputs = [str(n) for n in range(rows)]
+    async with BatchAgent.open(
+        task="{input}", inputs=inputs, backend=backend, **{"max_inflight": 64, **options}
+    ) as run:
+        results = [result async for result in run.results()]
+    return results, run.statistics()
+
+
+def controls(backend: ScriptedBackend) -> int:
+    return sum(request.is_control for request in backend.requests)
+
+
+@pytest.mark.parametrize(("rows", "bad"), [(400, 40), (400, 120), (40, 40), (2, 2), (1, 1)])
+def test_bad_rows_that_are_the_last_fail_alone(rows: int, bad: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> Say | Fail:
+            is_bad = not request.is_control and int(request.text) >= rows - bad
+            return Fail(500, latency=0.05) if is_bad else Say("ok", latency=1.0)
+
+        backend = ScriptedBackend(script)
+        _, statistics = await finish(backend, rows)
+        assert (statistics.ok, statistics.failures) == (rows - bad, {"Unavailable": bad})
+        assert (statistics.ended, statistics.outages) == ("complete", ())
+        assert now() < 30
+        assert len(backend.requests) - controls(backend) == rows + 3 * bad, "each has its three retries"
+
+    scenario()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 30])
+@pytest.mark.parametrize("reply", [Fail(500), Fail(503), Fail(429), Cut(after_chunks=0)], ids=str)
+def test_the_last_rows_wait_out_an_outage_and_notice_its_end_at_once(reply: Fail | Cut, rows: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> Say | Fail | Cut:
+            return reply if 1.0 <= now() < 1.0 + AWAY else Say("ok", latency=0.9)
+
+        # The last row is sent when the others are answered, in the outage.
+        _, statistics = await finish(ScriptedBackend(script), rows + 1, max_inflight=rows)
+        assert (statistics.ok, statistics.ended) == (rows + 1, "complete")
+        assert now() < 1.0 + AWAY + 4
+
+    scenario()
+
+
+@virtual_clock
+async def test_a_server_that_answers_nothing_ends_the_run_and_fails_no_row() -> None:
+    with pytest.raises(RunUnreachable, match="max_outage, 100 s"):
+        await finish(ScriptedBackend(lambda request: Fail(500)), 2, max_outage=100)
+    assert 100 <= now() < 130
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+def test_a_row_that_alone_is_too_much_for_its_rate_limit_fails(rows: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> Say | Fail:
+            return Fail(429) if request.text == "0" else Say("ok", latency=1.0)
+
+        _, statistics = await finish(ScriptedBackend(script), rows)
+        assert (statistics.ok, statistics.failures) == (rows - 1, {"RateLimited": 1})
+        assert (statistics.ended, now() < 300) == ("complete", True)
+
+    scenario()
+
+
+@virtual_clock
+async def test_without_control_requests_none_is_sent() -> None:
+    backend = ScriptedBackend(lambda request: Fail(500))
+    results, statistics = await finish(backend, 1, control_requests=False)
+    assert (statistics.failures, controls(backend)) == ({"Unavailable": 1}, 0)
+    assert results[0].error is not None
+
+
+@virtual_clock
+async def test_a_control_request_has_the_model_of_the_batch_and_nothing_of_its_content() -> None:
+    backend = ScriptedBackend(lambda request: Say("OK") if request.is_control else Fail(500))
+    await finish(backend, 1, model="m", system_prompt="Be brief.", output_schema=dict[str, int], temperature=0.5)
+    asked = next(request for request in backend.requests if request.is_control)
+    assert (asked.model, asked.max_tokens, asked.schema, asked.tools) == ("m", 16, None, [])
+    assert len(asked.messages) == 1 and "Be brief." not in asked.raw.decode()
+
+
+@virtual_clock
+async def test_control_requests_are_counted_by_the_rate_limit_and_the_budget() -> None:
+    came: list[float] = []
+    usage = Usage(prompt_tokens=20, completion_tokens=4)
+
+    def script(request: Request) -> Say | Fail:
+        came.append(now())
+        return Say("OK", usage=usage) if request.is_control else Fail(500)
+
+    backend = ScriptedBackend(script)
+    _, statistics = await finish(backend, 2, rpm=4, max_total_tokens=100_000)
+    assert statistics.failures == {"Unavailable": 2} and controls(backend)
+    assert all(sum(at - 60 < other <= at for other in came) <= 4 for at in came)
+
+
+@virtual_clock
+async def test_a_server_that_refuses_control_requests_is_judged_without_them() -> None:
+    backend = ScriptedBackend(lambda request: Fail(400 if request.is_control else 500))
+    _, statistics = await finish(backend, 1)
+    assert (statistics.failures, controls(backend)) == ({"Unavailable": 1}, 1)
+
+
+@virtual_clock
+async def test_at_most_one_control_request_is_in_flight() -> None:
+    most = inflight = 0
+
+    async def script(request: Request) -> Say | Fail:
+        nonlocal most, inflight
+        if not request.is_control:
+            return Fail(500)
+        inflight += 1
+        most = max(most, inflight)
+        try:
+            await asyncio.sleep(8.0)
+        finally:
+            inflight -= 1
+        return Say("OK")
+
+    _, statistics = await finish(ScriptedBackend(script), 40)
+    assert (most, statistics.failures) == (1, {"Unavailable": 40}), "a slow answer is an answer"
+
+
+class Crashing(ScriptedBackend):
+    """Some rows crash it. It is back after ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(self._reply)
+        self._seconds, self._back_at = seconds, 0.0
+        self._open: set[asyncio.Task[Reply]] = set()
+        self.crashes = 0
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        if now() < self._back_at:
+            raise Unavailable("connection refused", unreached=True)
+        task = asyncio.get_running_loop().create_task(super().infer(request, on_tool_call))
+        self._open.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if now() >= self._back_at:
+                raise
+            raise Unavailable("the server closed the connection before it answered") from None
+        finally:
+            self._open.discard(task)
+
+    def _reply(self, request: Request) -> Say:
+        if request.text == "7":
+            self.crashes += 1
+            self._back_at = now() + self._seconds
+            for task in self._open:
+                task.cancel()
+        return Say("ok", latency=0.1)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return Probe("down", "connection refused") if now() < self._back_at else Probe("up")
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0, 10.0])
+@pytest.mark.parametrize("rows", [8, 100])
+def test_a_row_that_crashes_its_server_each_time_fails_after_its_retries(rows: int, seconds: float) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = Crashing(seconds)
+        _, statistics = await finish(backend, rows, max_inflight=8)
+        assert (statistics.ok, statistics.failures) == (rows - 1, {"Unavailable": 1})
+        assert (statistics.ended, backend.crashes <= 8) == ("complete", True)
+
+    scenario()

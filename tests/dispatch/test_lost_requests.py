@@ -1,0 +1,139 @@
+"""Requests that are never answered, although the server works: each is recalled once, and answered once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from batch_agent import BatchAgent, Fleet, Tool
+from batch_agent.backends.base import Probe
+from batch_agent.job import AgentResult
+from batch_agent.observe.metrics import Statistics
+from batch_agent.testing import CallTools, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
+from batch_agent.testing.replies import ScriptedReply
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def finish(backend: object, rows: int, **options: Any) -> tuple[list[AgentResult[str]], Statistics]:
+    inputs = [str(n) for n in range(rows)]
+    async with BatchAgent.open(
+        task="{input}", inputs=inputs, backend=backend, **{"max_inflight": 64, **options}
+    ) as run:
+        results = [result async for result in run.results()]
+    return results, run.statistics()
+
+
+class Losing(ScriptedBackend):
+    """Loses the first request of a row."""
+
+    def __init__(self, row: str) -> None:
+        super().__init__(self._answer)
+        self._row = row
+
+    def _answer(self, request: Request) -> ScriptedReply:
+        if request.text == self._row:
+            self._row = ""
+            return Hang()
+        return Say("ok", latency=1.0)
+
+
+@pytest.mark.parametrize("row", ["0", "50", "99"])
+@pytest.mark.parametrize("max_inflight", [1, 64])
+def test_a_lost_request_is_recalled_once(row: str, max_inflight: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = Losing(row)
+        results, statistics = await finish(backend, 100, max_inflight=max_inflight)
+        assert (statistics.ok, len({result.input for result in results})) == (100, 100)
+        assert now() < 100 / max_inflight + 45
+        assert sum(request.text == row for request in backend.requests) == 2
+
+    scenario()
+
+
+@virtual_clock
+async def test_a_request_lost_by_one_of_twenty_servers_is_sent_to_another() -> None:
+    losing = Losing("50")
+    _, statistics = await finish(Fleet([Named(f"s{n}", losing) for n in range(20)]), 100)
+    assert (statistics.ok, now() < 40) == (100, True)
+
+
+class Named(ScriptedBackend):
+    """The same script under a name of its own."""
+
+    def __init__(self, name: str, server: Losing) -> None:
+        super().__init__(server._answer)
+        self._own = name
+
+    @property
+    def name(self) -> str:
+        return f"scripted://{self._own}"
+
+
+@virtual_clock
+async def test_long_answers_are_not_taken_for_lost_ones_before_any_answer_is_known() -> None:
+    backend = ScriptedBackend(lambda request: Say("ok", latency=0.5 if request.is_control else 300.0))
+    _, statistics = await finish(backend, 20)
+    assert (statistics.ok, now() < 340) == (20, True)
+    rows = [request for request in backend.requests if not request.is_control]
+    assert len(rows) == 21, "one is sent twice, to find out how long a row takes"
+
+
+class Silent(ScriptedBackend):
+    """Answers nothing until ``until``. ``shows``: its probe hangs too."""
+
+    def __init__(self, until: float, *, shows: bool, since: float = 0.0) -> None:
+        super().__init__(self._answer)
+        self._since, self._until, self._shows = since, until, shows
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._since <= now() < self._until
+
+    def _answer(self, request: Request) -> ScriptedReply:
+        return Hang() if self._is_silent else Say("ok", latency=1.0)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        if self._is_silent and self._shows:
+            await asyncio.sleep(1000)
+        return Probe("up")
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize(("rows", "max_inflight"), [(1, 64), (20, 64), (300, 64), (20, 1)])
+@pytest.mark.parametrize("since", [0.0, 1.5])
+def test_a_server_that_hangs_before_it_is_known_is_tried_again(
+    rows: int, max_inflight: int, shows: bool, since: float
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        _, statistics = await finish(Silent(60.0, shows=shows, since=since), rows, max_inflight=max_inflight)
+        assert (statistics.ok, statistics.ended) == (rows, "complete")
+        assert now() < 60 + 2 * rows / max_inflight + 40
+
+    scenario()
+
+
+@virtual_clock
+async def test_a_stream_that_sends_is_not_lost() -> None:
+    words = " ".join(str(n) for n in range(100))
+
+    @Tool.define(effect="read")
+    async def look() -> str:
+        """Looks."""
+        return "seen"
+
+    def script(request: Request) -> ScriptedReply:
+        if request.turn == 0:
+            return CallTools(ToolUse("look"), latency=0.5)
+        return Say(words, chunk_delay=1.0) if request.text == "seen" else Say("ok", latency=0.5)
+
+    backend = ScriptedBackend(script)
+    results, _ = await finish(backend, 3, tools=[look])
+    assert all(result.output == words for result in results)
+    assert len([request for request in backend.requests if not request.is_control]) == 6, "none was sent twice"
