@@ -128,8 +128,11 @@ class MemoryStore:
         """Return what earlier sessions recorded for each row; None if nothing was recorded."""
         return None
 
-    def _record(self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None) -> None:
-        """Write changes to the files, all of them or none."""
+    def _record(
+        self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None
+    ) -> Sequence[tuple[KeptStep, ...]]:
+        """Write changes to the files, all of them or none. Returns the steps of each change as they were recorded."""
+        return [change.steps for change in changes]
 
     def _keeps_past(self) -> bool:
         """Whether ``claim`` may find something."""
@@ -359,7 +362,7 @@ class MemoryStore:
                     queued.until = float("inf")
         valid = [change for change, queued in holders if queued is not None]
         try:
-            self._record(worker, valid, outlay)
+            recorded = iter(self._record(worker, valid, outlay))
         finally:
             until = float("inf") if worker in self._own_workers else self._clock() + self._lease_seconds
             with self._lock:
@@ -371,9 +374,9 @@ class MemoryStore:
             for change, queued in holders:
                 if queued is None:
                     continue
+                steps = next(recorded)
                 if change.result is None:
-                    if worker not in self._own_workers:  # another worker may take the row over
-                        queued.steps.extend(change.steps)
+                    queued.steps.extend(steps)  # another worker may take the row over
                     continue
                 ended = True
                 self._position += 1
