@@ -40,6 +40,7 @@ from batch_agent.share.table import BUDGET_TOKENS, SLOTS, Claim, Learnt
 from batch_agent.testing.store_place import StorePlace, begun, bodies, done, facts, files_limited_to, new_row, turn
 
 SLOT_POT = f"{SLOTS}server"
+TRIES = 20  # to wait for something for half a second
 MEMBER, DEAD = 60.0, 1e-7  # seconds of a membership that lasts, and of one that has ended when the call returns
 FRESH, RESUME = Resuming(), Resuming(resume=True)
 
@@ -299,17 +300,17 @@ class RunStoreContract:
         now = sit(place, place.open())
 
         def work() -> None:
-            while not (rows := now.work.take(now.worker, 1, 1.0)):
-                continue
+            rows: list[LeasedRow] = []
+            for _ in range(TRIES):
+                rows = rows or now.work.take(now.worker, 1, 0.5)
             now.finish(*rows)
 
         worker = threading.Thread(target=work)
         worker.start()
         now.store.feed(now.number, [new_row(place, 0)])
-        while not (results := now.store.results(now.number, now.position, 10, 1.0)):
-            continue
         worker.join()
-        assert [each.index for each in results] == [0]
+        results = [each for _ in range(TRIES) for each in now.store.results(now.number, now.position, 10, 0.5)]
+        assert {each.index for each in results} == {0}
 
     # The feeder
 
@@ -349,7 +350,7 @@ class RunStoreContract:
         )
         for call in calls:
             with pytest.raises(FeederReplaced):
-                call()  # type: ignore[no-untyped-call]
+                call()
         assert "late" not in (store.facts() or {})
         assert store.standing().phase == "running"
         assert store.standing().counts.unstarted == 1
