@@ -31,6 +31,7 @@ ORDER = [
     "documented",
     "compiler",
     "scheduler",
+    "share",
     "outputs",
     "http",
     "backends",
@@ -42,10 +43,9 @@ ORDER = [
     "results",
     "dispatch",
     "gateway",
+    "fleet",
     "agent",
     "run",
-    "fleet",
-    "cluster",
     "topology",
     "swarm",
     "ticks",
@@ -73,11 +73,10 @@ START_TASKS = {
     "gateway": "signs of life to a client that waits",
     "runtimes": "the input and the output of a process, beside its end",
     "agent": "the requests and calls of a user's worker, which end with its row",
-    "run": "the feed, the agents and the tool calls of a run",
+    "run": "the feeder, the workers and their leases, the agents and the tool calls of a run",
     "fleet": "probes of many servers at once, and the proxy",
     "swarm": "the requests of one call to many servers",
     "ticks": "thoughts that outlast their tick",
-    "cluster": "the feeder and the worker of a shared run, and the keeper of its leases",
     "ray": "the calls that wait for actors, and the nodes that come and go",
     "view": "the index of a run, built while its page is shown",
     "api.py": "run_sync inside a running loop",
@@ -96,8 +95,8 @@ SAME_NAME = {
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Line", "Model"),
-    *("Options", "Outcome", "Part", "Progress", "Rates", "Slots", "Source", "Step"),
+    *("Answer", "Budget", "Engine", "Entry", "History", "Model"),
+    *("Options", "Outcome", "Progress", "Rates", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 800, 70

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mappin
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from batch_agent.run.lender import Cluster
 from pydantic import JsonValue
 
 from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
@@ -15,6 +14,7 @@ from batch_agent.backends.base import Backend
 from batch_agent.documented import plain
 from batch_agent.events import Sink
 from batch_agent.options import Options
+from batch_agent.run.control import Crew
 from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.spec import OLD_NAMES
 from batch_agent.tools.base import Tool
@@ -26,7 +26,7 @@ NAMES = {
     "AsyncIterable": AsyncIterable,
     "Awaitable": Awaitable,
     "Backend": Backend,
-    "Cluster": Cluster,
+    "Crew": Crew,
     "CommandLineRuntime": CommandLineRuntime,
     "Callable": Callable,
     "Iterable": Iterable,

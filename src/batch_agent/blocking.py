@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -41,3 +42,17 @@ _THREADS = _DaemonThreads()
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Returns the result of ``function``, or raises its exception."""
     return asyncio.get_running_loop().run_in_executor(_THREADS, function)
+
+
+def on_this_loop(function: Callable[[], None]) -> Callable[[], None]:
+    """Return ``function`` as one that any thread may call: it runs on the event loop of this thread."""
+    loop, here = asyncio.get_running_loop(), threading.get_ident()
+
+    def call() -> None:
+        if threading.get_ident() == here:
+            function()
+        else:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(function)
+
+    return call

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batch_agent.backends.base import Backend
     from batch_agent.events import Sink
     from batch_agent.messages import Message
-    from batch_agent.run.run import Crew
+    from batch_agent.run.control import Crew
     from batch_agent.runtimes.base import CommandLineRuntime
     from batch_agent.tools.base import Tool
 

@@ -15,7 +15,7 @@ from commandline import batch_agent, started
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.testing.script import Script
 
@@ -50,7 +50,7 @@ async def test_a_run_is_recorded_without_being_asked_to_and_may_be_told_not_to(t
     assert code == 0
     [directory] = (tmp_path / "runs").iterdir()
     assert directory.name.startswith("spec-")
-    assert RunView.of(directory).state == "complete"
+    assert look(directory).state == "complete"
 
 
 async def test_a_killed_run_is_resumed_from_another_directory_and_ends_complete(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_a_killed_run_is_resumed_from_another_directory_and_ends_complete(
     async with serving(tmp_path, script) as server:
         async with started(tmp_path, "run", "spec.yaml", "--run-dir", "here", "--output", "out.jsonl") as process:
             await server.wait_until(lambda: server.received == 4 and server.inflight == 1)
-            while RunView.of(tmp_path / "here").glance.latest.tokens == 0:
+            while look(tmp_path / "here").latest.tokens == 0:
                 await asyncio.sleep(0.01)
             code, text, _ = await batch_agent(tmp_path, "status", "here", "--json")
             status = json.loads(text)
@@ -70,7 +70,7 @@ async def test_a_killed_run_is_resumed_from_another_directory_and_ends_complete(
             process.send_signal(signal.SIGKILL)
             await process.wait()
         hanging = False
-        held = RunView.of(tmp_path / "here")
+        held = look(tmp_path / "here")
         assert held.state == "interrupted"
         (tmp_path / "else").mkdir()
         code, _, stderr = await batch_agent(tmp_path / "else", "resume", "../here")
@@ -78,7 +78,7 @@ async def test_a_killed_run_is_resumed_from_another_directory_and_ends_complete(
         assert 5 <= server.received < 8
     results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(result["output"] for result in results) == [f"Say word {n}" for n in range(4)]
-    assert RunView.of(tmp_path / "here").state == "complete"
+    assert look(tmp_path / "here").state == "complete"
 
 
 async def test_a_complete_run_is_said_to_be_complete_and_left_alone_until_something_changes(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ async def test_a_deleted_run_is_gone(said: Said, run: str) -> None:
 
 async def test_what_cannot_be_done_says_why(said: Said, run: str, tmp_path: Path) -> None:
     assert "no worker" in await said("control", run, "pause", status=4)
-    assert "one URL of a run in Redis and one directory" in await said("copy", run, f"{run}-2", status=1)
+    assert "already holds a run" in await said("copy", run, run, status=1)
     assert "was not started by the command line" in await said("resume", run, status=1)
     assert "URL of a run in Redis" in await said("delete", str(tmp_path), status=1)
 

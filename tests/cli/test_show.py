@@ -1,16 +1,20 @@
 """Looking at recorded runs: runs, show, status --watch, export; what a resume says before it spends."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.agent.prepare import prepare
 from batch_agent.cli.main import main
+from batch_agent.cli.output.report import spent
 from batch_agent.cli.spec.resume_forecast import differences
 from batch_agent.messages import Usage
+from batch_agent.record.reader import look
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
@@ -107,6 +111,53 @@ def test_the_prompts_of_a_run_of_the_command_line_are_shown(capsys: pytest.Captu
     capsys.readouterr()
     text = shown(capsys, "show", "run")
     assert "system\n    Be brief." in text and "user\n    Say one" in text and "assistant, turn 1" in text
+
+
+def test_a_repair_is_shown_with_the_message_that_asked_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def mends(request: Request) -> Say:
+        return Say('{"mood": "fine"}' if request.turn else '{"mud": 1}')
+
+    schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
+    options: dict[str, Any] = {"task": "{input}", "inputs": ["x"], "output_schema": schema, "run_dir": "mended"}
+    BatchAgent.run_sync(backend=ScriptedBackend(mends), **options)
+    text = shown(capsys, "show", "mended", "--full")
+    assert text.index("mud") < text.index("user, repair") < text.index("turn 2")
+    assert "mood" in text[text.index("user, repair") : text.index("turn 2")]
+
+
+def test_the_end_of_a_resumed_run_names_the_totals_that_status_has(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.csv").write_text("text\none\ntwo\n")
+    arguments = ["--task", "Say {text}", "rows.csv", "--backend", "simulated://instant", "--output", "o.jsonl"]
+    assert main(["run", *arguments, "--run-dir", "run"]) == 0
+    first = capsys.readouterr().err
+    Path("rows.csv").write_text("text\none\ntwo\nthree\n")
+    assert main(["resume", "run"]) == 0
+    second = capsys.readouterr().err
+    totals = spent(look("run"))
+    assert "overall" not in first
+    assert f"overall  3 rows done: 3 ok, 0 failed; {totals}, in 2 sessions" in second
+    assert totals in shown(capsys, "status", "run")
+
+
+async def test_the_status_of_a_running_run_does_not_advise_to_resume_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked, free = asyncio.Event(), asyncio.Event()
+
+    async def script(request: Request) -> Say | Fail:
+        if "bad" in str(request.messages):
+            return Fail(400)
+        asked.set()
+        await free.wait()
+        return Say("fine")
+
+    options: dict[str, Any] = {"task": "{input}", "inputs": ["bad", "x"], "run_dir": "runs/live", "max_inflight": 1}
+    working = asyncio.create_task(BatchAgent.run(backend=ScriptedBackend(script), **options))
+    await asked.wait()
+    text = await asyncio.to_thread(shown, capsys, "status", "runs/live")
+    free.set()
+    await working
+    ended = await asyncio.to_thread(shown, capsys, "status", "runs/live")
+    assert "state    running" in text and "resume" not in text
+    assert "1 failed" in ended and "resume" in ended
 
 
 def test_runs_are_listed_the_latest_first_and_a_damaged_one_hides_none(

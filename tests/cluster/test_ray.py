@@ -22,7 +22,7 @@ from tests.record.run_store_contract import Expire, OpenedRun, RunStoreContract
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError
 from batch_agent.ray import Ray, map_dataset
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 
 WANTED = "BATCH_AGENT_TEST_CLUSTER"
 pytestmark = [
@@ -97,7 +97,7 @@ async def test_a_run_from_python_is_worked_on_by_actors_and_resumed_from_its_dir
     assert all(first) and [result.resumed for result in again] == [True] * 40 + [False] * 10
     assert len((tmp_path / "notes.log").read_text().split()) == 50
     assert len((tmp_path / "run" / "results.jsonl").read_text().splitlines()) == 50
-    view = RunView.of(tmp_path / "run")
+    view = look(tmp_path / "run")
     assert (view.state, view.progress.ok) == ("complete", 50)
     with pytest.raises(SpecError, match="holds a run of a cluster"):
         await BatchAgent.run(inputs=rows(1), resume=True, **options)  # type: ignore[arg-type]

@@ -50,6 +50,9 @@ class TableInMemory:
     def leave(self, worker: str) -> None:
         self.table_.leave(worker, time.monotonic())
 
+    def followed_rows(self) -> list[str]:
+        return []
+
     def steer(self, request: JsonObject) -> Steering:
         self.table_.steering = steered(self.table_.steering, request)
         return self.table_.steering

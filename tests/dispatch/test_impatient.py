@@ -43,6 +43,34 @@ async def ask(dispatcher: Dispatcher, answer: Callable[[], Reply]) -> str:
 
 
 @virtual_clock
+async def test_a_policy_limits_the_requests_whatever_the_cause_of_failures() -> None:
+    sent = 0
+
+    def overloaded() -> Reply:
+        nonlocal sent
+        sent += 1
+        raise Unavailable("busy", status=503, overload=True)
+
+    dispatcher = Dispatcher(None, 8, max_outage=inf)
+    with pytest.raises(Unavailable, match="busy"):
+        await dispatcher.ask(Scripted(overloaded), Policy(9, max_attempts=4))
+    assert sent == 4
+
+
+@virtual_clock
+async def test_a_failure_that_its_caller_does_not_want_retried_is_final_at_once() -> None:
+    failures = iter([Unavailable("reset"), Unavailable("broken", status=500), Unavailable("never sent")])
+
+    def fail() -> Reply:
+        raise next(failures)
+
+    policy = Policy(9, wanted=lambda error: error.status is None)
+    with pytest.raises(Unavailable, match="broken"):
+        await Dispatcher(None, 8, max_outage=inf).ask(Scripted(fail), policy)
+    assert str(next(failures)) == "never sent"
+
+
+@virtual_clock
 async def test_a_question_that_asks_when_a_trial_is_due_is_the_trial_and_others_fail_at_once() -> None:
     dispatcher = Dispatcher(None, 8, max_outage=inf)
     assert await ask(dispatcher, unreachable) == "connection refused"

@@ -140,7 +140,7 @@ async def test_an_answer_that_has_begun_is_cut_only_when_no_more_of_it_comes(pau
             dispatcher.endpoints.flights.heard(ticket, asyncio.get_running_loop().time())
         return Reply("whole")
 
-    policy = Policy(wanted=lambda: not ticket.heard_at)
+    policy = Policy(wanted=lambda error: not ticket.heard_at)
     asking = asyncio.create_task(dispatcher.ask(Asked(streams), policy, ticket=ticket))
     await asyncio.sleep(pause + 0.1)
     dispatcher.endpoints.found(down, probes.state)

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.record.codec import DONE, TURN, decode
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.record.steps import Done, Turn
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
@@ -160,9 +160,9 @@ async def crash(directory: Path, *, rows: int, kills: int, seed: int) -> Report:
 
 def at_the_end(directory: Path, rows: int) -> list[str]:
     problems = []
-    view = RunView.of(directory / "run")
-    if (view.state, view.glance.latest.ok) != ("complete", rows):
-        problems.append(f"the run is {view.state} with {view.glance.latest}")
+    view = look(directory / "run")
+    if (view.state, view.latest.ok) != ("complete", rows):
+        problems.append(f"the run is {view.state} with {view.latest}")
     lines = (directory / "run" / "results.jsonl").read_text().splitlines()
     results = [json.loads(line) for line in lines]
     if sorted(result["index"] for result in results) != list(range(rows)):

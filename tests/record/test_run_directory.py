@@ -26,7 +26,8 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import Usage
 from batch_agent.record.journal import OVERDUE
 from batch_agent.record.lock import Lock, is_locked
-from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, RunView, _overwrite, read_run
+from batch_agent.record.reader import look
+from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, _overwrite, read_run
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 
@@ -73,9 +74,9 @@ async def test_a_run_that_was_killed_is_seen_as_interrupted(tmp_path: Path) -> N
     facts = read_run(tmp_path)
     directory = RunDir.open(tmp_path, resume=True)
     directory.write_run({**facts, "state": "running"})
-    assert RunView.of(tmp_path).state == "running"
+    assert look(tmp_path).state == "running"
     directory.close()  # as a kill does: nothing is said
-    assert RunView.of(tmp_path).state == "interrupted"
+    assert look(tmp_path).state == "interrupted"
 
 
 def test_looking_for_a_lock_hinders_nobody_who_takes_it(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ async def test_a_finished_run_is_read_where_nothing_can_be_written(tmp_path: Pat
     await run(tmp_path)
     tmp_path.chmod(0o500)
     try:
-        assert RunView.of(tmp_path).glance.latest.ok == 5
+        assert look(tmp_path).latest.ok == 5
     finally:
         tmp_path.chmod(0o700)
 
@@ -144,7 +145,7 @@ async def test_a_run_without_its_run_file_is_found_by_its_journal(tmp_path: Path
     await run(tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(SpecError, match=r"journal\.db is there: batch-agent run SPEC --run-dir .* --resume"):
-        RunView.of(tmp_path)
+        look(tmp_path)
     with pytest.raises(SpecError, match="holds a run already"):
         await BatchAgent.run(task="{input}", inputs=["a"], backend=ScriptedBackend(), run_dir=tmp_path)
     assert len((await run(tmp_path))[1].requests) == 0
@@ -155,7 +156,7 @@ async def test_a_run_without_its_journal_is_begun_again_with_a_warning_and_its_l
 ) -> None:
     await run(tmp_path)
     (tmp_path / "journal.db").unlink()
-    assert RunView.of(tmp_path).glance.sessions == 0
+    assert look(tmp_path).sessions == 0
     with pytest.raises(SpecError):
         await run(tmp_path, 5, lambda _: Fail(401))
     assert "journal of" in caplog.text and "is missing" in caplog.text
@@ -213,7 +214,7 @@ async def test_a_full_disk_stops_the_run_and_keeps_what_was_recorded(tmp_path: P
             on_result=count,
         )
     assert 0 < delivered < 200
-    view = RunView.of(tmp_path)
+    view = look(tmp_path)
     assert view.state == "failed"
     assert "cannot" in str(view.facts["why"])
     assert delivered <= view.facts["rows"]["ok"] <= len((tmp_path / "results.jsonl").read_text().splitlines())
@@ -392,9 +393,7 @@ async def test_a_reader_that_opens_the_top_of_a_pipeline_sees_its_stages(tmp_pat
         Pipeline(["a", "b"]).map(name="lock", task="1 {input}").map(name="rates", task="2 {input}").reduce("Sum up")
     )
     await stages.run(backend=backend, model="m", run_dir=tmp_path, rpm=1000)
-    view = RunView.of(tmp_path)
-    seen = {
-        name: (stage.state, stage.glance.latest.ok, stage.glance.latest.tokens) for name, stage in view.stages.items()
-    }
+    view = look(tmp_path)
+    seen = {name: (stage.state, stage.latest.ok, stage.latest.tokens) for name, stage in view.stages.items()}
     assert seen == {"lock": ("complete", 2, 30), "rates": ("complete", 2, 30), "reduce": ("complete", 1, 15)}
-    assert (view.state, view.glance.latest.tokens) == ("complete", 75)
+    assert (view.state, view.latest.tokens) == ("complete", 75)

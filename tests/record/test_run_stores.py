@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from redis_servers import needs_redis, redis_cluster, redis_server
@@ -22,8 +24,8 @@ from batch_agent.record.row_json import encode_result
 from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import RowLease, RunStore, WorkStore
-from batch_agent.testing.run_store_contract import RunStoreContract
-from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied
+from batch_agent.testing.run_store_contract import RunStoreContract, sit
+from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row
 
 NAMES = (f"run-{number}" for number in count())
 
@@ -208,3 +210,31 @@ class TestRedisCluster(TestRedis):
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
         with redis_cluster(tmp_path_factory.mktemp("cluster")) as address:
             yield address
+
+
+class SlowStore(MemoryStore):
+    """Its files are written when the test lets it."""
+
+    writes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.may_write = threading.Event(), threading.Event()
+
+    def _record(self, *given: Any) -> Any:
+        self.writing.set()
+        assert self.may_write.wait(10)
+        return super()._record(*given)
+
+
+def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_once() -> None:
+    store, place = SlowStore(), MemoryPlace()
+    now = sit(place, store, new_row(place, 0))
+    (row,) = now.take()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(store.commit, now.worker, 1, [now.ended(row.lease)])
+        assert store.writing.wait(10)
+        again = threads.submit(store.commit, now.worker, 1, [now.ended(row.lease)])
+        store.may_write.set()
+        assert first.result() == again.result() == set()
+    assert len(now.delivered()) == 1

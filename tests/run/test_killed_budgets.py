@@ -15,7 +15,7 @@ import pytest
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.messages import Usage
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import Request, Say, ScriptedServer
 
 USAGE = Usage(60, completion_tokens=30)
@@ -72,9 +72,9 @@ async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_bu
             billed.append(server.received * EACH)
             assert billed[-1] <= limit
     assert billed[2] > billed[0]  # a kill costs a part of the budget, not all of it
-    view = RunView.of(tmp_path / "run")
+    view = look(tmp_path / "run")
     assert view.state == "out of budget"
-    assert billed[-1] <= view.glance.latest.tokens <= limit
+    assert billed[-1] <= view.latest.tokens <= limit
 
 
 if __name__ == "__main__":

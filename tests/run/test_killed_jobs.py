@@ -10,7 +10,7 @@ from typing import Any
 from tests.backends.job_server import JobServer, ServedJob
 
 from batch_agent import Pipeline
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 
 ROWS = ["a", "b", "c"]
 
@@ -62,7 +62,7 @@ async def test_a_pipeline_that_is_killed_while_a_job_is_pending_buys_nothing_twi
         )
         assert await process.wait() == 0
     assert [len(job.requests) for job in server.jobs] == [3, 3]
-    view = RunView.of(tmp_path / "run")
+    view = look(tmp_path / "run")
     assert {name: stage.state for name, stage in view.stages.items()} == {"first": "complete", "second": "complete"}
 
 

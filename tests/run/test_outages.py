@@ -16,7 +16,7 @@ from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import CallTools, Cut, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 Gone = Callable[[], object]
@@ -247,8 +247,8 @@ async def test_after_max_outage_the_run_is_unreachable_and_nothing_is_failed(tmp
     assert statistics.ended == "unreachable"
     assert "max_outage, 50 s" in statistics.reason and "connection refused" in statistics.reason
     assert all(result.ok for result in results)
-    view = RunView.of(tmp_path)
-    assert (view.state, view.glance.latest.failed) == ("unreachable", 0)
+    view = look(tmp_path)
+    assert (view.state, view.latest.failed) == ("unreachable", 0)
     done = statistics.ok
     assert 0 < done < 3_000
 
@@ -341,7 +341,7 @@ def test_a_refusal_for_all_in_the_middle_of_a_run_stops_it_and_nothing_is_lost(s
         assert str(status) in statistics.reason
         assert len(backend.requests) <= 1_000 + 2 * 64
         assert all(result.ok for result in results)
-        assert RunView.of(tmp_path).glance.latest.failed == 0
+        assert look(tmp_path).latest.failed == 0
 
         revoked = False
         _, statistics, _ = await finish(backend, run_dir=tmp_path, resume=True)
@@ -413,7 +413,7 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
 
     async def watch() -> None:
         nonlocal back
-        while not (facts := RunView.of(tmp_path).facts).get("trouble"):
+        while not (facts := look(tmp_path).facts).get("trouble"):
             await asyncio.sleep(0.05)
         seen.append(facts["trouble"])
         assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 0
@@ -429,4 +429,4 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
         await watching
     assert seen == ["connection refused"]
     assert "server   down for 0:0" in capsys.readouterr().out
-    assert RunView.of(tmp_path).facts["trouble"] is None
+    assert look(tmp_path).facts["trouble"] is None

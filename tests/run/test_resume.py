@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -225,7 +225,7 @@ async def test_an_interrupted_agent_goes_on_from_its_last_turn_with_its_tool_res
         return Say("the end")
 
     await interrupt(tmp_path, lambda r: script(r) if r.turn < 2 else Hang(), 3, tools=[count])
-    assert RunView.of(tmp_path).state == "interrupted"
+    assert look(tmp_path).state == "interrupted"
     [result], backend = await run(tmp_path, script, inputs=["a"], tools=[count])
     assert ran == ["w0", "w1"]
     assert [request.turn for request in backend.requests] == [2]
@@ -376,18 +376,18 @@ async def test_a_drained_run_says_that_it_was_interrupted_and_the_rest_is_done_l
     inputs = [str(n) for n in range(20)]
     async with BatchAgent.open(inputs=inputs, backend=backend, **options) as first:
         assert len([result async for result in first.results()]) == 3
-    assert RunView.of(tmp_path).state == "interrupted"
+    assert look(tmp_path).state == "interrupted"
     results, rest = await run(tmp_path, inputs=inputs)
     assert len(backend.requests) + len(rest.requests) == 20
     assert [result.output for result in results] == inputs
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"
 
 
 async def test_a_run_that_is_refused_says_why_it_failed(tmp_path: Path) -> None:
     with pytest.raises(SpecError):
         await run(tmp_path, lambda _: Fail(401))
-    view = RunView.of(tmp_path)
-    assert (view.state, view.glance.latest.failed) == ("failed", 0)
+    view = look(tmp_path)
+    assert (view.state, view.latest.failed) == ("failed", 0)
     assert "every row is refused" in str(view.facts["why"])
     assert len((await run(tmp_path))[1].requests) == 3
 
@@ -405,13 +405,13 @@ async def test_a_second_run_on_the_same_directory_gets_a_clear_error_and_the_fir
             await asyncio.sleep(0)
         with pytest.raises(StoreError, match="in use by process"):
             await run(tmp_path)
-        assert RunView.of(tmp_path).state == "running"
-    assert RunView.of(tmp_path).state == "interrupted"
+        assert look(tmp_path).state == "running"
+    assert look(tmp_path).state == "interrupted"
 
 
 async def test_checkpoint_dir_is_another_name_and_resume_needs_a_directory(tmp_path: Path) -> None:
     await BatchAgent.run(task="{input}", inputs=["a"], backend=ScriptedBackend(echo), checkpoint_dir=tmp_path)
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"
     with pytest.raises(SpecError, match="resume needs run_dir"):
         await BatchAgent.run(task="{input}", inputs=["a"], backend=ScriptedBackend(echo), resume=True)
 
@@ -443,7 +443,7 @@ async def test_a_result_is_delivered_only_when_it_is_on_disk(tmp_path: Path) -> 
     seen: list[int] = []
 
     def on_result(result: AgentResult[str]) -> None:
-        seen.append(RunView.of(tmp_path).glance.latest.tokens)
+        seen.append(look(tmp_path).latest.tokens)
 
     results, _ = await run(tmp_path, inputs=[str(n) for n in range(50)], on_result=on_result)
     assert len(seen) == 50

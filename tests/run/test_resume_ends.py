@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, RunRejected, SpecError, StoreError, Tool
 from batch_agent.messages import Usage
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -44,7 +44,7 @@ async def test_a_resume_that_is_refused_takes_no_line_away(tmp_path: Path) -> No
     await run(tmp_path, inputs=rows)
     results, _ = await run(tmp_path, lambda _: Fail(401), inputs=[*rows, "new"])
     assert sum(result.ok for result in results) == 500
-    assert RunView.of(tmp_path).state == "failed"
+    assert look(tmp_path).state == "failed"
     assert indexes(tmp_path) == list(range(500))
     with pytest.raises(RunRejected, match="401"):
         await run(tmp_path, lambda _: Fail(401), inputs=rows, task="Another {input}")
@@ -56,7 +56,7 @@ async def test_a_resume_that_is_out_of_budget_or_drained_takes_no_line_away(tmp_
     rows = [str(n) for n in range(500)]
     await run(tmp_path, inputs=rows)
     await run(tmp_path, inputs=["new", *rows], max_total_tokens=10)
-    assert RunView.of(tmp_path).state == "out of budget"
+    assert look(tmp_path).state == "out of budget"
     assert len(indexes(tmp_path)) == 500
     async with BatchAgent.open(
         task="{input}", inputs=iter(rows), backend=ScriptedBackend(echo), run_dir=tmp_path, resume=True
@@ -108,7 +108,7 @@ async def test_a_drain_when_every_row_is_done_leaves_a_complete_run(tmp_path: Pa
             if count == 2:
                 drained.drain()
     assert drained.statistics().ended == "complete"
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"
 
 
 # Faults
@@ -117,7 +117,7 @@ async def test_a_drain_when_every_row_is_done_leaves_a_complete_run(tmp_path: Pa
 async def test_absurd_counts_of_a_server_stop_nothing(tmp_path: Path) -> None:
     results, _ = await run(tmp_path, lambda _: Say("x", usage=Usage(10**19, 0, 1)))
     assert all(result.ok for result in results)
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"
 
 
 async def test_a_session_that_cannot_be_ended_fails_the_run(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ async def test_gpu_time_of_earlier_sessions_counts_with_the_seconds_that_no_row_
         return CallTools(ToolUse("rest", {}), latency=1) if request.turn == 0 else Say("done", latency=1)
 
     await run(tmp_path, script, inputs=["a"], tools=[rest], prices={"gpu_hour": 3600.0})
-    assert RunView.of(tmp_path).glance.latest.cost == pytest.approx(11.0, abs=0.1)
+    assert look(tmp_path).latest.cost == pytest.approx(11.0, abs=0.1)
 
 
 async def test_a_run_without_a_price_has_no_cost(tmp_path: Path) -> None:
     await run(tmp_path)
-    assert RunView.of(tmp_path).glance.latest.cost is None
+    assert look(tmp_path).latest.cost is None

@@ -11,7 +11,7 @@ import pytest
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.agent.loop_context import InnerWorker, LoopContext
 from batch_agent.errors import BackendError, NotJSON, SpecError
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
@@ -160,7 +160,7 @@ async def test_the_deadline_of_an_agent_is_a_worker_s_too(tmp_path: Path) -> Non
 
     [result] = await run(endless, ScriptedBackend(), tmp_path, timeout_per_agent=5)
     assert result.error is not None and result.error.type == "TimeoutError"
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"
 
 
 async def test_a_worker_may_read_its_rows_in_its_own_way_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,7 @@ class Asked:
     path: str
     body: Body
     headers: dict[str, str] = field(repr=False)
+    close: Callable[[], None] = field(repr=False, compare=False)  # breaks its connection
 
     @property
     def prompts(self) -> list[str]:
@@ -96,7 +97,9 @@ class Agent:
         return web.json_response({"object": "list", "data": [{"id": "another", "max_model_len": 1}, card]})
 
     async def _post(self, request: web.Request) -> web.Response:
-        asked = Asked(request.path, orjson.loads(await request.read()), dict(request.headers))
+        assert request.transport is not None
+        body = orjson.loads(await request.read())
+        asked = Asked(request.path, body, dict(request.headers), request.transport.abort)
         self.asked.append(asked)
         self.inflight += 1
         self.peak = max(self.peak, self.inflight)

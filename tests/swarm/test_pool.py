@@ -122,6 +122,36 @@ async def test_a_connection_that_breaks_is_tried_again() -> None:
     assert (response.success, response.attempts, len(agent.asked)) == (True, 3, 3)
 
 
+@virtual_clock
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "2"}])
+async def test_a_server_that_stays_overloaded_gets_five_requests_of_a_prompt(headers: dict[str, str]) -> None:
+    agent = Agent(lambda asked: web.json_response({}, status=503, headers=headers))
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        response = await pool.post(0, "x")
+    assert (response.success, response.attempts, len(agent.asked)) == (False, 5, 5)
+    assert "503" in (response.error or "")
+
+
+async def test_a_server_that_asks_for_a_long_pause_gets_one_request() -> None:
+    agent = Agent(lambda asked: web.json_response({}, status=429, headers={"Retry-After": "60"}))
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        response = await pool.post(0, "x")
+    assert (response.success, len(agent.asked)) == (False, 1)
+
+
+@virtual_clock
+async def test_a_prompt_that_breaks_every_connection_gets_five_requests_and_others_are_answered() -> None:
+    async def crash(asked: Asked) -> None:
+        if asked.body["prompt"] == "bad":
+            asked.close()
+
+    agent = Agent(crash)  # type: ignore[arg-type]
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        bad, good = await pool.send_all(["bad", "good"])
+    assert (bad.success, bad.attempts, good.success) == (False, 5, True)
+    assert agent.prompts.count("bad") in range(5, 11)  # the client may send each attempt twice
+
+
 async def test_a_hung_server_costs_its_time_limit_and_no_slot_of_the_others() -> None:
     hung, well, told = Agent(hang), Agent(), list[int]()
     async with agents(hung, well) as endpoints, AgentPool(endpoints, concurrency=4, timeout=0.2) as pool:

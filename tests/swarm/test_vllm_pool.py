@@ -1,4 +1,4 @@
-"""VLLMPool on real sockets: bodies, budgets, lists, and what becomes of a list with something wrong in it."""
+"""VLLMPool on real sockets: bodies, token limits, lists, and what becomes of a list with something wrong in it."""
 
 from __future__ import annotations
 
@@ -82,27 +82,27 @@ async def test_an_answer_that_was_cut_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "why"),
     [
-        {},
-        {"choices": []},
-        {"choices": [{"index": 0}]},
-        {"choices": "none"},
-        {"error": {"message": "no"}},
-        {"choices": [{"index": 0, "message": {"content": "ha"}, "finish_reason": "abort"}]},
+        ({}, "has no choices"),
+        ({"choices": []}, "has no choices"),
+        ({"choices": [{"index": 0}]}, "has no text"),
+        ({"choices": "none"}, "has no choices"),
+        ({"error": {"message": "no such luck"}}, "no such luck"),
+        ({"choices": [{"index": 0, "message": {"content": "ha"}, "finish_reason": "abort"}]}, "aborted the answer"),
     ],
 )
-async def test_an_answer_without_a_choice_is_a_failed_response(body: Body) -> None:
+async def test_an_answer_without_a_choice_is_a_failed_response(body: Body, why: str) -> None:
     async with agents(Agent(lambda asked: body)) as endpoints, VLLMPool(endpoints) as pool:
         response = await pool.post(0, "?")
     assert not response.success
-    assert response.error
+    assert why in (response.error or "")
 
 
-# Budgets
+# Token limits
 
 
-async def budget_of(prompt: str, context: int | None = 8192, ask: Any = None, **arguments: Any) -> int:
+async def tokens_for(prompt: str, context: int | None = 8192, ask: Any = None, **arguments: Any) -> int:
     agent = Agent(context=context)
     async with agents(agent) as endpoints, VLLMPool(endpoints, **arguments) as pool:
         await (pool.post(0, prompt) if ask is None else ask(pool))
@@ -110,14 +110,14 @@ async def budget_of(prompt: str, context: int | None = 8192, ask: Any = None, **
     return tokens
 
 
-async def test_the_budget_is_what_the_context_leaves_and_at_most_max_tokens() -> None:
-    assert await budget_of("x" * 40) == 512
-    assert await budget_of("x" * 40, max_tokens=9000) == 8192 - 10 - 512
-    assert await budget_of("x" * 40, max_tokens=9000, buffer=100) == 8192 - 10 - 100
-    assert await budget_of("x" * 4 * 9000) == 128
-    assert await budget_of("x" * 40, ask=lambda pool: pool.post(0, "x", 7)) == 7
-    assert await budget_of("x" * 40, model_max_context=700) == 700 - 10 - 512
-    assert await budget_of("x" * 40, context=None, max_tokens=500_000) == 131_072 - 10 - 512
+async def test_the_token_limit_is_what_the_context_leaves_and_at_most_max_tokens() -> None:
+    assert await tokens_for("x" * 40) == 512
+    assert await tokens_for("x" * 40, max_tokens=9000) == 8192 - 10 - 512
+    assert await tokens_for("x" * 40, max_tokens=9000, buffer=100) == 8192 - 10 - 100
+    assert await tokens_for("x" * 4 * 9000) == 128
+    assert await tokens_for("x" * 40, ask=lambda pool: pool.post(0, "x", 7)) == 7
+    assert await tokens_for("x" * 40, model_max_context=700) == 700 - 10 - 512
+    assert await tokens_for("x" * 40, context=None, max_tokens=500_000) == 131_072 - 10 - 512
 
 
 async def test_arguments_come_before_the_environment_and_that_before_the_defaults(
@@ -126,14 +126,14 @@ async def test_arguments_come_before_the_environment_and_that_before_the_default
     monkeypatch.setenv("AURORA_SWARM_MAX_TOKENS", "300")
     pool = VLLMPool([dead()])
     assert (pool.answer_tokens, pool.aggregation_tokens) == (300, 600)
-    assert await budget_of("x") == 300
-    assert await budget_of("x", max_tokens=200) == 200
+    assert await tokens_for("x") == 300
+    assert await tokens_for("x", max_tokens=200) == 200
     monkeypatch.setenv("AURORA_SWARM_MAX_TOKENS_AGGREGATION", "700")
     monkeypatch.setenv("AURORA_SWARM_MODEL_MAX_CONTEXT", "760")
     assert VLLMPool([dead()]).aggregation_tokens == 700
     assert VLLMPool([dead()], max_tokens_aggregation=900).aggregation_tokens == 900
-    assert await budget_of("x" * 40) == 760 - 10 - 512
-    assert await budget_of("x" * 40, model_max_context=770) == 770 - 10 - 512
+    assert await tokens_for("x" * 40) == 760 - 10 - 512
+    assert await tokens_for("x" * 40, model_max_context=770) == 770 - 10 - 512
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "0", "1.5"])
@@ -168,6 +168,51 @@ async def test_a_server_that_keeps_its_context_waiting_is_asked_once_and_answers
     async with agents(agent) as endpoints, VLLMPool(endpoints, timeout=0.4) as pool:
         assert [(await pool.post(0, "a")).text, (await pool.post(0, "b")).text] == ["<a>", "<b>"]
     assert agent.model_questions == 1
+
+
+async def test_a_caller_that_leaves_while_it_asks_for_a_context_leaves_the_question_to_the_next() -> None:
+    agent = Agent(context=700)
+    agent.tells_models.clear()
+    async with agents(agent) as endpoints, VLLMPool(endpoints) as pool:
+        first, second = [asyncio.create_task(pool.post(0, "x" * 40)) for _ in range(2)]
+        while not agent.model_questions:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        agent.tells_models.set()
+        assert (await second).success and first.cancelled()
+    assert agent.model_questions == 2
+    assert [asked.body["max_tokens"] for asked in agent.asked] == [700 - 10 - 512]
+
+
+@virtual_clock
+async def test_an_unreachable_server_is_asked_for_its_context_once_by_all_that_wait_and_again_by_later_ones() -> None:
+    agent = Agent(context=700)
+    await agent.start()
+    await agent.stop()
+    async with VLLMPool([agent.endpoint]) as pool:
+        assert not any(response.success for response in await pool.send_all(["x" * 40] * 20))
+        assert pool._servers[0].context_asked == 1
+        await agent.start()
+        assert (await pool.post(0, "x" * 40)).success
+        await agent.stop()
+    assert [asked.body["max_tokens"] for asked in agent.asked] == [700 - 10 - 512]
+
+
+@pytest.mark.parametrize("way", ["send_all", "send_all_batched"])
+async def test_a_pool_that_is_closed_during_the_question_for_a_context_sends_no_prompt(way: str) -> None:
+    agent = Agent()
+    agent.tells_models.clear()
+    async with agents(agent) as endpoints:
+        pool = VLLMPool(endpoints)
+        asking = asyncio.create_task(getattr(pool, way)(["x", "y"]))
+        while not agent.model_questions:
+            await asyncio.sleep(0)
+        await pool.close()
+        async with asyncio.timeout(5):
+            responses = await asking
+    assert all("the pool was closed" in (response.error or "") for response in responses)
+    assert agent.asked == []
 
 
 async def test_nobody_is_asked_for_a_context_that_is_given() -> None:
@@ -212,7 +257,7 @@ async def test_a_scatter_sends_each_agent_one_list_and_keeps_the_order() -> None
     assert [response.index for response in responses] == list(range(8))
 
 
-async def test_without_lists_they_are_chat_requests_and_the_budget_is_kept() -> None:
+async def test_without_lists_they_are_chat_requests_and_the_token_limit_is_kept() -> None:
     agent = Agent()
     async with agents(agent) as endpoints, VLLMPool(endpoints, use_batch=False) as pool:
         await pool.send_all_batched(["a", "b"], max_tokens=33)
@@ -269,7 +314,7 @@ async def test_choices_are_taken_by_their_index_and_a_short_list_loses_only_what
     assert "no choice for this prompt" in (responses[1].error or "")
 
 
-async def test_budgets_are_of_each_prompt_not_of_their_average() -> None:
+async def test_token_limits_are_of_each_prompt_not_of_their_average() -> None:
     agent = Agent(context=2000)
     long = "y" * 4 * 1200
     async with agents(agent) as endpoints, VLLMPool(endpoints) as pool:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batch_agent.ticks import Action, Agent, Decision
-from batch_agent.ticks.mind import Mind, Thought
-from batch_agent.ticks.patience import Patience
+from batch_agent.ticks.mind import Mind, Patience, Thought
 
 
 def mind(*, overlap: bool = False, skip_unchanged: bool = False, repeat_last: bool = True) -> Mind:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import BatchAgent, SpecError, Tool
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 
@@ -153,7 +153,7 @@ async def test_a_finished_stage_is_not_run_again(tmp_path: Path) -> None:
     backend = ScriptedBackend(answer)
     _, survey = await research(backend, run_dir=tmp_path, resume=True)
     assert (survey, [request.text.split()[0] for request in backend.requests]) == ("survey", ["Sum"])
-    assert RunView.of(tmp_path).state == "complete"
+    assert look(tmp_path).state == "complete"
 
 
 class Loose(BaseModel):

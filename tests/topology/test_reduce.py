@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, SpecError
 from batch_agent.messages import Usage
-from batch_agent.record.rundir import RunView
+from batch_agent.record.reader import look
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 
@@ -206,7 +206,7 @@ async def test_a_run_directory_holds_map_and_reduce_and_nothing_is_asked_twice(t
     backend = ScriptedBackend(answer)
     first = await reduced(backend, ["a", "b", "c"], run_dir=tmp_path, reduce_tree=2)
     asked = len(backend.requests)
-    assert [RunView.of(tmp_path / name).state for name in ("", "map", "reduce")] == ["complete"] * 3
+    assert [look(tmp_path / name).state for name in ("", "map", "reduce")] == ["complete"] * 3
     assert len((tmp_path / "reduce" / "results.jsonl").read_text().splitlines()) == 3
     again = await reduced(backend, ["a", "b", "c"], run_dir=tmp_path, reduce_tree=2, resume=True)
     assert again[1] == first[1] and [result.resumed for result in again[0]] == [True] * 3

@@ -216,11 +216,36 @@ async def test_the_page_is_readable_on_a_phone_and_in_the_dark(tmp_path: Path) -
         await page.size(390, 800)
         await page.scheme("dark")
         await page.until("document.querySelector('.tiles')")
-        for place in ("overview", "row/3", "timeline"):
+        for place in ("overview", "rows", "row/3", "timeline"):
             await page.ask(f"location.hash = '/run/run/{place}'")
             await asyncio.sleep(0.3)
             assert await page.ask("document.documentElement.scrollWidth") <= 390
         assert await page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(22, 22, 20)"
+
+
+@thorough
+async def test_rows_with_a_long_column_name_fit_a_phone(tmp_path: Path) -> None:
+    inputs = [{"a_column_with_a_name_" + "that_goes_on_and_on_" * 5: "some words " * 20}] * 3
+    await BatchAgent.run(
+        task="Say it", inputs=inputs, backend=ScriptedBackend(lambda request: Say("it")), run_dir=tmp_path
+    )
+    async with opened(tmp_path, place=f"/run/{tmp_path.name}/rows") as page:
+        await page.size(390, 800)
+        await page.until("document.querySelector('tbody tr')")
+        await page.ask("document.querySelector('details.menu').open = true")
+        assert await page.ask("document.documentElement.scrollWidth") <= 390
+
+
+async def test_a_report_of_two_runs_opens_with_their_comparison(tmp_path: Path) -> None:
+    one, other = await recorded(tmp_path / "one", 12), await recorded(tmp_path / "other", 12, seed="x")
+    file = tmp_path / "report.html"
+    assert await asyncio.to_thread(main, ["report", str(one), str(other), "-o", str(file)]) == 0
+    async with chromium() as page:
+        await page.goto(file.as_uri())
+        await page.until("location.hash === '#/compare/one/other' && document.querySelector('.difference')")
+        await page.ask("location.hash = '/run/other/row/3'")
+        await page.until("document.body.innerText.includes('T-1003')")
+        assert page.problems == []
 
 
 @thorough

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from batch_agent.record.reader import DirectoryReader
 from batch_agent.view.index import RowIndex
 from batch_agent.view.query import Query
 
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[RowIndex]:
-    found = RowIndex(tmp_path)
+    found = RowIndex(DirectoryReader(tmp_path))
     yield found
     found.close()
 

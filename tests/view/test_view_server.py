@@ -16,6 +16,9 @@ import aiohttp
 import pytest
 from tests.view.world import HOSTILE, recorded, triage
 
+from batch_agent import Pipeline
+from batch_agent.cli.main import main
+from batch_agent.testing import Fail, Request, Say, ScriptedServer
 from batch_agent.view.runs import ShownRuns
 from batch_agent.view.server import ViewServer
 
@@ -280,3 +283,73 @@ async def test_hostile_text_reaches_the_page_as_json_text(over: Path) -> None:
         await page.rows(run="over")
         told = await page.get("row", run="over", row="5")
     assert told["record"]["input"]["subject"] == HOSTILE and HOSTILE in told["conversation"][1]["text"]
+
+
+async def judged_twice(run_dir: Path) -> None:
+    """A pipeline of two stages at two servers. The second session retries the row that failed in the first."""
+    works = False
+
+    def judge(request: Request) -> Say | Fail:
+        return Say("good") if works or "mail 3" not in str(request.messages) else Fail(400)
+
+    async with (
+        ScriptedServer(judge, models=["small"]) as first,
+        ScriptedServer(lambda request: Say("fine"), models=["big"]) as second,
+    ):
+        for resume in (False, True):
+            stages = Pipeline([{"id": f"mail {number}"} for number in range(5)]).map(task="Judge {id}", name="judge")
+            stages = stages.map(task="Polish {input}", name="polish", backend=second.backend_url, model="big")
+            prices = {"input": 1.0, "output": 1.0}
+            options: dict[str, Any] = {"backend": first.backend_url, "model": "small", "prices": prices}
+            await stages.run(run_dir=run_dir, resume=resume, **options)
+            works = True
+
+
+async def test_a_pipeline_has_the_same_numbers_in_status_page_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, report = tmp_path / "pipe", tmp_path / "report.html"
+    await judged_twice(place)
+    assert await asyncio.to_thread(main, ["status", str(place), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert await asyncio.to_thread(main, ["report", str(place), "-o", str(report)]) == 0
+    async with page_of(place) as page:
+        async with asyncio.timeout(30):
+            while (told := await page.get("run", run="pipe"))["counts"]["rows"] != 10:
+                pass
+        timeline = await page.get("timeline", run="pipe")
+        judged = await page.get("run", run="pipe/judge")
+    [written, *_] = data_of(report)["runs"]
+
+    assert (status["rows"]["done"], status["rows"]["ok"], status["sessions"]) == (10, 10, 2)
+    assert status["cost_per_row"] == pytest.approx(status["cost"] / 10)
+    for shown in (told, written["overview"]):
+        assert (shown["progress"]["ok"], shown["progress"]["total"]) == (10, 10)
+        assert shown["progress"]["cost"] == status["cost"] and shown["counts"]["rows"] == 10
+        assert [(node["name"], node["status"]["rows"]["ok"]) for node in shown["run"]["graph"]] == [
+            ("judge", 5),
+            ("polish", 5),
+        ]
+    assert {str(span[3]).partition("/")[0] for span in timeline["spans"]} == {"judge", "polish"}
+    servers = {span[5] for span in timeline["spans"] if span[0] == "turn"}
+    assert {server.rpartition(", ")[2] for server in servers} == {"small", "big"} and len(servers) == 2
+    named = [(each["name"], each["model"]) for each in told["status"]["endpoints"]]
+    assert len({address for address, _ in named}) == 2 and {model for _, model in named} == {"small", "big"}
+    assert told["run"]["command"] == judged["run"]["command"] == str(place)  # commands are about the whole run
+
+
+def data_of(report: Path) -> Any:
+    """What a report holds."""
+    text = report.read_text().partition('<script type="application/json" id="report">')[2]
+    return json.loads(text.partition("</script>")[0])
+
+
+async def test_a_report_of_two_runs_has_their_comparison(over: Path, tmp_path: Path) -> None:
+    other = await recorded(tmp_path / "over", 12, seed="other")
+    report = tmp_path / "report.html"
+    assert await asyncio.to_thread(main, ["report", str(over), str(other), "-o", str(report)]) == 0
+    found = data_of(report)
+    assert found["named"] == ["over", "over-2"]
+    assert found["compare"]["agreement"]["both"] == 12
+    assert len(found["compare"]["rows"]) == found["compare"]["agreement"]["different"] > 0
+    assert await asyncio.to_thread(main, ["report", *[str(over)] * 3, "-o", str(report)]) == 1

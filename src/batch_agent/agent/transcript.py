@@ -27,15 +27,24 @@ def conversations(shared: Conversation, past: Past) -> Iterator[tuple[Message, .
 
 def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | None, past: Past) -> tuple[Message, ...]:
     """Return the messages that ``AgentResult.messages`` had."""
-    messages = [*shared.messages, Message("user", job.prompt)]
+    messages, said = [*shared.messages, Message("user", job.prompt)], repairs(schema, past)
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
         messages.append(reply.message())
         for position, call in enumerate(reply.tool_calls):
             messages.append(Message("tool", turn.outcomes[position], tool_call_id=call.id, tool_name=call.name))
-        if schema is not None and not reply.tool_calls and number < len(past.turns):
-            try:
-                parse_output(reply.text, schema)
-            except OutputError as error:
-                messages.append(Message("user", repair_prompt(error, schema)))
+        if number in said:
+            messages.append(Message("user", said[number]))
     return tuple(messages)
+
+
+def repairs(schema: OutputSchema[object] | None, past: Past) -> dict[int, str]:
+    """Return the messages that showed the model the errors of its answers, by the number of the turn before them."""
+    said: dict[int, str] = {}
+    for number, turn in enumerate(past.turns[:-1], start=1):
+        if schema is not None and not turn.reply.tool_calls:
+            try:
+                parse_output(turn.reply.text, schema)
+            except OutputError as error:
+                said[number] = repair_prompt(error, schema)
+    return said

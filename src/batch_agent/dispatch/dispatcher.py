@@ -167,7 +167,7 @@ class Dispatcher:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
         otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
         loop = self.slots.loop
-        queued = loop.time()
+        queued, attempts = loop.time(), 0
         if ticket is None:
             ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
         while True:
@@ -178,7 +178,7 @@ class Dispatcher:
             except BaseException:
                 self.slots.release(ticket)
                 raise
-            sent = loop.time()
+            sent, attempts = loop.time(), attempts + 1
             observer.sent(sent - queued)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
@@ -204,15 +204,16 @@ class Dispatcher:
             if ticket.withdrawn:
                 observer.failed(error, seconds, cost, None)
                 raise Interrupted("the run was drained before the server began with this job")
+            wanted = attempts != policy.max_attempts and (policy.wanted is None or policy.wanted(error))
             step = await self.endpoints.decisions.step(
                 ticket,
                 attempt,
                 verdict,
                 policy.max_retries,
                 retryable=error.retryable or scope in ("confirm", "all"),
-                wait=policy.wait_out,
+                wait=policy.wait_out and wanted,
             )
-            gives_up = step == "fail" or not self._is_worth(policy, ticket)
+            gives_up = not wanted or step == "fail" or not self._is_worth(policy, ticket)
             delay = None if gives_up else self._delay(ticket, verdict, error, scope)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
@@ -293,8 +294,6 @@ class Dispatcher:
         )
 
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
-        if policy.wanted is not None and not policy.wanted():
-            return False
         return self._is_patient(policy) or not self._is_down(ticket)
 
     def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError, scope: Scope) -> float:

@@ -19,12 +19,13 @@ class Policy:
 
     max_retries: int = 3
     _: KW_ONLY
+    max_attempts: int | None = None  # requests that are sent at most, whatever the cause of failures; None: no limit
     wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
     wait_until: float | None = None  # loop time after which no outage is waited out; None: no limit
     timeout: float | None = None
     timeout_option: str = ""  # the user's name for the timeout, for the error message
     hedge: float | None = None
-    wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: always
+    wanted: Callable[[BackendError], bool] | None = None  # whether this failure is worth a retry; None: always
 
 
 class Question(Protocol):

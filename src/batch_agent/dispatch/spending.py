@@ -93,7 +93,7 @@ class Spending(Account):
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
         self.time_is_up = False
         self._timer: asyncio.TimerHandle | None = None
-        self._before = NOTHING
+        self._before = self._moved = NOTHING
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when a lease was last claimed
         self._next_lease = NOTHING  # the lease of the pending commit
@@ -108,7 +108,7 @@ class Spending(Account):
 
     def so_far(self) -> tuple[int, float | None]:
         """Return tokens and $ spent since the start; None if no price is known."""
-        spent = self._ledger.spent - self._before
+        spent = self._ledger.spent - self._before + self._moved
         if self._per_second:
             return spent.tokens, self._seconds() * self._per_second
         return spent.tokens, None if self._prices is None else spent.cost
@@ -138,6 +138,15 @@ class Spending(Account):
         if limits:
             seconds, self._time_limit = min(limits)
             self._timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock)
+
+    def share(self, moved: Amount, commit: Callable[[], None]) -> None:
+        """Use shares of a budget from now on: other workers have joined the run. ``moved`` is what the table of shares
+        has taken over of what this session has spent. ``commit`` requests a new share."""
+        self._moved = moved
+        self._ledger.spent = self._ledger.spent - self._before - moved
+        self._before = NOTHING
+        if self._counting:
+            self._commit, self._ledger.lease = commit, self._ledger.spent + self._ledger.reserved
 
     def close(self) -> None:
         """Stop the clock."""

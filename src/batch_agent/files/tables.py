@@ -60,7 +60,7 @@ class InOrderOfInput:
         for which, file in enumerate(files):
             offset = 0
             for line in file:
-                index = _index_of(line)
+                index = index_of(line)
                 if index is None:
                     self.torn += 1
                 else:
@@ -70,7 +70,7 @@ class InOrderOfInput:
         return places
 
 
-def _index_of(line: bytes) -> int | None:
+def index_of(line: bytes) -> int | None:
     """Return the index of a result line, or None. A line in our own format is not parsed completely."""
     if line.startswith(INDEX) and line.endswith(b"}\n"):
         number = line[len(INDEX) : len(INDEX) + 20].partition(b",")[0]

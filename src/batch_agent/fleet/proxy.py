@@ -142,7 +142,7 @@ class Proxy:
         progress.home = self._homes.find(key, model)
         ticket = self._dispatcher.slots.claim(progress, LAST)
         forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)
-        policy = Policy(MOST_RETRIES, wait_out=False, wanted=lambda: forward.can_move)
+        policy = Policy(MOST_RETRIES, wait_out=False, wanted=lambda error: forward.can_move)
         try:
             await self._dispatcher.ask(forward, policy, ticket=ticket, observer=self._numbers)
         except BackendError as error:

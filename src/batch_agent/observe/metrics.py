@@ -56,6 +56,7 @@ class RecentError:
     message: str
     count: int
     retried: bool
+    job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class RecentResult:
     ok: bool
     text: str
     seconds: float
+    job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +203,10 @@ _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
 
 
 class _Agent:
-    __slots__ = ("began", "since", "state", "tools_open", "turns_open")
+    __slots__ = ("began", "job_id", "since", "state", "tools_open", "turns_open")
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at: float, job_id: str) -> None:
+        self.job_id = job_id
         self.state = _QUEUED
         self.began = self.since = at
         self.tools_open = 0
@@ -351,7 +354,7 @@ class Metrics(TypedSink):
     def _job_started(self, event: JobStarted) -> None:
         self._started += 1
         self._counts[_QUEUED] += 1
-        self._agents[event.run, event.index] = _Agent(event.at)
+        self._agents[event.run, event.index] = _Agent(event.at, event.job_id)
         self._latest_start = event.at
 
     def _turn_started(self, event: TurnStarted) -> None:
@@ -389,12 +392,15 @@ class Metrics(TypedSink):
             self._answered(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
         if event.retry_in is not None:
             self._retries += 1
-            self._remember(event.index, event.error_type, event.message, retried=True)
+            name = "" if agent is None else agent.job_id
+            self._remember(event.index, name, event.error_type, event.message, retried=True)
 
     def _answer_rejected(self, event: AnswerRejected) -> None:
         self._rejected += 1
         message = event.message[:MESSAGE_CHARACTERS]
-        self._last_rejected = RecentError(event.index, event.error_type, message, self._rejected, True)
+        agent = self._agents.get((event.run, event.index))
+        name = "" if agent is None else agent.job_id
+        self._last_rejected = RecentError(event.index, event.error_type, message, self._rejected, True, name)
 
     def _health_changed(self, event: HealthChanged) -> None:
         before = self._down.pop(event.endpoint, None)
@@ -445,7 +451,7 @@ class Metrics(TypedSink):
             self._ok += 1
         else:
             self._failures[error.type] = self._failures.get(error.type, 0) + 1
-            self._remember(event.index, error.type, error.message, retried=False)
+            self._remember(event.index, event.job_id, error.type, error.message, retried=False)
         if not event.resumed:
             self._work_done(event)
 
@@ -474,10 +480,11 @@ class Metrics(TypedSink):
         if not agent.turns_open:
             self._move(agent, state, at)
 
-    def _remember(self, index: int, kind: str, message: str, *, retried: bool) -> None:
+    def _remember(self, index: int, job_id: str, kind: str, message: str, *, retried: bool) -> None:
         message = message[:MESSAGE_CHARACTERS]
         before = self._errors.pop((kind, message), None)
-        self._errors[kind, message] = RecentError(index, kind, message, before.count + 1 if before else 1, retried)
+        count = before.count + 1 if before else 1
+        self._errors[kind, message] = RecentError(index, kind, message, count, retried, job_id)
         if len(self._errors) > RECENT_ERRORS:
             del self._errors[next(iter(self._errors))]
 

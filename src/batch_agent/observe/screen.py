@@ -25,6 +25,7 @@ from batch_agent.observe.words import (
     phase,
     progress,
     rejected_line,
+    row_name,
     states,
     time_left,
     tokens,
@@ -210,7 +211,7 @@ def _results(statistics: Statistics, width: int, most: int) -> list[Text]:
     latest = statistics.recent_results[::-1][: max(0, most)]
     return [
         _line(
-            f"  {result.index:>7}  {duration(result.seconds):>6}  {harmless(result.text)}",
+            f"  {row_name(result):>7}  {duration(result.seconds):>6}  {harmless(result.text)}",
             width,
             "" if result.ok else "red",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
@@ -16,9 +17,18 @@ ENDPOINTS = 256  # maximum listed
 LIMITS = ("max_cost", "max_total_tokens", "max_wall_time")
 
 
+@dataclass(frozen=True, slots=True)
+class LabelledEndpoint:
+    """An endpoint with its address, and the models that are asked for there."""
+
+    address: str
+    model: str
+    endpoint: Endpoint
+
+
 def status_json(
     statistics: Statistics,
-    endpoints: Iterable[Endpoint],
+    endpoints: Iterable[LabelledEndpoint],
     tools: Mapping[str, ToolStatistics],
     spec: BatchSpec,
     *,
@@ -71,17 +81,25 @@ def status_json(
         "kv": None if now.kv is None else cache_json(now.kv),
         "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
         "errors": [
-            {"row": error.index, "type": error.type, "message": error.message, "count": error.count}
+            {
+                "row": error.index,
+                "job_id": error.job_id or str(error.index),
+                "type": error.type,
+                "message": error.message,
+                "count": error.count,
+            }
             for error in now.recent_errors
         ],
         "schema_note": now.schema_note or None,
     }
 
 
-def _endpoint(endpoint: Endpoint) -> JsonObject:
+def _endpoint(labelled: LabelledEndpoint) -> JsonObject:
+    endpoint = labelled.endpoint
     health = endpoint.health
     return {
-        "name": endpoint.name,
+        "name": labelled.address,
+        "model": labelled.model or None,
         "inflight": endpoint.inflight,
         "limit": endpoint.capacity.limit,
         "state": "given up" if endpoint.given_up else "leaving" if endpoint.leaving else health.state,
@@ -106,12 +124,12 @@ def _tool(tool: ToolStatistics, statistics: Statistics) -> JsonObject:
     }
 
 
-def sample_line(statistics: Statistics, endpoints: Iterable[Endpoint], slots: int | None, at: float) -> Line:
+def sample_line(statistics: Statistics, endpoints: Iterable[LabelledEndpoint], slots: int | None, at: float) -> Line:
     """Return one sample of the timeline."""
     now, usage = statistics, statistics.usage
     by_name: JsonObject = {
-        endpoint.name: [endpoint.inflight, endpoint.capacity.limit, endpoint.health.state]
-        for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)
+        each.address: [each.endpoint.inflight, each.endpoint.capacity.limit, each.endpoint.health.state]
+        for each, _ in zip(endpoints, range(ENDPOINTS), strict=False)
     }
     return [
         *(SAMPLE, round(at, 3), now.done, now.failed, now.running, now.queued, now.waiting_on_tools, now.backing_off),

@@ -11,6 +11,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
 from batch_agent.observe.savings import savings
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
+from batch_agent.observe.words import row_name
 from batch_agent.tools.latency import ToolStatistics
 
 ERROR_CHARACTERS = 300
@@ -151,7 +152,7 @@ def _failure_lines(statistics: Statistics) -> list[str]:
     for kind, _ in by_count:
         if kind in latest:
             message = harmless(latest[kind].message, ERROR_CHARACTERS)
-            lines.append(f"{kind}, for example row {latest[kind].index}: {message}")
+            lines.append(f"{kind}, for example row {row_name(latest[kind])}: {message}")
     return lines
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batch_agent.events import CacheRead
-from batch_agent.observe.metrics import Outage, RecentError, Statistics
+from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics
 from batch_agent.observe.text import amount, clock, counted, duration, harmless, rows, share
 
 ERROR_CHARACTERS = 300
+NAME_CHARACTERS = 60
 SLOW_START = 5.0  # seconds without an answer, after which a note is shown
 ALMOST = 1.0  # second: less than that is shown without a number
 OFTEN = 3  # failed calls of a tool before the warning that all fail
@@ -75,9 +76,14 @@ def failing_tools(statistics: Statistics) -> Iterator[str]:
             yield f"every call of {harmless(name)} failed, {use.calls:,} so far"
 
 
+def row_name(of: RecentError | RecentResult) -> str:
+    """Return the id of a row, or its index if it has none."""
+    return harmless(of.job_id or str(of.index), NAME_CHARACTERS)
+
+
 def rejected_line(error: RecentError) -> str:
     times = f" ({error.count:,} so far)" if error.count > 1 else ""
-    return f"answer rejected{times}, asked again: row {error.index} {harmless(error.message, ERROR_CHARACTERS)}"
+    return f"answer rejected{times}, asked again: row {row_name(error)} {harmless(error.message, ERROR_CHARACTERS)}"
 
 
 def outage_line(outage: Outage) -> str:
@@ -89,4 +95,4 @@ def outage_line(outage: Outage) -> str:
 def error_line(error: RecentError) -> str:
     times = f" ({error.count:,} times)" if error.count > 1 else ""
     again = ", trying again" if error.retried else ""
-    return f"row {error.index} {error.type}{times}{again}: {harmless(error.message, ERROR_CHARACTERS)}"
+    return f"row {row_name(error)} {error.type}{times}{again}: {harmless(error.message, ERROR_CHARACTERS)}"

@@ -68,11 +68,13 @@ class Ray:
         """Let actors of the cluster work on a run, while this context is entered. Workers reach a record in Redis at
         its URL, and the record of this process through an actor on this node."""
         async with AsyncExitStack() as extent:
-            if await asyncio.to_thread(self.connect, user_modules(run.specs())):
+            serving = run.serving
+            assert serving is not None, "a crew is started while its run works"
+            if await asyncio.to_thread(self.connect, user_modules(serving.specs())):
                 extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
-            target: object = run.record_url
+            target: object = serving.url
             if target is None:
-                target = await asyncio.to_thread(self._bridge, run.serve())
+                target = await asyncio.to_thread(self._bridge, serving.path)
                 extent.push_async_callback(asyncio.to_thread, ray_package().kill, target)
             workers = await extent.enter_async_context(RayWorkers(self, target))
             async with asyncio.TaskGroup() as tasks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Lock as ThreadLock
@@ -23,18 +24,20 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay, Progress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.rundir import RunDir, read_run
-from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.sqlite import TABLE, SqliteJournal
 from batch_agent.record.store import NUMBERS, KeptStep, NewRow, Phase, Resuming, RowChange, RowLease
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
 
 OpenJournal = Callable[..., SqliteJournal]
-FACTS, TABLE = "facts", "table"  # names of facts in the journal
+FACTS = "facts"  # the fact that is a copy of run.json
 
 
 class DirectoryStore(MemoryStore):
     """``schema`` is that of the outputs, for the lines of the result files."""
+
+    writes = True
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class DirectoryStore(MemoryStore):
         self._disk = ThreadLock()  # held while files are read or written
         self._has_past = False
         self._outlay = Outlay()
+        self._shares = False  # several workers share the budget
         self._numbers = count(1)  # of agents in the journal
         self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
 
@@ -201,8 +205,8 @@ class DirectoryStore(MemoryStore):
         own = worker in self._own_workers
         with self._disk:
             recorded = [change.steps if own else self._renumbered(change) for change in changes]
-            if outlay is not None:
-                self._outlay = outlay
+            if outlay is not None:  # with several workers, the table has what is spent
+                self._outlay = Outlay(learnt=outlay.learnt) if self._shares else outlay
             ended = [change for change in changes if change.result is not None]
             self._journal.commit([step for steps in recorded for step in steps], self._progress(ended))
             results = [change.result for change in ended if isinstance(change.result, BaseResult)]
@@ -242,20 +246,22 @@ class DirectoryStore(MemoryStore):
 
     def spent(self) -> Outlay:
         with self._disk:
-            tokens, cost = self._journal.spent()
-            learnt = self._journal.learnt()
-        table, _ = self.table()
-        return Outlay(tokens + table.spent_of(BUDGET_TOKENS), cost + table.spent_of(BUDGET_COST) / DOLLAR, None, learnt)
+            return Outlay(*self._journal.spent(), None, self._journal.learnt())
 
-    def share(self) -> None:
-        """Move what the sessions have spent into the table, from which several workers take their shares."""
+    def share(self) -> tuple[int, float]:
+        """Move what the sessions have spent into the table, from which several workers take their shares. Returns what
+        was moved of this session, in tokens and $."""
         with self._lock, self._disk:
-            tokens, cost = self._journal.spent()
+            moved = self._outlay
+            self._shares, self._outlay = True, Outlay(learnt=moved.learnt)
+            # This session is alive: its lease is not spent.
+            self._journal.commit((), replace(self._progress(), tokens=moved.tokens, cost=moved.cost))
+            tokens, cost = self._journal.spent(shared=False)
             for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, round(cost * DOLLAR))):
                 if amount:
                     self._table.spent[name] = self._table.spent.get(name, 0) + amount
-            self._outlay = Outlay(learnt=self._outlay.learnt)
             self._journal.fold(TABLE, to_json(self._table.to_json()).decode())
+            return moved.tokens, moved.cost or 0.0
 
     def _write_table(self, table: JsonObject) -> None:
         with self._disk:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -21,6 +21,7 @@ from threading import Condition, RLock
 from typing import TypeVar
 
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.job import BaseResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
@@ -46,6 +47,7 @@ from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, s
 
 T = TypeVar("T")
 
+FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can still find
 
 
@@ -78,6 +80,7 @@ class MemoryStore:
     """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
 
     instant = True
+    writes = False  # commits write files, which may take long
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall
@@ -96,10 +99,13 @@ class MemoryStore:
         self._lease_seconds = LEASE
         self._order = self._token = self._workers = self._position = 0
         self._own_workers: set[int] = set()  # in this process: their leases do not end
+        self._is_alone = False  # no worker of another process has joined, so nothing waits in another thread
         self._queued: dict[int, QueuedRow] = {}  # by order
-        self._waiting: list[int] = []  # orders of rows without a lease; outdated entries are skipped
-        self._held: OrderedDict[str, QueuedRow] = OrderedDict()  # by place; the lease that ends first comes first
+        self._fresh: deque[int] = deque()  # orders of rows that were never leased; those of dropped rows are skipped
+        self._returned: list[int] = []  # orders of rows whose lease has ended
+        self._held: dict[str, QueuedRow] = {}  # by place
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
+        self._committing: set[int] = set()  # workers whose commit is being written
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
         # Shares, calls, files
@@ -110,6 +116,8 @@ class MemoryStore:
         self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
         self._call_position = 0
         self._files: dict[str, str] = {}
+        self._followed: dict[str, float] = {}  # row → until when a viewer follows it
+        self._reported: dict[str, JsonObject] = {}
 
     # What a store with files does in addition
 
@@ -168,8 +176,9 @@ class MemoryStore:
         self._listeners.append(changed)
 
     def _changed(self) -> None:
-        self._rows_changed.notify_all()
-        self._results_changed.notify_all()
+        if not self._is_alone:
+            self._rows_changed.notify_all()
+            self._results_changed.notify_all()
         for listener in self._listeners:
             listener()
 
@@ -208,8 +217,9 @@ class MemoryStore:
                 self._order += 1
                 queued = QueuedRow(new, self._order, sitting, [] if past is None else past[place])
                 self._queued[self._order] = queued
-                heappush(self._waiting, self._order)
-            self._rows_changed.notify_all()
+                self._fresh.append(self._order)
+            if not self._is_alone:
+                self._changed()
             return [None] * len(rows)
 
     def end_inputs(self, sitting: int) -> None:
@@ -274,10 +284,16 @@ class MemoryStore:
             self._workers += 1
             if description.get("feeder"):
                 self._own_workers.add(self._workers)
+            self._is_alone = self._workers == len(self._own_workers)
             return self._workers
 
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(worker << NUMBERS | 1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is there to be leased, apart from those whose lease has expired."""
+        return not (self._fresh or self._returned)
 
     def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
         with self._lock:
@@ -286,16 +302,16 @@ class MemoryStore:
                 return rows
             until = self._clock() + wait
             while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
-                first = next(iter(self._held.values()), None)
-                self._rows_changed.wait(left if first is None else min(left, max(0.0, first.until - self._clock())))
+                first = min((row.until for row in self._held.values()), default=float("inf"))
+                self._rows_changed.wait(min(left, max(0.0, first - self._clock())))
                 rows = self._take(worker, most)
             return rows
 
     def _take(self, worker: int, most: int) -> list[LeasedRow]:
         self._end_leases()
         rows: list[LeasedRow] = []
-        while len(rows) < most and self._waiting:
-            queued = self._queued.get(heappop(self._waiting))
+        while len(rows) < most and (self._returned or self._fresh):
+            queued = self._queued.get(heappop(self._returned) if self._returned else self._fresh.popleft())
             if queued is not None and queued.lease is None:
                 rows.append(self._lease(queued, worker))
         return rows
@@ -308,8 +324,6 @@ class MemoryStore:
         queued.lease, queued.worker = lease, worker
         queued.until = float("inf") if own else self._clock() + self._lease_seconds
         self._held[lease.place] = queued
-        if own and len(self._own_workers) < self._workers:
-            self._held.move_to_end(lease.place)  # the lease that ends first comes first
         resuming = self._resuming
         more, checks = self._keeps_past(), not resuming.force
         steps = tuple(queued.steps) if queued.steps else ()
@@ -323,10 +337,10 @@ class MemoryStore:
         if queued.lease is not None:
             del self._held[queued.lease.place]
             queued.lease = None
-            heappush(self._waiting, queued.order)
+            heappush(self._returned, queued.order)
 
     def _end_leases(self) -> None:
-        if len(self._own_workers) == self._workers:
+        if self._is_alone:
             return
         now = self._clock()
         for queued in [row for row in self._held.values() if row.until <= now]:
@@ -351,49 +365,73 @@ class MemoryStore:
             return lost, self.standing()
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        own = worker in self._own_workers
+        if own and not self.writes:
+            with self._lock:
+                return self._apply(worker, [(change, self._holder(worker, change.lease)) for change in changes])
         with self._lock:
+            # A worker that lost the connection repeats its commit, even while the first one is being written.
+            self._rows_changed.wait_for(lambda: worker not in self._committing)
             latest = self._commits.get(worker)
             if latest is not None and latest[0] == number:
                 return latest[1]
+            self._committing.add(worker)
             holders = [(change, self._holder(worker, change.lease)) for change in changes]
             # While the changes are written, the rows stay with their holder.
             for _, queued in holders:
                 if queued is not None:
                     queued.until = float("inf")
         valid = [change for change, queued in holders if queued is not None]
+        recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
-            recorded = iter(self._record(worker, valid, outlay))
+            recorded = self._record(worker, valid, outlay)
         finally:
-            until = float("inf") if worker in self._own_workers else self._clock() + self._lease_seconds
+            until = float("inf") if own else self._clock() + self._lease_seconds
             with self._lock:
                 for _, queued in holders:
                     if queued is not None:
                         queued.until = until
-        with self._lock:
-            ended = False
-            for change, queued in holders:
-                if queued is None:
-                    continue
-                steps = next(recorded)
-                if change.result is None:
-                    queued.steps.extend(steps)  # another worker may take the row over
-                    continue
-                ended = True
-                self._position += 1
-                self._results.append(
-                    SharedResult(str(self._position), change.lease.row, change.lease.index, change.result, True)
-                )
-                if queued.order in self._queued:
-                    self._drop([queued])
-                self._ok += not change.error
-                self._failed += bool(change.error)
-                self._resumed += change.resumed
-            lost = {change.lease.place for change, queued in holders if queued is None}
-            if worker not in self._own_workers:
-                self._commits[worker] = number, lost
-            if ended:
-                self._changed()
-            return lost
+                if recorded is not None:
+                    lost = self._apply(worker, holders, recorded)
+                    if not own:
+                        self._commits[worker] = number, lost
+                self._committing.discard(worker)
+                self._rows_changed.notify_all()
+        return lost
+
+    def _apply(
+        self,
+        worker: int,
+        holders: Sequence[tuple[RowChange, QueuedRow | None]],
+        recorded: Sequence[tuple[KeptStep, ...]] | None = None,
+    ) -> set[str]:
+        """Apply a commit that is written to the queue. ``recorded`` are the steps of the rows that the worker holds, if
+        they were changed. Returns the places of the other rows."""
+        own, ended, lost, place = worker in self._own_workers, False, set(), -1
+        for change, queued in holders:
+            if queued is None:
+                lost.add(change.lease.place)
+                continue
+            place += 1
+            if change.result is None:  # another worker may take the row over
+                queued.steps.extend(change.steps if recorded is None else recorded[place])
+                continue
+            ended = True
+            self._position += 1
+            lease, result = change.lease, change.result
+            if not own and isinstance(result, BaseResult):  # it came as JSON
+                result = replace(result, input=queued.new.value)
+            self._results.append(SharedResult(str(self._position), lease.row, lease.index, result, True, worker))
+            if self._queued.pop(queued.order, None) is not None:
+                self._held.pop(lease.place, None)
+            if change.error:
+                self._failed += 1
+            else:
+                self._ok += 1
+            self._resumed += change.resumed
+        if ended:
+            self._changed()
+        return lost
 
     def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
         with self._lock:
@@ -503,3 +541,23 @@ class MemoryStore:
     def get_file(self, name: str) -> str | None:
         with self._lock:
             return self._whole._files.get(name)
+
+    # Rows that viewers follow. Viewers of a run directory ask its process, which asks the workers.
+
+    def follow_row(self, row: str) -> JsonObject | None:
+        """Ask the worker of a row to report it, and return what it last reported; None if there is nothing yet."""
+        with self._lock:
+            self._followed[row] = self._clock() + FOLLOWED_SECONDS
+            return self._reported.get(row)
+
+    def followed_rows(self) -> list[str]:
+        whole = self._whole
+        with whole._lock:
+            now = whole._clock()
+            whole._followed = {row: until for row, until in whole._followed.items() if until > now}
+            whole._reported = {row: told for row, told in whole._reported.items() if row in whole._followed}
+            return list(whole._followed)
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        with self._lock:
+            self._whole._reported.update(rows)

@@ -23,9 +23,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -34,11 +33,10 @@ from batch_agent.errors import Invalid, SpecError, StoreError
 from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Progress
 from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.resultfiles import ResultFiles
-from batch_agent.record.sqlite import Glance, SqliteJournal, glance
+from batch_agent.record.sqlite import SqliteJournal
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
 
@@ -154,74 +152,6 @@ def _overwrite(path: Path, data: bytes) -> bool:
     except OSError:
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class RunView:
-    """A run directory seen from outside, also while a process works on it.
-
-    ``stages`` are the stages of a pipeline that have begun, by name and in order; ``stage_names`` returns all. A
-    pipeline's own ``glance`` has what all stages have spent. Its only row is the pipeline itself.
-    """
-
-    path: Path
-    facts: JsonObject
-    state: State
-    glance: Glance
-    stages: Mapping[str, RunView] = field(default_factory=dict)
-    name: str = ""  # the place as given on a command line, without a password
-    kept_summary: JsonObject | None = None  # summary of a run that is not in a directory
-
-    @classmethod
-    def of(cls, path: Path) -> RunView:
-        facts = read_run(path)
-        state = cast(State, facts.get("state"))
-        if state == "running" and is_locked(path / LOCK) is False:
-            state = "interrupted"  # the process was killed, or the machine went down
-        journal = path / JOURNAL
-        seen = glance(journal) if journal.exists() else Glance(0, Progress())
-        stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
-        return cls(path, facts, state, seen, stages, name=str(path))
-
-    @property
-    def parts(self) -> Mapping[str, RunView]:
-        """The runs with the user's rows: the stages of a pipeline, else the run itself under the name ""."""
-        return self.stages if stage_names(self.facts) else {"": self}
-
-    @property
-    def summary(self) -> JsonObject | None:
-        """The totals of the last session, or None if it has not ended."""
-        try:
-            summary = self.kept_summary or from_json((self.path / SUMMARY).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return cast(JsonObject, summary) if isinstance(summary, dict) else None
-
-    @property
-    def progress(self) -> Progress:
-        """Rows of the latest session, summed over the parts; tokens and cost of the whole run."""
-        each = [part.glance.latest for part in self.parts.values()]
-        return replace(
-            self.glance.latest,
-            ok=sum(part.ok for part in each),
-            failed=sum(part.failed for part in each),
-            resumed=sum(part.resumed for part in each),
-        )
-
-    @property
-    def total(self) -> int | None:
-        """Number of rows, summed over the parts. None if the number of a part is unknown, or a part has not begun."""
-        totals = [_total(part) for part in self.parts.values()]
-        known = [total for total in totals if total is not None]
-        return sum(known) if len(known) == max(1, len(stage_names(self.facts))) else None
-
-
-def _total(part: RunView) -> int | None:
-    """Return the number of rows of a run: from its start, or counted if it is complete. None if unknown."""
-    total, rows = part.facts.get("total"), part.facts.get("rows")
-    if total is None and part.state == "complete" and isinstance(rows, dict):
-        total = rows.get("read")
-    return total if isinstance(total, int) else None
 
 
 def stage_names(facts: JsonObject) -> list[str]:

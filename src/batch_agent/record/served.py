@@ -28,7 +28,6 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
-from batch_agent import errors
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
 from batch_agent.messages import JsonObject
@@ -56,7 +55,19 @@ HEAD = struct.Struct("!I")
 # What workers may call. A feeder is in the process of the store.
 CALLS = {
     *("facts", "standing", "join", "take", "claim", "renew", "commit", "hand_back", "leave"),
-    *("beat", "resign", "table", "steer", "begin_call", "end_call", "wait_calls", "put_file", "get_file"),
+    *(
+        "beat",
+        "resign",
+        "table",
+        "steer",
+        "begin_call",
+        "end_call",
+        "wait_calls",
+        "put_file",
+        "get_file",
+        "followed_rows",
+    ),
+    "report_rows",
 }
 MODULES = ("batch_agent.record.store", "batch_agent.record.base", "batch_agent.share.table")
 BUILTINS = {"set", "frozenset"}
@@ -230,8 +241,7 @@ class ServedStore:
     def _call(self, method: str, *arguments: object) -> object:
         kind, value = self._exchange((self._stage, method, arguments))
         if kind:
-            error = getattr(errors, kind, StoreError)
-            raise error(str(value)) if issubclass(error, BatchAgentError) else StoreError(str(value))
+            raise (SpecError if kind == "SpecError" else StoreError)(str(value))
         return value
 
     def facts(self) -> JsonObject | None:
@@ -307,6 +317,12 @@ class ServedStore:
 
     def get_file(self, name: str) -> str | None:
         return cast("str | None", self._call("get_file", name))
+
+    def followed_rows(self) -> list[str]:
+        return cast("list[str]", self._call("followed_rows"))
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        self._call("report_rows", dict(rows))
 
 
 class Connections:

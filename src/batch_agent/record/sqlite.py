@@ -24,10 +24,12 @@ from batch_agent.record.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES
 from batch_agent.record.private import private
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import KeptStep
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
 
 LARGEST = 2**63 - 1  # the largest integer of SQLite
+TABLE = "table"  # the fact that is the table of shares
 APPLICATION_ID = 0x62614A6C  # marks the file as a journal: "baJl"
 # Python releases its lock during each statement, and then waits for the event loop to get it back. So few large
 # statements are faster.
@@ -138,9 +140,11 @@ class SqliteJournal:
         with _explained(self._path):
             return int(self._db.execute("SELECT coalesce(max(agent), 0) + 1 FROM record").fetchone()[0])
 
-    def spent(self) -> tuple[int, float]:
+    def spent(self, *, shared: bool = True) -> tuple[int, float]:
+        """Return the tokens and $ of all sessions. A session that did not return its lease counts as having spent all
+        of it. ``shared``: with what is in the table of shares."""
         with _explained(self._path):
-            tokens, cost = _spent(self._db)
+            tokens, cost = _spent(self._db, shared=shared)
             return tokens, cost or 0.0
 
     def learnt(self) -> tuple[int, ...] | None:
@@ -265,15 +269,6 @@ class SqliteJournal:
             # Already claimed. Most keys are never looked up again, so a row is deleted only here.
             self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
-    def under_way(self) -> list[tuple[bytes, int]]:
-        """Return the agents that have begun and not ended: the hash of the row, and the agent's number."""
-        with _explained(self._path):
-            found = self._db.execute(
-                "SELECT row, agent FROM (SELECT row, agent, kind, max(id) FROM record GROUP BY agent) "
-                f"WHERE kind NOT IN ({DONE}, {ENDED}, {FAILED}) ORDER BY agent"
-            ).fetchall()
-            return [(bytes(row), int(agent)) for row, agent in found]
-
     @property
     def _has_checks(self) -> bool:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0]) >= CHECKS
@@ -313,7 +308,8 @@ def checksum(step: KeptStep) -> int:
 
 def _is_whole(step: KeptStep, check: int | None) -> bool:
     """Return whether a record is as it was written. Older formats have no checksums."""
-    return isinstance(step.body, bytes) and (check is None or check == checksum(step))
+    body: object = step.body  # SQLite keeps any type
+    return isinstance(body, bytes) and (check is None or check == checksum(step))
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -381,7 +377,7 @@ def _counts(progress: Progress) -> tuple[int | float | str | None, ...]:
     return progress.ok, progress.failed, progress.resumed, *spent, leased, cost, learnt
 
 
-def _spent(db: sqlite3.Connection, *, looking: bool = False) -> tuple[int, float | None]:
+def _spent(db: sqlite3.Connection, *, looking: bool = False, shared: bool = True) -> tuple[int, float | None]:
     """Return the tokens and $ of all sessions. An unreturned lease counts as spent. With ``looking``, the lease of the
     latest session does not count, because the session may still be running."""
     if int(db.execute("PRAGMA user_version").fetchone()[0]) < LEASES:
@@ -393,7 +389,19 @@ def _spent(db: sqlite3.Connection, *, looking: bool = False) -> tuple[int, float
             f"sum(CASE WHEN {over} AND leased_cost > coalesce(cost, 0) THEN leased_cost ELSE cost END) FROM session"
         )
     tokens, cost = db.execute(query).fetchone()
-    return int(tokens), cost
+    shared_tokens, shared_cost = _spent_by_workers(db) if shared else (0, 0.0)
+    return int(tokens) + shared_tokens, cost if not shared_cost else (cost or 0.0) + shared_cost
+
+
+def _spent_by_workers(db: sqlite3.Connection) -> tuple[int, float]:
+    """Return the tokens and $ in the table from which several workers take their shares, if there is one."""
+    if int(db.execute("PRAGMA user_version").fetchone()[0]) < CHECKS:
+        return 0, 0.0
+    found = db.execute("SELECT value FROM fact WHERE name = ?", (TABLE,)).fetchone()
+    if found is None:
+        return 0, 0.0
+    table = Table.from_json(json.loads(found[0]))
+    return table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST) / DOLLAR
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int | None:

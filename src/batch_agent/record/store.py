@@ -115,6 +115,7 @@ class SharedResult:
     index: int
     result: object
     own: bool
+    worker: int = 0  # number of the worker, if the store knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +288,14 @@ class WorkStore(Protocol):
 
     def get_file(self, name: str) -> str | None:
         """Return the text of a file, or None if there is none of that name."""
+        ...
+
+    def followed_rows(self) -> list[str]:
+        """Return the rows that viewers follow now: the index, in a pipeline ``STAGE/INDEX``."""
+        ...
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        """Store the conversations of running rows for viewers. They are kept for a few seconds."""
         ...
 
 

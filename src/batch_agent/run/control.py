@@ -1,17 +1,26 @@
-"""The controls that a run and a pipeline have in common, for Python, the command line and the page."""
+"""The seams of a run: how it is controlled, what is inside it, and who brings its worker processes."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from batch_agent.agent.prepare import Prepared
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.record.timeline import Line
 
+if TYPE_CHECKING:
+    from batch_agent.run.run import Run
+    from batch_agent.run.sharing import Lending
+
 
 class Controls(Protocol):
-    """A row is named by its id or its index; in a pipeline, as ``STAGE/ROW``. Methods that name a row raise SpecError
-    if it is not running."""
+    """The controls that a run and a pipeline have in common. A row is named by its id or its index; in a pipeline, as
+    ``STAGE/ROW``. Methods that name a row raise SpecError if it is not running."""
 
     def pause(self) -> None: ...
 
@@ -27,6 +36,10 @@ class Controls(Protocol):
 
     def retry_row(self, row: str | int) -> None: ...
 
+    def serve(self) -> Path:
+        """Make the record available to worker processes of this machine, and return the path of the socket."""
+        ...
+
     def status(self) -> JsonObject: ...
 
     def statistics(self) -> Statistics: ...
@@ -36,3 +49,38 @@ class Controls(Protocol):
     def live_rows(self, limit: int = 200) -> list[JsonObject]: ...
 
     def live_row(self, row: str | int) -> JsonObject: ...
+
+
+class Inside(Protocol):
+    """What a run around other runs does instead of working on rows: the stages of a pipeline."""
+
+    names: Sequence[str]
+    schemas: Mapping[str, OutputSchema[object] | None]  # of the outputs of each stage
+
+    async def work(self, run: Run[object]) -> bool:
+        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
+        ...
+
+    def facts(self, prepared: Prepared) -> JsonObject:
+        """Return what workers in other processes need in addition."""
+        ...
+
+    async def begin_sharing(self, lender: Lending) -> None:
+        """Let workers in other processes take rows of the stages that have begun."""
+        ...
+
+    def stop_feeding(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def stage_row(self, row: str | int) -> tuple[Run[object], str]:
+        """Return the run of the stage that a row is named after, and the name of the row in it. Raises SpecError."""
+        ...
+
+
+class Crew(Protocol):
+    """Brings worker processes: those of this machine, or of a cluster."""
+
+    def at_work(self, run: Run[object]) -> AbstractAsyncContextManager[None]:
+        """Return a context manager during which workers take rows from the record of the run."""
+        ...

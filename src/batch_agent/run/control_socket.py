@@ -127,6 +127,8 @@ class ControlSocket:
                 return {"rows": cast(list[object], controls.live_rows(ROWS))}  # type: ignore[dict-item]
             case "row":
                 return {"row": controls.live_row(_row(request))}
+            case "share":
+                return {"socket": str(controls.serve())}
             case "status":
                 pass
             case unknown:

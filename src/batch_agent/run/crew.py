@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from batch_agent.errors import RunRejected
+from batch_agent.run.control import Crew
+from batch_agent.spec import BatchSpec
 
 logger = logging.getLogger("batch_agent")
 
@@ -46,6 +48,13 @@ def count_of(processes: int | str) -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on every platform
         return os.cpu_count() or 1
+
+
+def crew_of(spec: BatchSpec) -> Crew | None:
+    """Return what brings the worker processes of a run; None if the run works in its own process."""
+    if spec.cluster is not None:
+        return cast(Crew, spec.cluster)
+    return None if spec.processes is None else ProcessCrew(count_of(spec.processes))
 
 
 class ProcessCrew:

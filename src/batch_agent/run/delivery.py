@@ -39,8 +39,11 @@ class Delivery(Generic[T]):
     def deliver(self, result: AgentResult[T]) -> None:
         """Call the user's callback, then queue the result, even if the callback fails. A callback that is a coroutine
         runs in a task of its own; the result is queued when it ends."""
+        if self._on_result is None:
+            self.put(result)
+            return
         try:
-            outcome = None if self._on_result is None else self._on_result(result)
+            outcome = self._on_result(result)
         except (Exception, asyncio.CancelledError) as error:
             self._report(error, result)
             outcome = None

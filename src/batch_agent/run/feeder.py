@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import JobError
@@ -25,10 +25,14 @@ from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Job, P
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
+from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
 from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStanding, RunStore
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, compile_all, unplaced
+
+if TYPE_CHECKING:
+    from batch_agent.observe.telemetry import Traces
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -41,9 +45,9 @@ CALLS = 4  # most concurrent calls of the store
 
 
 class Feeder:
-    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``tell`` is called with
-    the result of each row, before it is delivered. ``originals`` are the inputs, which results of other processes get
-    instead of their JSON form; rows of another stage are kept in it while they are in progress."""
+    """``facts`` describe the run in its record. ``alone``: the only worker is in this process. ``originals`` are the
+    inputs, which results of other processes get instead of their JSON form; rows of another stage are kept in it while
+    they are in progress."""
 
     def __init__(
         self,
@@ -55,17 +59,16 @@ class Feeder:
         emit: Sink,
         clock: Callable[[], float],
         delivery: Delivery[object],
-        tell: Callable[[AgentResult[object]], None],
+        traces: Traces | None,
         originals: Sequence[object] | dict[int, object] | None,
         row_schema: OutputSchema[object] | None,
     ) -> None:
         self.store, self._rows, self._plan = store, rows, plan
         self._run, self._emit, self._clock = run, emit, clock
-        self._delivery, self._tell, self._originals, self._row_schema = delivery, tell, originals, row_schema
+        self._delivery, self._traces, self._originals, self._row_schema = delivery, traces, originals, row_schema
         self._schema: OutputSchema[object] | None = None
         self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="batch-agent-feeder")
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
         self.alone = store.instant
@@ -75,7 +78,7 @@ class Feeder:
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
         self._sitting: FeederSitting | None = None
-        self._had_past = False
+        self._had_past, self._identifies = False, True
         self._reads_documents = False
         self._reading = asyncio.Lock()
         self._moved = asyncio.Event()  # set when a result arrives
@@ -84,6 +87,7 @@ class Feeder:
         self._held.set()
         self._stopping = asyncio.Event()
         self._draining = False  # the draining phase is set in the store
+        self._over = False
         self._position = "0"
         self.ok = self.failed = self.resumed = 0
 
@@ -107,7 +111,8 @@ class Feeder:
         self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
         self._position = self._sitting.position
         self._had_past = bool(self._sitting.previous)
-        store.listen(self._changed)
+        self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
+        store.listen(on_this_loop(self._news.set))
 
     @property
     def sitting(self) -> int:
@@ -158,25 +163,30 @@ class Feeder:
 
     async def refill(self) -> bool:
         """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
+        if self.alone:
+            return await self._read()
+        async with self._reading:  # the worker in this process may ask for rows too
+            return await self._read()
+
+    async def _read(self) -> bool:
         if self._stopping.is_set() or self.fed:
             return False
-        async with self._reading:
+        try:
             if self.alone:
                 count = AT_ONCE if self._had_past else READERS if self._reads_documents else 1
-                reading = self._rows.read(count)
+                values = await self._rows.read(count)
             else:
-                reading = self._rows.read_ready(AT_ONCE)
-            try:
-                values = await reading
-            except Exception as error:
-                self.failure = error
-                self.stop()
-                return False
-            if not values:
-                await self._end_inputs()
-                return False
-            await self._feed(values)
-            return True
+                values = await self._rows.read_ready(AT_ONCE)
+        except Exception as error:
+            self.failure = error
+            self.stop()
+            return False
+        if not values:
+            await self._end_inputs()
+            return False
+        first, self.read = self.read, self.read + len(values)
+        await (self._feed_here(first, values) if self.store.instant else self._send(first, values))
+        return True
 
     async def _end_inputs(self) -> None:
         if self.store.instant:
@@ -186,28 +196,20 @@ class Feeder:
         self.fed = True
         self._news.set()
 
-    async def _feed(self, values: Sequence[object]) -> None:
-        first, self.read = self.read, self.read + len(values)
-        if self.store.instant:
-            await self._feed_here(first, values)
-        else:
-            await self._send(first, values)
-
     async def _feed_here(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store in this process: their objects, and the jobs made of them."""
-        plan = self._plan
-        for value in values:
-            plan.check_first(unplaced(value))
-        if not self._reads_documents and plan.reads(unplaced(values[0])):
+        plan, bare_values = self._plan, [unplaced(value) for value in values]
+        for bare in bare_values:
+            plan.check_first(bare)
+        if not self._reads_documents and plan.reads(bare_values[0]):
             self._reads_documents = True
         new = []
-        for job, value in zip(await compile_all(plan, first, values), values, strict=True):
-            bare = unplaced(value)
-            if isinstance(job, Job):
+        for job, bare in zip(await compile_all(plan, first, values), bare_values, strict=True):
+            if isinstance(job, Job) and self._identifies:
                 identity = self.keys.identity(job, plan.question(job))
                 new.append(NewRow(job.index, identity.key, identity.row, bare, job))
             else:
-                new.append(NewRow(job.index, b"", b"", None, job))
+                new.append(NewRow(job.index, b"", b"", bare, job))
         self.outstanding += len(new)
         if self._had_past:
             await self.run(partial(self.store.feed, self.sitting, new))
@@ -268,10 +270,15 @@ class Feeder:
             return self.store.keep_feed(self.sitting)
         return await self.run(partial(self.store.keep_feed, self.sitting))
 
+    def release(self) -> None:
+        """End ``keep``: the run is over."""
+        self._over = True
+        self._stopping.set()
+
     async def keep(self, lease: float) -> None:
-        """Renew the feeder's lease until cancelled. After ``stop``, set the draining phase once: workers then take no
-        rows."""
-        while True:
+        """Renew the feeder's lease until the run is over. After ``stop``, set the draining phase once: workers then
+        take no rows."""
+        while not self._over:
             if self._draining:
                 await asyncio.sleep(lease / 3)
             else:
@@ -291,14 +298,6 @@ class Feeder:
             self._held.clear()
         else:
             self._held.set()
-
-    def _changed(self) -> None:
-        """The store has changed. Called from any thread."""
-        if threading.get_ident() == self._thread:
-            self._news.set()
-        else:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._news.set)
 
     async def deliver(self, wait: float) -> None:
         """Deliver results until every fed row has one. After ``stop``: until no row is leased."""
@@ -326,10 +325,9 @@ class Feeder:
             self._position = each.position
             if not each.own:
                 continue
-            if isinstance(each.result, BaseResult):
-                self._finish(each.result)  # type: ignore[arg-type]
-                continue
-            result, worker = decode_result(each.result, each.index, self._schema, resumed=False)  # type: ignore[arg-type]
+            result, worker = cast("AgentResult[object]", each.result), each.worker
+            if isinstance(each.result, bytes):
+                result, worker = decode_result(each.result, each.index, self._schema, resumed=False)
             if worker != self.worker:
                 self._emit_row(result)
             self._finish(result)
@@ -360,7 +358,8 @@ class Feeder:
         (self._delivery.deliver if callback else self._delivery.put)(result)
 
     def _tell_end(self, result: AgentResult[object]) -> None:
-        self._tell(result)
+        if self._traces is not None:
+            self._traces.ended(self._run, result)
         self._emit(JobFinished.of(result, self._clock(), self._run))
 
     def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:

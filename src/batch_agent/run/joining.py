@@ -18,7 +18,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
-from batch_agent.record.control import NotAlive, ask
+from batch_agent.record.control import NotAlive, Refused, ask
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import stage_names
@@ -28,6 +28,7 @@ from batch_agent.run.leases import Over
 from batch_agent.run.recording import ROWS, versions
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
+from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import imported, pieces, read_spec
 
 T = TypeVar("T")
@@ -151,6 +152,9 @@ class WorkedStages:
 
     def facts(self, prepared: Prepared) -> JsonObject:
         return {}
+
+    async def begin_sharing(self, lender: Lending) -> None:
+        """Do nothing: the stages of this worker share from their begin."""
 
     def stop_feeding(self) -> None:
         """Do nothing: the feeder is in another process."""
@@ -309,7 +313,10 @@ async def open_store(place: str, wait: float) -> WorkStore:
             if place.startswith(SERVED):
                 return open_served(Path(place.removeprefix(SERVED)))
             if not is_store_url(place):
-                answer = await ask(Path(place), {"do": "share"})
+                try:
+                    answer = await ask(Path(place), {"do": "share"})
+                except Refused as error:
+                    raise SpecError(str(error)) from None
                 return open_served(Path(str(answer["socket"])))
             address = StoreAddress.parse(place)
             address.refuse_stage()

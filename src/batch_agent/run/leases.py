@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
+from batch_agent.blocking import on_this_loop
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import StoreError
 from batch_agent.record.base import Identity
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.journal import OVERDUE, to_its_end
+from batch_agent.record.memory import MemoryStore
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import KeptStep, LeasedRow, RowLease, RunStanding, WorkStore
 
@@ -49,11 +51,8 @@ class HeldRow:
     """A row that this worker works on. ``claimed`` are the agents of its record that were continued."""
 
     row: LeasedRow
+    lease: RowLease
     claimed: set[int] = field(default_factory=set)
-
-    @property
-    def lease(self) -> RowLease:
-        return self.row.lease
 
     def past(self, identity: Identity, steps: Sequence[KeptStep]) -> Past | None:
         """Return what an earlier agent with that identity recorded, or None. A finished agent is preferred to a running
@@ -103,7 +102,7 @@ class Leases:
         self.held: dict[int, HeldRow] = {}  # by index: rows that this worker works on
         self.ending: set[int] = set()  # held rows whose results are not committed yet
         self.over: Over = ""
-        self.alone = store.instant  # no other process works on the run
+        self.alone = True  # no other process works on the run
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
         self.on_need: Callable[[], None] = lambda: None
@@ -125,13 +124,11 @@ class Leases:
         if not self.store.instant:
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
-    def news(self) -> None:
-        """An instant store has changed: rows may be there, or the run may be over."""
-        self._news.set()
-
     async def next(self, most: int) -> list[HeldRow]:
         """Wait for rows and return at most ``most``; none if no more rows are taken."""
-        waited = False
+        waited, source = False, self._source
+        if self.alone and source is not None and isinstance(self.store, MemoryStore) and self.store.is_empty:
+            await source.refill()
         while not self._ready:
             if self.over:
                 return []
@@ -150,7 +147,7 @@ class Leases:
             index = row.lease.index
             if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
                 self.on_lost(index)
-            held = self.held[index] = HeldRow(row)
+            held = self.held[index] = HeldRow(row, row.lease)
             taken.append(held)
         return taken
 
@@ -204,6 +201,12 @@ class Leases:
         for place, steps in zip(missing, claimed, strict=True):
             found[place] = held.past(identities[place], steps)
         return found
+
+    def share(self) -> None:
+        """Other processes work on the run too: rows may come back from them."""
+        self.alone = False
+        if self.store.instant:
+            self.store.listen(on_this_loop(self._news.set))
 
     def leave(self, why: Over = "asked to leave") -> None:
         """Take no more rows, and hand back rows that were not started."""

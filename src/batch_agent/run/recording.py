@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import JsonValue
 
 from batch_agent.agent.prepare import Prepared
 from batch_agent.errors import InputError, StoreError
-from batch_agent.job import UnreadableRow
+from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.base import Account
 from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
-from batch_agent.record.journal import Journal
+from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.row_json import encode_row
+from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import State
-from batch_agent.record.store import Resuming, RunStore
+from batch_agent.record.store import Resuming, RunStore, WorkStore
 from batch_agent.run.spec_json import pieces, spec_json
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
+R = TypeVar("R")
 # How a run ends, as its record calls it.
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
@@ -49,6 +53,36 @@ def open_record(spec: BatchSpec) -> RunStore:
     address = StoreAddress.parse(str(spec.run_dir))
     address.refuse_stage()
     return RedisRunStore.at(address)
+
+
+async def open_to_feed(
+    spec: BatchSpec, open_record: Callable[[BatchSpec], RunStore], outer: RunStore | None, stage: str
+) -> RunStore:
+    """Return the opened record of a run: its own, or that of a stage of the outer run."""
+    if outer is not None and stage:
+        store = outer.stage(stage)
+    elif spec.run_dir is None:
+        store = open_record(spec)
+    else:
+        store = await in_thread(lambda: open_record(spec))
+    if type(store) is MemoryStore:
+        return store
+    try:
+        await in_thread(partial(store.open, resuming_of(spec)))
+    except BaseException:
+        await in_thread(store.close)
+        raise
+    return store
+
+
+async def in_thread(function: Callable[[], R]) -> R:
+    """Run a call of the store that may block in a thread. A cancellation waits for its end."""
+    calling = asyncio.get_running_loop().run_in_executor(None, function)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        await to_its_end(calling)
+        raise
 
 
 def resuming_of(spec: BatchSpec) -> Resuming:
@@ -120,6 +154,14 @@ class StageAccount(Account):
     def leased(self, error: StoreError | None = None) -> None:
         if self._journal is not None:
             self._journal.touch()
+
+
+def encoder(store: WorkStore, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:
+    """Return the function that makes of a result what the store takes: JSON, if it is outside this process."""
+    if store.instant:
+        return lambda result: result
+    messages = prepared.spec.keep != "results"
+    return lambda result: encode_result(result, prepared.schema, worker=worker, messages=messages)
 
 
 def now_text() -> str:

@@ -15,32 +15,23 @@ import logging
 import os
 import platform
 import secrets
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar, cast, final
+from typing import Generic, Self, TypeVar, cast, final
 
 from pydantic import JsonValue
 
-from batch_agent.agent.agent import open_worker
-from batch_agent.agent.compaction import open_compactor
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
 from batch_agent.agent.loop_context import InnerWorker
-from batch_agent.agent.prefix_leader import PrefixLeader, lead_of
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
-from batch_agent.agent.resources import Resources
-from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
-from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.dispatch.spending import Spending
@@ -59,21 +50,18 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
-from batch_agent.observe.status import sample_line, status_json
+from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.address import is_store_url
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
-from batch_agent.record.row_json import encode_result
-from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
-from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.clock import Clock
-from batch_agent.run.control import Controls
-from batch_agent.run.crew import ProcessCrew, count_of
+from batch_agent.run.control import Controls, Inside
+from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.leases import Leases, Over
@@ -83,59 +71,31 @@ from batch_agent.run.recording import (
     ROWS,
     StageAccount,
     asked_json,
+    encoder,
     facts_for_workers,
     facts_of,
+    in_thread,
     now_text,
     open_record,
+    open_to_feed,
     resuming_of,
 )
 from batch_agent.run.rows import Rows
-from batch_agent.run.shared import Shared
+from batch_agent.run.serving import Serving
+from batch_agent.run.shared import Shared, labelled, open_dispatcher
+from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.spec_json import schema_json, spec_json
+from batch_agent.run.spec_json import schema_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
-from batch_agent.scheduler.budget import Amount
+from batch_agent.run.workshop import Workshop
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.pool import ToolPool, ToolStatistics
+from batch_agent.tools.pool import ToolStatistics
 
 T = TypeVar("T")
-R = TypeVar("R")
 logger = logging.getLogger("batch_agent")
-
-
-class Inside(Protocol):
-    """What a run around other runs does instead of working on rows: the stages of a pipeline."""
-
-    names: Sequence[str]
-    schemas: Mapping[str, OutputSchema[object] | None]  # of the outputs of each stage
-
-    async def work(self, run: Run[object]) -> bool:
-        """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
-        ...
-
-    def facts(self, prepared: Prepared) -> JsonObject:
-        """Return what workers in other processes need in addition."""
-        ...
-
-    def stop_feeding(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def stage_row(self, row: str | int) -> tuple[Run[object], str]:
-        """Return the run of the stage that a row is named after, and the name of the row in it. Raises SpecError."""
-        ...
-
-
-class Crew(Protocol):
-    """Brings worker processes: those of this machine, or of a cluster."""
-
-    def at_work(self, run: Run[object]) -> AbstractAsyncContextManager[None]:
-        """Return a context manager during which workers take rows from the record of the run."""
-        ...
 
 
 @final
@@ -189,6 +149,7 @@ class Run(Generic[T]):
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(spec.inputs)
+        self._first: object = None  # the first input
         if self._rows.channel is not None and not self._is_shared and not self._is_url:
             self._feed.take_from(self._rows.channel)
         self._store: WorkStore | None = work_on
@@ -196,9 +157,10 @@ class Run(Generic[T]):
         self._journal: Journal | None = None
         self._feeder: Feeder | None = None
         self._leases: Leases | None = None
-        self._worker: Worker | None = None
-        self._prewarm: ToolPrewarm | None = None
-        self._server: StoreServer | None = None
+        self._workshop: Workshop | None = None
+        self._ledger: Shares | None = None
+        self._tasks: asyncio.TaskGroup | None = None  # of the feeder
+        self.serving: Serving | None = None  # set while an outermost run works
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
         self._paused = self._cancelled = self._leaving = False
@@ -210,37 +172,16 @@ class Run(Generic[T]):
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
-        name = self._prepared.backend.name
-        dispatchers = {} if within is None else within.dispatchers
-        spending = self._new_spending(dispatchers) if within is None else within.spending
-        dispatcher = dispatchers.get(name)
-        if dispatcher is None:
-            dispatcher = dispatchers[name] = self._new_dispatcher()
-            dispatcher.spending = spending
+        prepared, on_limit, on_health = self._prepared, self._limit_changed, self._health_changed
         if within is not None:
-            return replace(within, emit=self._emit, dispatcher=dispatcher, pool=None)
-        run_dir = self._prepared.spec.run_dir
+            return within.inside(prepared, self._emit, on_limit, on_health)
+        dispatchers: dict[str, Dispatcher] = {}
+        run_dir = prepared.spec.run_dir
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
+        dispatcher = dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+        dispatcher.spending = spending = self._new_spending(dispatchers)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
-
-    def _new_dispatcher(self) -> Dispatcher:
-        prepared, backend = self._prepared, self._prepared.backend
-        dispatcher = Dispatcher(
-            backend,
-            prepared.max_inflight,
-            prepared.max_agents,
-            servers=backend.servers,
-            terms=prepared.terms,
-            max_outage=prepared.spec.max_outage,
-            on_limit=self._limit_changed,
-            on_health=self._health_changed,
-        )
-        if backend.capabilities.reports_load:
-            dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))
-        for endpoint in dispatcher.scheduler.endpoints:
-            endpoint.health.patient = backend.capabilities.patient
-        return dispatcher
 
     def _new_spending(self, dispatchers: Mapping[str, Dispatcher]) -> Spending:
         def time_is_up() -> None:
@@ -313,7 +254,8 @@ class Run(Generic[T]):
 
     def statistics(self) -> Statistics:
         statistics = self._metrics.statistics()
-        return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
+        prewarm = None if self._workshop is None else self._workshop.prewarm
+        return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
@@ -345,10 +287,12 @@ class Run(Generic[T]):
 
     def live_row(self, row: str | int) -> JsonObject:
         """Return the conversation of a running row, with the text that is being streamed."""
-        return self._worker_here.conversation(row)
+        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+        return run._worker_here.conversation(row)
 
-    def _endpoints(self) -> Sequence[Endpoint]:
-        return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
+    def _endpoints(self) -> list[LabelledEndpoint]:
+        """Return the endpoints of all backends; for a run inside another, those of its own."""
+        return labelled(self.shared, None if self._outer is None else self._prepared.backend.name)
 
     def _slots(self) -> int | None:
         """Return the total slots of all backends; None: no limit."""
@@ -405,19 +349,13 @@ class Run(Generic[T]):
 
     def cancel_row(self, row: str | int) -> None:
         """End a running row, which fails as Cancelled. Raises SpecError if it is not running."""
-        if self._inside is not None:
-            run, row = self._inside.stage_row(row)
-            run.cancel_row(row)
-        else:
-            self._worker_here.cancel_row(row)
+        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+        run._worker_here.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
         """Start a running row again from its beginning. Raises SpecError if the row is not running."""
-        if self._inside is not None:
-            run, row = self._inside.stage_row(row)
-            run.retry_row(row)
-        else:
-            self._worker_here.retry_row(row)
+        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+        run._worker_here.retry_row(row)
 
     def stop(self) -> None:
         """Stop without results: no further request is sent, and all running work is cancelled."""
@@ -430,36 +368,19 @@ class Run(Generic[T]):
 
     @property
     def _worker_here(self) -> Worker:
-        if self._worker is None:
+        worker = None if self._workshop is None else self._workshop.worker
+        if worker is None:
             raise SpecError("the run has not begun its first row")
-        return self._worker
+        return worker
 
     # Workers in other processes
 
     def serve(self) -> Path:
         """Make the record available to other processes of this machine, and return the path of the socket. Raises
         SpecError if other processes cannot work on the run."""
-        if self._server is None:
-            self._server = StoreServer(self.desk())
-        return self._server.path
-
-    def desk(self) -> StoreDesk:
-        """Return what answers the calls of workers in other processes. Raises SpecError if they cannot work on it."""
-        store = self._opened
-        if not isinstance(store, MemoryStore):
-            raise SpecError("the record of this run is not in this process: workers reach it at its URL")
-        schemas = {"": self._prepared.schema} if self._inside is None else self._inside.schemas
-        return StoreDesk(store, schemas=schemas)
-
-    def specs(self) -> list[JsonObject]:
-        """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
-        inside = {} if self._inside is None else self._inside.facts(self._prepared).get("specs", {})
-        return [spec_json(self._prepared), *cast("dict[str, JsonObject]", inside).values()]
-
-    @property
-    def record_url(self) -> str | None:
-        """URL at which workers reach the record; None if it is in this process."""
-        return str(self._prepared.spec.run_dir) if self._is_url else None
+        if self.serving is None:
+            raise SpecError("the run has not begun yet, or it has ended")
+        return self.serving.path
 
     # The supervisor
 
@@ -471,7 +392,9 @@ class Run(Generic[T]):
                 whole = self.id if self._inside is not None else ""
                 await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
             if self._feeds:
-                self._store = self._record = await self._open_store()
+                outer = None if self._outer is None else self._outer.store
+                opening = open_to_feed(self._prepared.spec, self._open_record, outer, self._stage)
+                self._store = self._record = await opening
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
@@ -508,23 +431,6 @@ class Run(Generic[T]):
                 await self.shared.observers.close()
             self._delivery.close(failure)
 
-    async def _open_store(self) -> RunStore:
-        """Return the opened record of this run."""
-        spec = self._prepared.spec
-        outer = None if self._outer is None else self._outer.store
-        if outer is not None and self._stage:
-            store = outer.stage(self._stage)
-        elif spec.run_dir is None and self._open_record is open_record:
-            return MemoryStore()
-        else:
-            store = await _in_thread(lambda: self._open_record(spec))
-        try:
-            await _in_thread(partial(store.open, resuming_of(spec)))
-        except BaseException:
-            await _in_thread(store.close)
-            raise
-        return store
-
     def _emit_start(self) -> None:
         """Emit the start events, before the backend loads an engine's weights: that is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
@@ -534,7 +440,8 @@ class Run(Generic[T]):
     async def _check_first(self) -> None:
         """Check, before anything is sent, that there is an input and that it has the task's fields."""
         for value in await self._rows.peek():
-            self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
+            self._first = value.value if isinstance(value, Placed) else value
+            self._prepared.plan.check_first(self._first)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
@@ -544,23 +451,31 @@ class Run(Generic[T]):
         shared, store = self.shared, self._opened
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
+        if prepared.model is not None:
+            shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         shapes = prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
-        if self._outer is not None:
-            shared.lender, shared.journal = self._outer.lender, self._outer.journal
+        if (outer := self._outer) is not None:
+            shared.lender, shared.journal = outer.lender, outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
+        if self._outer is None:
+            self.serving = Serving(store, prepared, self._first, self._inside, self.begin_sharing)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
-            await extent.enter_async_context(self._budget(prepared, number))
+            if self._outer is None:
+                self._ledger = self._shares(prepared, number)
+                await extent.enter_async_context(self._ledger.opened(is_shared=self._is_shared))
+            elif shared.lender is not None:
+                self._lend(shared.lender)
             if self._crew is not None and self._outer is None:
                 await extent.enter_async_context(self._crew.at_work(cast("Run[object]", self)))
             if self._inside is not None:
                 await self._work_inside(self._inside)
             elif self._feeder is None:
-                await self._work_here(prepared, number)
+                await self._work_here(prepared)
             else:
-                await self._feed_and_work(prepared, self._feeder, number)
+                await self._feed_and_work(prepared, self._feeder)
         await self._delivery.settle()
 
     async def _work_inside(self, inside: Inside) -> None:
@@ -574,9 +489,10 @@ class Run(Generic[T]):
         if complete and not self._feed.closed:
             self._feed.end()
 
-    async def _feed_and_work(self, prepared: Prepared, feeder: Feeder, number: int) -> None:
+    async def _feed_and_work(self, prepared: Prepared, feeder: Feeder) -> None:
         async with asyncio.TaskGroup() as tasks:
             keeping = filling = working = None
+            self._tasks = tasks
             delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
             if self._is_shared:
                 if self._cannot_continue:  # before this stage began
@@ -584,7 +500,7 @@ class Run(Generic[T]):
                 keeping = tasks.create_task(feeder.keep(self._lease))
                 self._reader = filling = tasks.create_task(feeder.keep_full())
             if self._works:
-                working = tasks.create_task(self._work_here(prepared, number))
+                working = tasks.create_task(self._work_here(prepared))
             if working is not None:
                 await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
             if feeder.alone and working is not None:
@@ -599,6 +515,7 @@ class Run(Generic[T]):
                 self._feed.end()
             for task in filter(None, (keeping, filling)):
                 task.cancel()
+            feeder.release()
             if self._leases is not None:
                 self._leases.leave()
 
@@ -606,114 +523,33 @@ class Run(Generic[T]):
     def _cannot_continue(self) -> bool:
         return self.shared.dispatcher.over is not None or bool(self.shared.spending.exhausted)
 
-    async def _work_here(self, prepared: Prepared, number: int) -> None:
+    async def _work_here(self, prepared: Prepared) -> None:
         """Work on rows in this process."""
-        spec, shared = prepared.spec, self.shared
         assert self._leases is not None and self._journal is not None
+        self._workshop = workshop = Workshop(
+            prepared, self.shared, self.id, self._emit, self._feed, self._leases, self._journal, self._feeder
+        )
         hold = partial(self._backlog, "the engine's queue")
-        touches = touches_for(prepared, shared.dispatcher) if self._loops else None
-        watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, self._emit, self.id, shared.clock, touches)
-        async with (
-            self._tools(prepared) as pool,
-            open_tool_prewarm(spec, pool) as prewarm,
-            poll_load(prepared.backend, shared.dispatcher, spec.backpressure_ceiling, hold, watch),
-            calibration(prepared.backend, shared.dispatcher, prepared.model or "", wanted=spec.calibrate_backend),
-            AsyncExitStack() as extent,
-        ):
-            shared.pool, self._prewarm = pool, prewarm
-            resources = Resources(
-                backend=prepared.backend,
-                dispatcher=shared.dispatcher,
-                policy=Policy(
-                    spec.max_retries,
-                    timeout=prepared.turn_limit_seconds,
-                    timeout_option="timeout_per_turn",
-                    hedge=spec.hedge,
-                ),
-                tools=pool,
-                schema=prepared.schema,
-                shared=prepared.plan.shared,
-                shapes=prepared.shapes,
-                emit=self._emit,
-                run=self.id,
-                clock=shared.clock,
-                max_turns=spec.turn_limit if self._loops else spec.max_turns,
-                timeout_per_agent=spec.timeout_per_agent,
-                early_tools=(
-                    spec.streaming_tool_dispatch
-                    and prepared.backend.capabilities.streaming
-                    and any(pool.can_start_early(tool.name) for tool in prepared.tools)
-                ),
-                ends_with_answer=self._loops,
-                keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
-                prewarm=prewarm,
-                touches=touches if shared.dispatcher.scheduler.parts.touch else None,
-                lead=self._lead(prepared),
-                traces=shared.observers.traces,
-                hints=spec.nvext_agent_hints,
-            )
-            resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
-            function = await extent.enter_async_context(open_worker(prepared, self._function, shared.spending))
-            feeder = self._feeder
-            self._worker = worker = Worker(
-                self._leases,
-                self._journal,
-                prepared.plan,
-                resources,
-                self._feed,
-                function,
-                asks_first=self._loops,
-                keys=Keys(rows_under(prepared, self._function)),
-                part_keys=Keys(rows_under(prepared, self._function, part=True)),
-                row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
-                left=lambda: None if feeder is None else feeder.left,
-                tells=feeder is None,
-                unfinished=self._row_unfinished,
-            )
-            if self._leaving or shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up before
-                self._leases.leave()
-            self._leases.begin()
-            try:
+        try:
+            async with workshop.opened(self._function, hold) as worker:
+                worker.row_schema = None if self._row_schema is None else OutputSchema.of(self._row_schema)
+                worker.on_unfinished = self._row_unfinished
+                if self._leaving or self.shared.dispatcher.scheduler.closed:  # asked to, or the budget was used up
+                    self._leases.leave()
+                self._leases.begin()
                 async with asyncio.TaskGroup() as agents:
                     task = agents.create_task(worker.work(agents))
                     if self._reader is None or self._reader.done():
                         self._reader = task
-                watch.tell()
-            finally:
-                if not self._cancelled:
-                    await self._leave()
+        finally:
+            if not self._cancelled:
+                await self._leave()
 
     def _row_unfinished(self, result: AgentResult[object]) -> None:
         """A row was interrupted. If the run stopped early, unfinished rows have no result."""
         if self._feeder is not None:
             stopped = self.shared.dispatcher.over is not None
             self._feeder.finish_unrecorded(result, (lambda _: None) if stopped else self._delivery.deliver)
-
-    def _lead(self, prepared: Prepared) -> PrefixLeader | None:
-        """Return the prefix leader, or None. A user's worker may send other requests first, or none."""
-        if not self._loops:
-            return None
-        return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
-
-    @asynccontextmanager
-    async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
-        """Yield the outer run's tool pool if it has the same tools, so that calls are shared; else a new one."""
-        outer = None if self._outer is None else self._outer.pool
-        if outer is not None and outer.has(prepared.tools):
-            yield outer
-            return
-        spec, lender = prepared.spec, self.shared.lender
-        async with ToolPool(
-            prepared.tools,
-            timeout=spec.timeout_per_tool,
-            spawn=asyncio.get_running_loop().create_task,
-            on_waiting=self.shared.dispatcher.set_at_tools,
-            prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
-            once=None if lender is None else lender.once,
-        ) as pool:
-            if self._outer is not None and self._outer.pool is None:
-                self._outer.pool = pool
-            yield pool
 
     # Its record
 
@@ -728,7 +564,7 @@ class Run(Generic[T]):
 
     async def _begin_record(self, prepared: Prepared) -> int:
         """Begin the session of the feeder, and join as a worker. Returns the number of the worker, or 0."""
-        store, spec = self._opened, prepared.spec
+        store = self._opened
         if self._outer is None:
             self.shared.store = self._record
         fingerprint = fingerprint_of(prepared, self._function)
@@ -736,65 +572,40 @@ class Run(Generic[T]):
             store.schema = prepared.schema
         if self._record is not None:
             await self._begin_feed(prepared, self._record, fingerprint)
-        in_memory = type(store) is MemoryStore
-        number = 0
-        if self._works or (store.instant and self._inside is not None):
-            here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
-            number = await self._call(partial(store.join, here))
-            standing = await self._call(store.standing)
-            generation = standing.generation
-            self._leases = Leases(
+        if self._feeds and not self._works and not store.instant:
+            return 0  # it neither works nor has files
+        here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
+        number = store.join(here) if store.instant else await in_thread(partial(store.join, here))
+        if self._works:
+            standing = store.standing() if store.instant else await in_thread(store.standing)
+            self._leases = leases = Leases(
                 store,
                 number,
                 lease=self._lease,
-                generation=generation,
+                generation=standing.generation,
                 source=self._feeder,
                 patience=self._patience,
             )
             if self._is_shared:
-                self._leases.alone = False
-            messages = spec.keep != "results"
-
-            def encoded(result: AgentResult[object]) -> object:
-                if store.instant:
-                    return result
-                return encode_result(result, prepared.schema, worker=number, messages=messages)
-
-            overdue = partial(self.shared.set_overdue, self.id)
-            self._journal = Journal(
-                store,
-                number,
-                in_memory=in_memory,
-                account=self._account(),
-                encoded=encoded,
-                on_committed=self._leases.committed,
-                on_backlog=partial(self._backlog, "journal"),
-                on_overdue=overdue,
-            )
-            self._leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
-            if self._feeder is not None:
-                self._feeder.worker = number
-                store.listen(self._leases_changed())
-            if self._outer is None:
-                self.shared.journal = self._journal
-        if self._feeds and isinstance(store, DirectoryStore) and self._journal is not None:
-            where = store.path
-            await self._watch.begin(self._journal, where, asked_json(prepared), self.shared.clock())
+                leases.share()
+            leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
+        self._journal = Journal(
+            store,
+            number,
+            in_memory=type(store) is MemoryStore,
+            account=self.shared.spending if self._outer is None else StageAccount(self._metrics, self._outer.journal),
+            encoded=encoder(store, prepared, number),
+            on_committed=(lambda lost, ended: None) if self._leases is None else self._leases.committed,
+            on_backlog=partial(self._backlog, "journal"),
+            on_overdue=partial(self.shared.set_overdue, self.id),
+        )
+        if self._feeder is not None:
+            self._feeder.worker = number
+        if self._outer is None:
+            self.shared.journal = self._journal
+        if self._feeds and isinstance(store, DirectoryStore):
+            await self._watch.begin(self._journal, store.path, asked_json(prepared), self.shared.clock())
         return number
-
-    def _leases_changed(self) -> Callable[[], None]:
-        loop, here, leases = asyncio.get_running_loop(), threading.get_ident(), self._leases
-        assert leases is not None
-
-        def changed() -> None:
-            if leases.alone:
-                return
-            if threading.get_ident() == here:
-                leases.news()
-            else:
-                loop.call_soon_threadsafe(leases.news)
-
-        return changed
 
     async def _begin_feed(self, prepared: Prepared, store: RunStore, fingerprint: bytes) -> None:
         spec, inputs = prepared.spec, prepared.spec.inputs
@@ -809,7 +620,7 @@ class Run(Generic[T]):
             emit=self._emit,
             clock=self.shared.clock,
             delivery=self._delivery,
-            tell=self._tell_end,
+            traces=self.shared.observers.traces,
             originals=originals,
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
@@ -817,9 +628,7 @@ class Run(Generic[T]):
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
-            first = next(iter(await self._rows.peek()), None)
-            value = first.value if isinstance(first, Placed) else first
-            facts |= facts_for_workers(prepared, value)
+            facts |= facts_for_workers(prepared, self._first)
             facts |= {"lease": spec.lease, "keep": spec.keep}
             if self._row_schema is not None:
                 facts[ROWS] = schema_json(self._row_schema)
@@ -830,54 +639,49 @@ class Run(Generic[T]):
         if self._leaving:
             feeder.stop()
 
-    def _tell_end(self, result: AgentResult[object]) -> None:
-        if self.shared.observers.traces is not None:
-            self.shared.observers.traces.ended(self.id, result)
+    def _shares(self, prepared: Prepared, number: int) -> Shares:
+        """Return the ledger and the limits of an outermost run."""
+        return Shares(
+            self.shared,
+            self._controls,
+            prepared.backend,
+            self._opened,
+            self._record,
+            lease=self._lease,
+            number=number,
+            feeder=self._feeder,
+            leases=self._leases,
+            journal=self._journal,
+        )
 
-    def _account(self) -> StageAccount | Spending:
-        if self._outer is not None:
-            return StageAccount(self._metrics, self._outer.journal)
-        return self.shared.spending
-
-    @asynccontextmanager
-    async def _budget(self, prepared: Prepared, number: int) -> AsyncIterator[None]:
-        """Start the ledger: that of this run, or the shares of one of several workers."""
-        shared, store, record = self.shared, self._opened, self._record
-        if self._outer is not None:
-            if shared.lender is not None:
-                shared.lender.share_answers(prepared.backend)
-                shared.lender.count_stage(self._stage, self._metrics.spent)
-            yield
-            return
-        spending = shared.spending
+    async def begin_sharing(self, lender: Lending | None = None) -> None:
+        """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
+        outer run of a stage."""
         if self._is_shared:
-            name = str(number) if self._feeder is None else f"feeder-{self._feeder.sitting}"
-            shared.lender = lender = Lending(store, name, self._lease)
-            if self._feeder is not None:
-                if isinstance(record, DirectoryStore):
-                    await _in_thread(record.share)
-                await lender.begin(prepared.backend)
-            if self._leases is not None:
-                self._leases.on_need = lender.soon
-            spending.start(commit=lender.soon)
-            try:
-                async with lender.at_work(shared, self._controls, prepared.backend):
-                    yield
-            finally:
-                spending.close()
             return
-        if record is None or self._journal is None or self._journal.in_memory:
-            spending.start()
-        else:
-            before = await _in_thread(record.spent)
-            spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, self._journal.touch)
-        try:
-            yield
-        finally:
-            spending.close()
+        self._is_shared = True
+        if self._ledger is not None:
+            await self._ledger.begin_sharing()
+        elif lender is not None:
+            self.shared.lender = lender
+            self._lend(lender)
+        if self._leases is not None:
+            self._leases.share()
+        if self._feeder is not None and self._tasks is not None:
+            self._feeder.alone = False
+            self._tasks.create_task(self._feeder.keep(self._lease))
+            self._tasks.create_task(self._feeder.keep_full())
+        if self._inside is not None and self.shared.lender is not None:
+            await self._inside.begin_sharing(self.shared.lender)
 
-    async def _call(self, function: Callable[[], R]) -> R:
-        return function() if self._opened.instant else await _in_thread(function)
+    def _lend(self, lender: Lending) -> None:
+        """Use the shares of the outer run in this stage."""
+        lender.share_answers(self._prepared.backend)
+        lender.count_stage(self._stage, self._metrics.spent)
+        if self._leases is not None:
+            self._leases.on_need = lender.soon
+        if self.shared.pool is not None:
+            self.shared.pool.once = lender.once
 
     async def _deliver_interrupted(self) -> None:
         """Deliver the rows of a run that was cancelled: those that are recorded, and the others as Interrupted."""
@@ -886,9 +690,9 @@ class Run(Generic[T]):
             return
         if self._journal is not None and not self._journal.in_memory:
             await to_its_end(self._journal.flush())
-        if self._feeder is not None and self._worker is not None:
+        if self._feeder is not None and self._workshop is not None and self._workshop.worker is not None:
             self._feeder.deliver_recorded(callback=False)
-            for result in self._worker.interrupt("the run was cancelled before this job finished"):
+            for result in self._workshop.worker.interrupt("the run was cancelled before this job finished"):
                 self._feeder.finish_unrecorded(result, self._delivery.put)
         await self._delivery.cancel()
 
@@ -905,8 +709,8 @@ class Run(Generic[T]):
         if store is None:
             return None
         failed: BaseException | None = None
-        if self._server is not None:
-            self._server.close()
+        if self.serving is not None:
+            self.serving.close()
         await self._watch.end()
         if self._journal is not None:
             failed = await self._journal.end()
@@ -925,7 +729,7 @@ class Run(Generic[T]):
         if self._journal is not None:
             self._journal.close()
         if self._record is not None:
-            failed = await to_its_end(asyncio.ensure_future(_in_thread(store.close))) or failed
+            failed = await to_its_end(asyncio.ensure_future(in_thread(store.close))) or failed
         return failure or failed
 
     # How it ends
@@ -989,20 +793,3 @@ class Run(Generic[T]):
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._feeder is not None and health.state != "on trial":
             self._feeder.set_trouble(health.reason if health.is_down else None, since)
-
-
-async def _in_thread(function: Callable[[], R]) -> R:
-    """Run a call of the store that may block in a thread. A cancellation waits for its end."""
-    calling = asyncio.get_running_loop().run_in_executor(None, function)
-    try:
-        return await asyncio.shield(calling)
-    except asyncio.CancelledError:
-        await to_its_end(calling)
-        raise
-
-
-def crew_of(spec: BatchSpec) -> Crew | None:
-    """Return what brings the worker processes of a run; None if the run works in its own process."""
-    if spec.cluster is not None:
-        return cast(Crew, spec.cluster)
-    return None if spec.processes is None else ProcessCrew(count_of(spec.processes))

@@ -7,20 +7,25 @@ limits. An inner run may have its own directory, for its journal and its results
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from batch_agent.agent.prepare import Prepared
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers
+from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import RunStore
 from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolPool
 
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from batch_agent.run.sharing import Lending
 
 logger = logging.getLogger("batch_agent")
+OnLimit: TypeAlias = Callable[[Endpoint, str], None]
+OnHealth: TypeAlias = Callable[[Endpoint, float], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +50,20 @@ class Shared:
     directory: Path | None  # the run directory of the outermost run
     rate_mark: RateMark | None  # in that directory
     observers: Observers
+    models: dict[str, set[str]] = field(default_factory=dict)  # the models that runs use, by name of the backend
     pool: ToolPool | None = None
     store: RunStore | None = None
     journal: Journal | None = None
     lender: Lending | None = None
     _was_overdue: bool = False
+
+    def inside(self, prepared: Prepared, emit: Sink, on_limit: OnLimit, on_health: OnHealth) -> Shared:
+        """Return the state of a run inside this one: its slots are those of its backend."""
+        dispatcher = self.dispatchers.get(prepared.backend.name)
+        if dispatcher is None:
+            dispatcher = self.dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+            dispatcher.spending = self.spending
+        return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
 
     def live(self) -> LiveNumbers:
         """Return the current numbers that no event reports."""
@@ -77,3 +93,34 @@ class Shared:
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)
+
+
+def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) -> Dispatcher:
+    """Return the dispatcher of a backend, for all runs that share it."""
+    backend = prepared.backend
+    dispatcher = Dispatcher(
+        backend,
+        prepared.max_inflight,
+        prepared.max_agents,
+        servers=backend.servers,
+        terms=prepared.terms,
+        max_outage=prepared.spec.max_outage,
+        on_limit=on_limit,
+        on_health=on_health,
+    )
+    if backend.capabilities.reports_load:
+        dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))
+    for endpoint in dispatcher.scheduler.endpoints:
+        endpoint.health.patient = backend.capabilities.patient
+    return dispatcher
+
+
+def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:
+    """Return the endpoints of all backends, or of one, with the models that runs use there."""
+    places = shared.dispatchers if backend is None else {backend: shared.dispatcher}
+    models = {name: ", ".join(sorted(shared.models.get(name, ()))) for name in places}
+    return [
+        LabelledEndpoint(endpoint.name or name, models[name], endpoint)
+        for name, each in places.items()
+        for endpoint in each.scheduler.endpoints
+    ]

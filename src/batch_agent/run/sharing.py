@@ -165,6 +165,16 @@ class Lending:
         climbing = any(grant.search is not None and grant.search[1] for grant in beat.grants.values())
         every = EVERY / 4 if climbing else EVERY  # the number that is searched changes often
         self._every = min(every * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
+        await self._report_followed_rows(controls)
+
+    async def _report_followed_rows(self, controls: Controls) -> None:
+        """Report the rows of this worker that a viewer follows, with the text that is being streamed."""
+        rows: dict[str, JsonObject] = {}
+        for row in await self._beside(self._store.followed_rows):
+            with suppress(SpecError):  # another worker has the row
+                rows[row] = controls.live_row(row)
+        if rows:
+            await self._beside(partial(self._store.report_rows, rows))
 
     async def _leave(self, shared: Shared) -> None:
         """Return unused shares. If the store is unreachable, all of them count as used."""

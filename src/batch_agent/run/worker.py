@@ -38,7 +38,7 @@ class Worker:
     ``keys`` and ``part_keys`` make the identities of rows, and of the parts of rows that do not fit. ``row_schema`` is
     that of the rows, if they are outputs of another stage. ``left`` returns the number of rows that were not started;
     None if it is unknown. ``tells``: the feeder is in another process, so this worker reports the ends of its rows.
-    ``unfinished`` is called with the result of a row that was interrupted: it is not recorded,
+    ``on_unfinished`` is called with the result of a row that was interrupted: it is not recorded,
     so that a resumed run works on the row."""
 
     def __init__(
@@ -53,16 +53,15 @@ class Worker:
         asks_first: bool,
         keys: Keys,
         part_keys: Keys,
-        row_schema: OutputSchema[object] | None = None,
         left: Callable[[], int | None] = lambda: None,
         tells: bool = True,
-        unfinished: Callable[[AgentResult[object]], None] = lambda result: None,
     ) -> None:
         self.live: dict[int, Agent | Parts] = {}
         self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
         self._function, self._asks_first = function, asks_first
-        self._keys, self._part_keys, self._row_schema = keys, part_keys, row_schema
-        self._left, self._tells, self._unfinished = left, tells, unfinished
+        self._keys, self._part_keys, self._left, self._tells = keys, part_keys, left, tells
+        self.row_schema: OutputSchema[object] | None = None
+        self.on_unfinished: Callable[[AgentResult[object]], None] = lambda result: None
         self._lead = resources.lead  # until the first agent with a request has started
         self._nowhere = Trail()  # the trail of all agents of a run without files
         self._following = asyncio.Semaphore(FOLLOWING)
@@ -106,7 +105,7 @@ class Worker:
                 continue
             index = held.lease.index
             try:
-                value = Placed(index, decode_row(held.row.value, self._row_schema))  # type: ignore[arg-type]
+                value = Placed(index, decode_row(held.row.value, self.row_schema))  # type: ignore[arg-type]
             except InputError as error:
                 jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
             else:
@@ -298,7 +297,7 @@ class Worker:
         if self._tells:
             self._tell(result)
         if is_interrupted(result):
-            self._unfinished(result)
+            self.on_unfinished(result)
         else:
             self._leases.ending.add(held.lease.index)
             self._journal.publish(held.lease, result)

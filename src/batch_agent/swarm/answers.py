@@ -12,13 +12,16 @@ from pydantic import JsonValue
 
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.wire import counted, object_of
-from batch_agent.errors import BackendError
+from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
+from batch_agent.swarm.servers import Exchange
 
 _GIVEN_UP = ("abort", "aborted", "cancelled", "error")
 
+REFUSED = (400, 413, 422)  # statuses that one item of a list may cause; others concern the whole list
+
+Item = tuple[int, str]  # a prompt or text of a list, after its number in the call
 TextOf = Callable[[JsonObject], str | None]
 
 
@@ -40,7 +43,7 @@ def read_generated(exchange: Exchange, agent_index: int) -> Response:
 def read_choices(
     exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, text_of: TextOf
 ) -> list[Response]:
-    """Reads ``n`` answers for each prompt, in order."""
+    """Read ``n`` answers for each prompt, in order."""
     try:
         document = read_object(exchange)
         choices = indexed(document.get("choices") or None, "choices", exchange.faults)
@@ -59,7 +62,7 @@ def read_choices(
 
 
 def chat_text(choice: JsonObject) -> str | None:
-    """Returns the content of a choice, or its reasoning if there is no content; None if it has no message."""
+    """Return the content of a choice, or its reasoning if there is no content; None if it has no message."""
     message = choice.get("message")
     if not isinstance(message, dict):
         return None
@@ -75,7 +78,7 @@ def completion_text(choice: JsonObject) -> str | None:
 
 
 def read_object(exchange: Exchange) -> JsonObject:
-    """Returns the JSON object of an answer. Raises the BackendError of one that failed or has none."""
+    """Return the JSON object of an answer. Raises the BackendError of one that failed or has none."""
     if exchange.error is not None:
         raise exchange.error
     document = object_of(exchange.body, exchange.faults)
@@ -92,7 +95,7 @@ def read_usage(value: JsonValue) -> Usage | None:
 
 
 def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject]:
-    """Returns the entries of a list by their ``index``, or by their place if they have none."""
+    """Return the entries of a list by their ``index``, or by their place if they have none."""
     if not isinstance(items, list):
         raise faults.bad(f"the answer has no {what}")
     found: dict[int, JsonObject] = {}
@@ -101,6 +104,14 @@ def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject
             index = item.get("index")
             found.setdefault(index if type(index) is int else place, item)
     return found
+
+
+def halves(items: Sequence[Item], error: BackendError | None) -> tuple[Sequence[Item], ...]:
+    """Return the two halves of a list that was refused for one of its items; nothing for other errors."""
+    if len(items) < 2 or error is None or not (error.status in REFUSED or isinstance(error, ContextOverflow)):
+        return ()
+    middle = len(items) // 2
+    return items[:middle], items[middle:]
 
 
 def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf) -> Response:
@@ -121,7 +132,7 @@ def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf)
 
 
 def _share(usage: Usage | None, prompts: Sequence[str], responses: Sequence[Response]) -> None:
-    """Divides prompt tokens by the prompts' lengths and completion tokens by the texts' lengths. Sums stay exact."""
+    """Divide prompt tokens by the prompts' lengths and completion tokens by the texts' lengths. Sums stay exact."""
     if usage is None:
         return
     asked = _shares(usage.prompt_tokens, [len(prompt) for prompt in prompts])

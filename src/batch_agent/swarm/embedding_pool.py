@@ -12,11 +12,9 @@ from pydantic import JsonValue
 from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
-from batch_agent.swarm.answers import indexed, read_object
-from batch_agent.swarm.checks import whole
-from batch_agent.swarm.lines import Exchange, Lines
-from batch_agent.swarm.lists import Item, halves
-from batch_agent.swarm.members import Members, texts_of
+from batch_agent.swarm.answers import Item, halves, indexed, read_object
+from batch_agent.swarm.options import texts_of, whole
+from batch_agent.swarm.servers import Exchange, Members, Servers
 
 CONNECTIONS = 1024
 
@@ -39,9 +37,8 @@ class EmbeddingPool(Members):
         *,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(
-            endpoints, Lines(concurrency, max(whole("concurrency", concurrency), CONNECTIONS), api_key), timeout
-        )
+        connections = max(whole("concurrency", concurrency), CONNECTIONS)
+        super().__init__(endpoints, Servers(concurrency, connections, api_key), timeout)
         self._model = model
 
     async def embed_one(self, agent_index: int, text: str) -> EmbeddingResponse:
@@ -72,7 +69,7 @@ class EmbeddingPool(Members):
             found.update({index: _failed(missing, agent_index) for index, _ in items})
             return
         body: JsonObject = {"model": self._model, "input": [text for _, text in items]}
-        exchange = await self._net.ask(self._lines[agent_index], "/v1/embeddings", body, self.timeout)
+        exchange = await self._net.ask(self._servers[agent_index], "/v1/embeddings", body, self.timeout)
         if parts := halves(items, exchange.error):
             await asyncio.gather(*(self._embed(agent_index, part, found) for part in parts))
             return

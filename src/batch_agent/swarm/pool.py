@@ -1,7 +1,7 @@
 """AgentPool: sends prompts to many servers that answer ``/generate``.
 
-Prompt i goes to agent i mod size, and responses are in the order of the prompts. Options (``asking.Options``) change
-this for one call or for the pool.
+Prompt i goes to agent i mod size, and responses are in the order of the prompts. Options (``options.SwarmOptions``)
+change this for one call or for the pool.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Unpack
 
-from batch_agent.backends.base import Probe
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import read_generated
-from batch_agent.swarm.asking import Asking, Options
-from batch_agent.swarm.lines import Lines
-from batch_agent.swarm.members import Members, texts_of
+from batch_agent.swarm.call import RecordedCall, Scatter, Sink
+from batch_agent.swarm.options import CallOptions, SwarmOptions, texts_of
 from batch_agent.swarm.response import Response
-from batch_agent.swarm.run import AskOne, Call
-from batch_agent.swarm.scatter import Scatter, Sink
+from batch_agent.swarm.servers import Members, Servers
 
 __all__ = ["AgentPool", "Response"]
 
@@ -43,29 +40,29 @@ class AgentPool(Members):
         timeout: float = 120.0,
         *,
         api_key: str | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[SwarmOptions],
     ) -> None:
-        super().__init__(endpoints, Lines(concurrency, connector_limit, api_key), timeout)
-        self._asking = Asking().having(options)
+        super().__init__(endpoints, Servers(concurrency, connector_limit, api_key), timeout)
+        self._options = CallOptions().having(options)
 
     async def post(
-        self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
+        self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> Response:
         """Send one prompt to one agent. All other calls use this one, so that a subclass may override it."""
         if options.get("n", 1) != 1:
             raise SpecError("post returns one answer: n is for calls that return a list")
-        asking = replace(self._asking, n=1).having(options)
-        scatter = Scatter(len(texts_of([prompt])), self.turn, asking)
-        if asking.deadline is None and asking.on_result is None:
-            await self._answer(scatter, agent_index, prompt, max_tokens, asking)
-            (response,) = scatter.responses
-        else:
-            (response,) = await scatter.run([self._answer(scatter, agent_index, prompt, max_tokens, asking)])
+        asked = replace(self._options, n=1).having(options)
+        scatter = Scatter(len(texts_of([prompt])), self.turn, asked)
+
+        async def answer() -> None:
+            await scatter.put(0, await self.ask(agent_index, prompt, max_tokens, asked.alone(0)))
+
+        (response,) = await scatter.run([answer()])
         response.agent_index = agent_index
         return response
 
     async def send_all(
-        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> list[Response]:
         """Send all prompts at once, prompt i to agent i mod size. Returns the responses in the order of the prompts."""
         return await self._send_all(prompts, max_tokens, options)
@@ -73,14 +70,14 @@ class AgentPool(Members):
     send_all_batched = send_all  # ``/generate`` takes one prompt
 
     async def broadcast_prompt(
-        self, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
+        self, prompt: str, max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> list[Response]:
         """Send the prompt to every agent once."""
-        placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None, "inflight": None}
+        placed: SwarmOptions = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None, "inflight": None}
         return await self._send_all([prompt] * self.size, max_tokens, placed)
 
     async def as_completed(
-        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> AsyncGenerator[Response, None]:
         """Yield the responses of ``send_all`` as they arrive, with ``index``. Leaving the loop cancels the rest."""
         ready: asyncio.Queue[Response | None] = asyncio.Queue()
@@ -96,60 +93,48 @@ class AgentPool(Members):
                 await asyncio.wait([task])
 
     async def _send_all(
-        self, prompts: Sequence[str], max_tokens: int | None, options: Options, sink: Sink | None = None
+        self, prompts: Sequence[str], max_tokens: int | None, given: SwarmOptions, sink: Sink | None = None
     ) -> list[Response]:
-        asking, prompts = self._asking.having(options), texts_of(prompts)
+        options, prompts = self._options.having(given), texts_of(prompts)
         if not prompts:
             return []
-        scatter = self._scatter(prompts, asking, sink)
-        if asking.runs and self.size:
-            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask, self._path)])
+        scatter = self._scatter(prompts, options, sink)
+        if options.runs and self.size:
+            facts = self._facts(self._path, max_tokens, options)
+            return await RecordedCall(self, self.ask, prompts, max_tokens, options, facts).run(scatter)
         return await scatter.run(
-            self._one(scatter, index, prompt, max_tokens, asking) for index, prompt in enumerate(prompts)
+            self._one(scatter, index, prompt, max_tokens, options) for index, prompt in enumerate(prompts)
         )
 
-    async def _run(
-        self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne, path: str
+    async def _one(
+        self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, options: CallOptions
     ) -> None:
-        """Do the call as a run of the engine, which retries failures at another server."""
-        facts = {"path": path, **self._facts(max_tokens, asking)}
-        await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
-
-    async def probe(self, agent_index: int) -> Probe:
-        return await self._net.probe_line(self._lines[agent_index])
-
-    def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
-        """Return what an answer depends on beside its prompt and its seed."""
-        return replace(asking, seed=None).fields()
-
-    def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
-        asking.check_lengths(len(prompts))
-        return Scatter(len(prompts), self.turn, asking, sink)
-
-    async def _one(self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, asking: Asking) -> None:
-        agent_index, own = self.turn(index), asking.alone(index)
-        if asking.n > 1:
+        agent_index, own = self.turn(index), options.alone(index)
+        if options.n > 1:
             responses = await self.ask(agent_index, prompt, max_tokens, own)
-        elif own is asking:  # no options: a subclass may accept none
+        elif own is options:  # no options: a subclass may accept none
             responses = [await self.post(agent_index, prompt, *([] if max_tokens is None else [max_tokens]))]
         else:
-            responses = [await self.post(agent_index, prompt, max_tokens, **own.options())]
+            responses = [await self.post(agent_index, prompt, max_tokens, **own.as_keywords())]
         await scatter.put(index, responses)
 
-    async def _answer(
-        self, scatter: Scatter, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking
-    ) -> None:
-        await scatter.put(0, await self.ask(agent_index, prompt, max_tokens, asking.alone(0)))
+    def _scatter(self, prompts: Sequence[str], options: CallOptions, sink: Sink | None = None) -> Scatter:
+        options.check_lengths(len(prompts))
+        return Scatter(len(prompts), self.turn, options, sink)
+
+    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
+        """Return what an answer depends on beside its prompt and its seed."""
+        return {"path": path, **replace(options, seed=None).fields()}
 
     async def ask(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
+        self, agent_index: int, prompt: str, max_tokens: int | None, options: CallOptions, *, once: bool = False
     ) -> list[Response]:
-        """Return ``asking.n`` answers to one prompt, over this pool's wire. ``/generate`` has no token limit."""
-        if asking.chat or asking.system is not None:
+        """Return ``options.n`` answers to one prompt, over this pool's wire. ``/generate`` has no token limit."""
+        if options.is_chat:
             raise SpecError("/generate supports neither chat nor a system prompt: use a VLLMPool")
         if missing := self._missing(agent_index):
-            return [Response.failed(missing, agent_index) for _ in range(asking.n)]
-        line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
+            return [Response.failed(missing, agent_index) for _ in range(options.n)]
+        server, body = self._servers[agent_index], {"prompt": prompt, **replace(options, n=1).fields()}
         ask = self._net.ask_once if once else self._net.ask
-        exchanges = await asyncio.gather(*(ask(line, self._path, body, self.timeout) for _ in range(asking.n)))
-        return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]
+        exchanges = await asyncio.gather(*(ask(server, self._path, body, self.timeout) for _ in range(options.n)))
+        return [options.read(read_generated(exchange, agent_index)) for exchange in exchanges]

@@ -1,42 +1,72 @@
 """VLLMPool: an AgentPool over servers with OpenAI's API, mainly vLLM.
 
-Single prompts are chat requests; ``send_all_batched`` sends each agent one list (``lists``). The token limit of an
-answer depends on its prompt's length and on the server's context (``budget``).
+Single prompts are chat requests; ``send_all_batched`` sends each agent one list. A list that is refused is split until
+only the refused prompt is left. The token limit of an answer depends on its prompt's length and the server's context.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Unpack
 
+from pydantic import JsonValue
+
+from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
-from batch_agent.swarm.answers import chat_text, completion_text, read_choices
-from batch_agent.swarm.asking import Asking, Options
-from batch_agent.swarm.budget import (
-    DEFAULT_PER_SEQUENCE,
-    DEFAULT_TOKENS,
-    answer_tokens,
-    context_of,
+from batch_agent.swarm.answers import Item, TextOf, chat_text, completion_text, halves, read_choices
+from batch_agent.swarm.call import RecordedCall, Scatter
+from batch_agent.swarm.options import (
+    CallOptions,
+    SwarmOptions,
+    above_zero,
     from_environment,
+    texts_of,
+    whole,
     whole_from_environment,
 )
-from batch_agent.swarm.checks import above_zero, whole
-from batch_agent.swarm.lines import Exchange, Line
-from batch_agent.swarm.lists import CHAT, COMPLETIONS, NOT_THERE, Item, chat_messages, settle
-from batch_agent.swarm.members import texts_of
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
-from batch_agent.swarm.scatter import Scatter
+
+DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
+DEFAULT_PER_SEQUENCE = 60.0  # seconds
+CHARACTERS_PER_TOKEN = 4
+NOT_THERE = (404, 405, 501)  # statuses of a server without a route for lists of conversations
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How prompts are written in a request: in which field, and how one choice is read."""
+
+    path: str
+    field: str
+    write: Callable[[Sequence[str], str | None], JsonValue]  # of the prompts and the system prompt
+    text_of: TextOf
+
+
+def _messages(prompt: str, system: str | None) -> list[JsonValue]:
+    said: list[JsonValue] = [] if system is None else [{"role": "system", "content": system}]
+    return [*said, {"role": "user", "content": prompt}]
+
+
+def _conversations(prompts: Sequence[str], system: str | None) -> list[JsonValue]:
+    return [_messages(prompt, system) for prompt in prompts]
+
+
+CHAT = Form("/v1/chat/completions", "messages", lambda prompts, system: _messages(prompts[0], system), chat_text)
+CHAT_LIST = Form("/v1/chat/completions/batch", "messages", _conversations, chat_text)
+COMPLETIONS = Form("/v1/completions", "prompt", lambda prompts, _: list(prompts), completion_text)
 
 
 class VLLMPool(AgentPool):
     """A missing argument gets the value of its ``AURORA_SWARM_…`` variable, else its default."""
 
-    _path = "/v1/chat/completions"
+    _path = CHAT.path
     answer_tokens: int
     aggregation_tokens: int
 
@@ -57,7 +87,7 @@ class VLLMPool(AgentPool):
         batch_timeout_cap: float | None = None,
         *,
         api_key: str | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[SwarmOptions],
     ) -> None:
         super().__init__(endpoints, concurrency, connector_limit, timeout, api_key=api_key, **options)
         self._model = model
@@ -68,142 +98,126 @@ class VLLMPool(AgentPool):
         self._buffer = whole("buffer", buffer, None)
         self._use_batch = use_batch
         self._batch_concurrency = whole("batch_concurrency", batch_concurrency)
-        self._timeout_per_sequence = (
-            from_environment(timeout_per_sequence, "timeout_per_sequence") or DEFAULT_PER_SEQUENCE
-        )
-        self._batch_timeout_cap = (
-            None if batch_timeout_cap is None else above_zero("batch_timeout_cap", batch_timeout_cap)
-        )
+        per_sequence = from_environment(timeout_per_sequence, "timeout_per_sequence")
+        self._timeout_per_sequence = per_sequence or DEFAULT_PER_SEQUENCE
+        cap = batch_timeout_cap
+        self._batch_timeout_cap = None if cap is None else above_zero("batch_timeout_cap", cap)
 
     async def post_batch(
-        self, agent_index: int, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+        self, agent_index: int, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> list[Response]:
         """Send a list of prompts to one agent in one request. Prompts with different token limits or seeds need
         separate lists; a prompt that the server refuses fails alone."""
-        asking, prompts = self._asking.having(options), texts_of(prompts)
+        asked, prompts = self._options.having(options), texts_of(prompts)
         if not prompts:
             return []
-        scatter = self._scatter(prompts, asking)
-        return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), max_tokens, asking)])
+        scatter = self._scatter(prompts, asked)
+        return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), max_tokens, asked)])
 
     async def send_all_batched(
-        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> list[Response]:
         """Send each agent one list, of the prompts i mod size. Returns the responses in the order of the prompts."""
-        asking, prompts = self._asking.having(options), texts_of(prompts)
+        asked, prompts = self._options.having(options), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
-        scatter = self._scatter(prompts, asking)
-        if asking.runs and self.size:
-            ask, path = (self.ask, self._path) if asking.is_chat else (self._complete, COMPLETIONS.path)
-            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, ask, path)])
+        scatter = self._scatter(prompts, asked)
+        if asked.runs and self.size:
+            form = CHAT if asked.is_chat else COMPLETIONS
+            ask, facts = partial(self.ask, form=form), self._facts(form.path, max_tokens, asked)
+            return await RecordedCall(self, ask, prompts, max_tokens, asked, facts).run(scatter)
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             groups[self.turn(index)].append((index, prompt))
         return await scatter.run(
-            self._post_list(scatter, agent_index, items, max_tokens, asking) for agent_index, items in groups.items()
+            self._post_list(scatter, agent_index, items, max_tokens, asked) for agent_index, items in groups.items()
         )
 
     async def ask(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
+        self,
+        agent_index: int,
+        prompt: str,
+        max_tokens: int | None,
+        options: CallOptions,
+        *,
+        once: bool = False,
+        form: Form = CHAT,
     ) -> list[Response]:
-        """Send the prompt as a chat request."""
-        if missing := self._missing(agent_index):
-            return [Response.failed(missing, agent_index) for _ in range(asking.n)]
-        line, began = self._lines[agent_index], asyncio.get_running_loop().time()
-        (budget,) = await self._budgets(line, [prompt], max_tokens, asking)
-        spent = asyncio.get_running_loop().time() - began
-        body: JsonObject = {"model": self._model, "messages": [*chat_messages(prompt, asking.system)]}
-        body |= {"max_tokens": budget, **asking.fields()}
-        if once:
-            exchange = await self._net.ask_once(line, self._path, body, self.timeout - spent)
-        else:
-            exchange = await self._net.ask(line, self._path, body, self.timeout, spent)
-        responses = read_choices(exchange, agent_index, [prompt], asking.n, chat_text)
-        return [asking.read(response) for response in responses]
+        """Send the prompt as a chat request, or as a list of one without the chat template."""
+        try:
+            (tokens,) = await self._token_limits(agent_index, [prompt], max_tokens, options)
+        except BackendError as error:
+            return [Response.failed(error, agent_index) for _ in range(options.n)]
+        server = self._servers[agent_index]
+        limit = self.timeout if form is CHAT else self._list_limit(1)
+        send = self._net.ask_once if once else self._net.ask
+        exchange = await send(server, form.path, self._body(form, [prompt], tokens, options), limit)
+        responses = read_choices(exchange, agent_index, [prompt], options.n, form.text_of)
+        return [options.read(response) for response in responses]
 
-    async def _complete(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
-    ) -> list[Response]:
-        """Send the prompt without the chat template, as a list of one."""
-        line = self._lines[agent_index]
-        (budget,) = await self._budgets(line, [prompt], max_tokens, asking)
-        body = COMPLETIONS.body(self._model, [prompt], None, budget) | asking.fields()
-        ask = self._net.ask_once if once else self._net.ask
-        exchange = await ask(line, COMPLETIONS.path, body, self._list_limit(1))
-        responses = read_choices(exchange, agent_index, [prompt], asking.n, completion_text)
-        return [asking.read(response) for response in responses]
+    def _body(self, form: Form, prompts: Sequence[str], tokens: int, options: CallOptions) -> JsonObject:
+        written = form.write(prompts, options.system)
+        return {"model": self._model, form.field: written, "max_tokens": tokens, **options.fields()}
 
     async def _post_list(
-        self, scatter: Scatter, agent_index: int, items: Sequence[Item], max_tokens: int | None, asking: Asking
+        self, scatter: Scatter, agent_index: int, items: Sequence[Item], max_tokens: int | None, options: CallOptions
     ) -> None:
-        """Send one agent its prompts, in as few requests as possible."""
-        if missing := self._missing(agent_index):
+        """Send one agent its prompts, in as few requests as possible: those with equal token limits and seeds together.
+        The halves of a refused list are sent again."""
+        try:
+            limits = await self._token_limits(agent_index, [prompt for _, prompt in items], max_tokens, options)
+        except BackendError as error:
             for index, _ in items:
-                await scatter.put(index, [Response.failed(missing, agent_index) for _ in range(asking.n)])
+                await scatter.put(index, [Response.failed(error, agent_index) for _ in range(options.n)])
             return
-        line, began = self._lines[agent_index], asyncio.get_running_loop().time()
-        budgets = await self._budgets(line, [prompt for _, prompt in items], max_tokens, asking)
-        limit, spent = self._list_limit(len(items)), asyncio.get_running_loop().time() - began
-        alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
-        for item, budget in zip(items, budgets, strict=True):
-            alike[budget, asking.seed_of(item[0])].append(item)
-        await asyncio.gather(
-            *(
-                self._send_list(scatter, agent_index, some, budget, asking.alone(some[0][0]), limit, spent)
-                for (budget, _), some in alike.items()
-            )
-        )
+        server, n, seconds = self._servers[agent_index], options.n, self._list_limit(len(items))
+        form = CHAT_LIST if options.is_chat else COMPLETIONS
 
-    async def _send_list(
-        self,
-        scatter: Scatter,
-        agent_index: int,
-        items: Sequence[Item],
-        budget: int,
-        asking: Asking,
-        limit: float,
-        spent: float,
-    ) -> None:
-        line = self._lines[agent_index]
-        form = CHAT if asking.is_chat else COMPLETIONS
-
-        async def send(part: Sequence[Item]) -> Exchange:
-            body = form.body(self._model, [prompt for _, prompt in part], asking.system, budget) | asking.fields()
-            return await self._net.ask(line, form.path, body, limit, spent)
-
-        async def put(index: int, responses: Sequence[Response]) -> None:
-            await scatter.put(index, [asking.read(response) for response in responses])
-
-        if form is COMPLETIONS or (line.has_chat_batch and asking.n == 1 and len(items) > 1):
-            exchange = await send(items)
-            missing = exchange.error is not None and exchange.error.status in NOT_THERE
-            if form is COMPLETIONS or not missing:
-                await settle(exchange, items, send, form.text_of, asking.n, agent_index, put)
+        async def send(items: Sequence[Item], tokens: int, own: CallOptions) -> None:
+            if form is CHAT_LIST and (not server.takes_chat_lists or n > 1 or len(items) == 1):
+                await asyncio.gather(*(chat(index, prompt, tokens, own) for index, prompt in items))
                 return
-            line.has_chat_batch = False
+            prompts = [prompt for _, prompt in items]
+            exchange = await self._net.ask(server, form.path, self._body(form, prompts, tokens, own), seconds)
+            if form is CHAT_LIST and exchange.error is not None and exchange.error.status in NOT_THERE:
+                server.takes_chat_lists = False
+                await send(items, tokens, own)
+            elif parts := halves(items, exchange.error):
+                await asyncio.gather(*(send(part, tokens, own) for part in parts))
+            else:
+                responses = read_choices(exchange, agent_index, prompts, n, form.text_of)
+                for place, (index, _) in enumerate(items):
+                    await scatter.put(index, [own.read(each) for each in responses[place * n : (place + 1) * n]])
 
-        async def chat(index: int, prompt: str) -> None:
-            await scatter.put(index, await self.ask(agent_index, prompt, budget, asking))
+        async def chat(index: int, prompt: str, tokens: int, own: CallOptions) -> None:
+            await scatter.put(index, await self.ask(agent_index, prompt, tokens, own))
 
-        await asyncio.gather(*(chat(index, prompt) for index, prompt in items))
+        alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
+        for item, tokens in zip(items, limits, strict=True):
+            alike[tokens, options.seed_of(item[0])].append(item)
+        lists = [(some, tokens, options.alone(some[0][0])) for (tokens, _), some in alike.items()]
+        await asyncio.gather(*(send(*each) for each in lists))
 
-    async def _budgets(self, line: Line, prompts: Sequence[str], max_tokens: int | None, asking: Asking) -> list[int]:
+    async def _token_limits(
+        self, agent_index: int, prompts: Sequence[str], max_tokens: int | None, options: CallOptions
+    ) -> list[int]:
+        """Return how many tokens each answer may have: what the server's context leaves beside its prompt. Raises
+        BackendError if there is no such agent, or the pool is closed."""
+        if missing := self._missing(agent_index):
+            raise missing
         if max_tokens is not None:
             return [max_tokens] * len(prompts)
-        context = self._context or await context_of(line, self._net, self._model, self.timeout)
-        beside = len(asking.system or "")
-        return [answer_tokens(self.answer_tokens, context, beside + len(prompt), self._buffer) for prompt in prompts]
+        context = self._context or await self._net.context_of(self._servers[agent_index], self._model, self.timeout)
+        beside = len(options.system or "")
+        room = [context - (beside + len(prompt)) // CHARACTERS_PER_TOKEN - self._buffer for prompt in prompts]
+        return [min(self.answer_tokens, max(LEAST_TOKENS, left)) for left in room]
 
     def _list_limit(self, prompts: int) -> float:
         waves = ceil(prompts / self._batch_concurrency)
         limit = max(self.timeout, waves * self._timeout_per_sequence)
         return limit if self._batch_timeout_cap is None else min(limit, self._batch_timeout_cap)
 
-    def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
-        own: JsonObject = {
-            "model": self._model,
-            "max_tokens": max_tokens or self.answer_tokens,
-            "system": asking.system,
-        }
-        return super()._facts(max_tokens, asking) | own
+    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
+        tokens = max_tokens or self.answer_tokens
+        own: JsonObject = {"model": self._model, "max_tokens": tokens, "system": options.system}
+        return super()._facts(path, max_tokens, options) | own

@@ -1,13 +1,11 @@
 """Agents that act in ticks: a world steps, some agents observe, and each gets an action by the deadline."""
 
 from batch_agent.ticks.action import Action, Decision, Observation
-from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.agent_runtime import AgentRuntime
+from batch_agent.ticks.agent import Agent, AgentState, Memory, WindowMemory
+from batch_agent.ticks.backends import TextBackend
 from batch_agent.ticks.config import Sampling
-from batch_agent.ticks.generation import GenerationResult
-from batch_agent.ticks.memory import AgentState, Memory, WindowMemory
-from batch_agent.ticks.runtime import TickRuntime
-from batch_agent.ticks.text_backend import TextBackend
+from batch_agent.ticks.runtime import AgentRuntime, TickRuntime
+from batch_agent.ticks.users_backend import GenerationResult
 
 __all__ = [
     "Action",

@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.ticks.plain import text_of
 
-Source = Literal["answer", "late", "last", "fallback"]
+ActionSource = Literal["answer", "late", "last", "fallback"]
 IDLE = "idle"
 
 A_co = TypeVar("A_co", covariant=True, default="Action")
@@ -48,10 +48,10 @@ class Action:
     tool_name: str
     parameters: dict[str, Any] = field(default_factory=dict)
     reasoning: str | None = None
-    source: Source = "answer"
+    source: ActionSource = "answer"
     seen_tick: int | None = None
 
-    def marked(self, source: Source, seen_tick: int | None) -> Action:
+    def marked(self, source: ActionSource, seen_tick: int | None) -> Action:
         action = copy(self)
         action.parameters, action.source, action.seen_tick = dict(self.parameters or {}), source, seen_tick
         return action
@@ -65,7 +65,7 @@ class Decision(Generic[A_co]):
     """What one agent does in one tick. ``action`` is None only if there is neither an answer nor a fallback."""
 
     action: A_co | None
-    source: Source
+    source: ActionSource
     seen_tick: int | None = None  # None for a fallback
     usage: Usage = field(default_factory=Usage)
     latency: float | None = None  # seconds from the request to the action, including the wait for a slot

@@ -1,22 +1,26 @@
-"""Converts any user value to JSON or text: bounded, and without raising.
+"""The boundary to the user's values and code: no value and no function of theirs affects more than one agent.
 
 Observations are user objects. They may be deep, cyclic, huge, not UTF-8, or raise when read. All code that writes one
-(a prompt, a memory, a trace, an HTTP response) uses these functions, so an odd value is at worst unreadable in one
-place.
+(a prompt, a memory, a trace, an HTTP response) uses ``plain``, ``json_of`` or ``text_of``, which are bounded and do not
+raise. All code that calls a user's function uses ``guarded`` or ``called``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, JsonValue
 from pydantic_core import to_json
 
+from batch_agent.dispatch.cancellation import worker_boundary
+from batch_agent.errors import JobError, WorkerFailed
 from batch_agent.foreign import describe, encodable
+from batch_agent.tools.threads import Threads
 
 DEPTH = 32
 ITEMS = 100_000  # values in total
@@ -24,6 +28,7 @@ CHARACTERS = 1_000_000  # of one text
 INTEGER_BITS = 4096  # Python refuses to write far longer ones
 CUT = "[...]"
 
+T = TypeVar("T")
 Items = dict[Any, Any] | list[Any]
 
 
@@ -118,3 +123,25 @@ def _opened(value: object) -> JsonValue | Items:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return _cut(str(value))
+
+
+def guarded(name: str, function: Callable[[], T]) -> T:
+    """Return what ``function`` returns. Exceptions become a WorkerFailed that says ``name`` raised it.
+
+    A JobError passes unchanged, because it has a message of its own. So does Ctrl-C.
+    """
+    try:
+        return function()
+    except (KeyboardInterrupt, JobError):
+        raise
+    except BaseException as raised:
+        raise WorkerFailed(f"{name} raised {describe(raised)}") from raised
+
+
+async def called(threads: Threads, name: str, method: Callable[[], object]) -> object:
+    """Return what ``method`` returns, run in a thread unless it is async. What it raises is as for ``guarded``."""
+    with worker_boundary(f"{name} raised"):
+        if inspect.iscoroutinefunction(method):
+            return await method()
+        value = await threads.run(method)
+        return await value if inspect.isawaitable(value) else value

@@ -1,7 +1,8 @@
 """TickRuntime: a decision for every agent that observed, at each tick and by the deadline, whatever the model does.
 
 Thoughts are separate tasks and may outlive the tick that started them. ``mind`` decides what a tick gets from them;
-``scope`` holds the resources between start and stop.
+``thinking`` holds the resources between start and stop. ``AgentRuntime`` is the same with the names that simulations
+use.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,27 +29,22 @@ from batch_agent.dispatch.policy import Observer
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.ticks.action import Action, Decision, idle
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
-from batch_agent.ticks.asking import Asking
-from batch_agent.ticks.config import Sampling, check_counts, check_numbers
-from batch_agent.ticks.generation import GeneratesMany, GeneratesOne
-from batch_agent.ticks.guard import guarded
-from batch_agent.ticks.mind import Given, Mind, Thought
-from batch_agent.ticks.patience import LONG
-from batch_agent.ticks.plain import text_of
-from batch_agent.ticks.scope import LoopScope
-from batch_agent.ticks.text_backend import TextBackend
+from batch_agent.ticks.backends import TIMEOUT, TextBackend, backend_key
+from batch_agent.ticks.config import Sampling, check_counts, check_numbers, read_config
+from batch_agent.ticks.mind import LONG, Given, Mind, Thought
+from batch_agent.ticks.plain import guarded, text_of
 from batch_agent.ticks.thinking import Thinker
 from batch_agent.ticks.trace import Replay, Trace
-from batch_agent.ticks.users_backend import UsersBackend
+from batch_agent.ticks.users_backend import GeneratesMany, GeneratesOne, UsersBackend
 
 A = TypeVar("A", default=Action)
 logger = logging.getLogger("batch_agent")
 
 WORKERS = 4
-TIMEOUT = 60.0  # seconds after which a thought is cancelled
+NOT_GIVEN: Any = object()
 
 
-class _Step(Awaitable[None]):
+class _Awaitable(Awaitable[None]):
     """Returned by ``start`` and ``stop``: the part without an event loop is done, awaiting it does the rest."""
 
     def __init__(self, rest: Callable[[], Awaitable[None]]) -> None:
@@ -111,18 +108,25 @@ class TickRuntime(Generic[A]):
         self._tools, self._fallback = tuple(tools), fallback
         if self._schema is not None and self._tools:
             raise SpecError("an action is a call of one of the tools or a value of the schema: give one of the two")
-        self._given_backend, self._model, self._api_key = backend, model, api_key
-        self._sampling = sampling or Sampling()
-        self._max_inflight, self._workers, self._timeout = max_inflight, max_workers, timeout
-        self._system_prompt = system_prompt
+        self._given_backend, self._model, self._api_key, self._workers = backend, model, api_key, max_workers
+        self._open_thinker = partial(
+            Thinker,
+            backend=backend,
+            find=self._backend_of,
+            system_prompt=system_prompt,
+            sampling=sampling or Sampling(),
+            timeout=timeout,
+            workers=max_workers,
+            max_inflight=max_inflight,
+        )
         self._rules = {"overlap": overlap, "skip_unchanged": skip_unchanged, "repeat_last": repeat_last}
         self._trace = None if trace is None else Trace(Path(trace))
         self._replay = None if replay is None else Replay(Path(replay))
-        self._backends: dict[object, tuple[Backend, str | None]] = {}  # by URL, or by identity of the object
+        self._backends: dict[object, tuple[Backend, str | None]] = {}  # by ``backend_key``
         self._minds: dict[str, Mind] = {}
         self._numbers = count(1)
         self._stopped = False
-        self._scope: LoopScope | None = None
+        self._thinker: Thinker | None = None  # of the event loop in which it was used last
         self._opening = threading.Lock()
         self.observer: Observer | None = None  # of the requests; set before the first
         if backend is not None and self._replay is None:
@@ -141,7 +145,7 @@ class TickRuntime(Generic[A]):
         self.remove(agent.agent_id)
         self._minds[agent.agent_id] = Mind(agent, next(self._numbers), **self._rules)
         agent.lent_backend = TextBackend.within(
-            lambda: self._asking_for(agent), lambda: None if self._scope is None else self._scope.loop
+            lambda: None if self._thinker is None else (self._thinker.loop, partial(self._thinker.backend_of, agent))
         )
         return agent
 
@@ -159,8 +163,8 @@ class TickRuntime(Generic[A]):
     @property
     def dispatchers(self) -> list[tuple[str, Dispatcher]]:
         """Return the dispatchers of open backends, with the backends' names."""
-        askings = [] if self._scope is None else self._scope.askings.values()
-        return [(each.backend.name, each.dispatcher) for each in askings if each.dispatcher is not None]
+        backends = [] if self._thinker is None else self._thinker.backends.values()
+        return [(each.backend.name, each.dispatcher) for each in backends if each.dispatcher is not None]
 
     def _agent(self, agent_id: str) -> Agent:
         fallback = cast("Fallback | None", self._fallback)
@@ -177,12 +181,12 @@ class TickRuntime(Generic[A]):
             raise SpecError(f"tick is {text_of(tick)}; it is a whole number")
         if not isinstance(observations, Mapping):
             raise SpecError(f"observations is a {type(observations).__name__}; it is a mapping by agent id")
-        scope = await self._ensure_open()
+        thinker = await self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
         # A world may reuse the same objects while its agents think.
         seen = {agent_id: _snapshot(observation) for agent_id, observation in observations.items()}
-        now = scope.loop.time()
+        now = thinker.loop.time()
         due = math.inf if self.deadline is None else now + self.deadline
         given: dict[str, Given] = {}
         waiting: dict[str, tuple[Mind, Thought]] = {}
@@ -195,7 +199,7 @@ class TickRuntime(Generic[A]):
                 given[agent_id] = turned
             for thought in mind.thoughts:
                 if thought.task is None:
-                    scope.begin(mind, thought, partial(self._asking_for, mind.agent))
+                    thinker.begin(mind, thought)
         try:
             await self._wait({thought.task for _, thought in waiting.values() if thought.task is not None}, due)
         except asyncio.CancelledError:
@@ -279,14 +283,14 @@ class TickRuntime(Generic[A]):
     def start(self) -> Awaitable[None]:
         """Allow ticks. Awaiting it opens the backend, or raises its error."""
         self.running, self._stopped = True, False
-        return _Step(self._open_now)
+        return _Awaitable(self._open_now)
 
     def stop(self) -> Awaitable[None]:
         """End thoughts, and the running ticks with them. Awaiting it closes everything."""
         self.running, self._stopped = False, True
-        if self._scope is not None:
-            self._scope.close()
-        return _Step(self._wait_closed)
+        if self._thinker is not None:
+            self._thinker.close()
+        return _Awaitable(self._wait_closed)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -303,60 +307,43 @@ class TickRuntime(Generic[A]):
         self.stop()
 
     async def _wait_closed(self) -> None:
-        if self._scope is not None and not self._scope.is_open:
-            await self._scope.wait_closed()
+        if self._thinker is not None and not self._thinker.is_open:
+            await self._thinker.wait_closed()
 
     async def _open_now(self) -> None:
-        await self._ensure_open()
+        thinker = await self._ensure_open()
         if self._replay is None:
-            needs = [self._asking_for(mind.agent) for mind in self._minds.values() if not mind.agent.decides_itself]
-            for asking in dict.fromkeys(needs):
-                await asking.open()
+            asked = [mind.agent for mind in self._minds.values() if not mind.agent.decides_itself]
+            for backend in dict.fromkeys(map(thinker.backend_of, asked)):
+                await backend.open()
 
-    async def _ensure_open(self) -> LoopScope:
-        """Return the scope of the running event loop. A scope of an ended event loop is replaced."""
-        await self._wait_closed()  # otherwise it would close the backend that the next scope opens
+    async def _ensure_open(self) -> Thinker:
+        """Return the thinker of the running event loop. That of an ended event loop is replaced."""
+        await self._wait_closed()  # otherwise it would close the backend that the next one opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
         with self._opening:
-            scope = self._scope
-            if scope is not None and scope.is_open_elsewhere:
+            thinker = self._thinker
+            if thinker is not None and thinker.is_open_elsewhere:
                 raise SpecError("the runtime is open in another event loop: await stop() there, or use two runtimes")
-            if scope is None or not scope.is_open:
+            if thinker is None or not thinker.is_open:
                 self.running = True
                 for mind in self._minds.values():
                     mind.forget()
-                seed = self._sampling.seed
-                thinker = Thinker(self._system_prompt, seed, self.deadline, self._timeout, self._workers)
-                scope = self._scope = LoopScope(thinker)
-        return scope
-
-    # Backends
-
-    def _asking_for(self, agent: Agent) -> Asking:
-        given = agent.given_backend if agent.given_backend is not None else self._given_backend
-        assert self._scope is not None
-        askings, key = self._scope.askings, _key(given)
-        if key not in askings:
-            backend, model = self._backend_of(given)
-            askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout, self.observer)
-        return askings[key]
+                thinker = self._thinker = self._open_thinker(deadline=self.deadline, observer=self.observer)
+        return thinker
 
     def _backend_of(self, given: object) -> tuple[Backend, str | None]:
         """Return the backend, created once, and its model. Raises SpecError if it is not a backend."""
-        key = _key(given)
+        key = backend_key(given)
         if key not in self._backends:
             is_theirs = isinstance(given, GeneratesOne | GeneratesMany) and not isinstance(given, Backend | type)
             if is_theirs:
                 self._backends[key] = UsersBackend(given, self._workers), self._model
             else:
-                model = self._model if key == _key(self._given_backend) else None
+                model = self._model if key == backend_key(self._given_backend) else None
                 self._backends[key] = open_backend(given, model=model, api_key=self._api_key)
         return self._backends[key]
-
-
-def _key(given: object) -> object:
-    return given if isinstance(given, str | None) else id(given)
 
 
 def _cancel(thoughts: Iterable[Thought]) -> None:
@@ -381,3 +368,75 @@ def _priority(agent: Agent, observation: object) -> float:
     except BatchAgentError as error:
         logger.warning("agent %s: %s", text_of(agent.agent_id), error)
         return 0.0
+
+
+class AgentRuntime(TickRuntime[Action]):
+    """Its options are those of TickRuntime, and those of Sampling one by one."""
+
+    def __init__(
+        self,
+        max_workers: int = WORKERS,
+        backend_config: Mapping[str, Any] | None = None,
+        *,
+        backend: object = None,
+        model: str | None = None,
+        deadline: float | None = None,
+        system_prompt: str | None = None,
+        temperature: float | None = NOT_GIVEN,
+        max_tokens: int | None = NOT_GIVEN,
+        seed: int | None = NOT_GIVEN,
+        timeout: float | None = NOT_GIVEN,
+        api_key: str | None = None,
+        max_inflight: int | None = None,
+        overlap: bool = False,
+        skip_unchanged: bool = False,
+        repeat_last: bool = True,
+        trace: str | Path | None = None,
+        replay: str | Path | None = None,
+    ) -> None:
+        self.backend_config = dict(backend_config or {})
+        options = read_config(self.backend_config)
+        for name, value in (("backend", backend), ("model", model), ("api_key", api_key)):
+            if value is not None and name in options:
+                raise SpecError(f"{name} is given twice, by itself and in backend_config: give one of them")
+            options.setdefault(name, value)
+        given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "timeout": timeout}
+        options |= {name: value for name, value in given.items() if value is not NOT_GIVEN}
+        drawn = {field.name: options.pop(field.name) for field in fields(Sampling) if field.name in options}
+        super().__init__(
+            **options,
+            sampling=Sampling(**drawn),
+            max_workers=max_workers,
+            deadline=deadline,
+            system_prompt=system_prompt,
+            max_inflight=max_inflight,
+            overlap=overlap,
+            skip_unchanged=skip_unchanged,
+            repeat_last=repeat_last,
+            trace=trace,
+            replay=replay,
+        )
+
+    def register_agent(self, agent: Agent) -> None:
+        """Add an agent. It replaces one with the same id."""
+        if not isinstance(agent, Agent):
+            raise SpecError(f"register_agent takes an Agent, not a {type(agent).__name__}")
+        self.add(agent)
+
+    def unregister_agent(self, agent_id: str) -> None:
+        self.remove(agent_id)
+
+    def get_agent(self, agent_id: str) -> Agent | None:
+        return self.agents.get(agent_id)
+
+    def get_all_agents(self) -> list[Agent]:
+        return list(self.agents.values())
+
+    async def process_tick(self, tick: int, observations: Mapping[str, Any]) -> dict[str, Action]:
+        """Return an action for each agent in ``observations``, always. Each action states its origin."""
+        decisions = await self.tick(tick, observations)
+        return {agent_id: _action(decision) for agent_id, decision in decisions.items()}
+
+
+def _action(decision: Decision[Action]) -> Action:
+    return (decision.action or idle(decision.reason)).marked(decision.source, decision.seen_tick)

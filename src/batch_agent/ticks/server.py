@@ -24,8 +24,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
 from batch_agent.observe.metrics_server import metrics_handler
 from batch_agent.ticks.action import Action
-from batch_agent.ticks.agent_runtime import AgentRuntime
 from batch_agent.ticks.plain import plain
+from batch_agent.ticks.runtime import AgentRuntime
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 OBSERVATION_KEYS = ("observations", "observation")

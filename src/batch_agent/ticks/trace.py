@@ -15,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
-from batch_agent.ticks.action import Action, Decision, Source
+from batch_agent.ticks.action import Action, ActionSource, Decision
 from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.mind import Given
 from batch_agent.ticks.plain import json_of, text_of
@@ -30,7 +30,7 @@ logger = logging.getLogger("batch_agent")
 class TraceLine:
     agent: str
     tick: int
-    source: Source
+    source: ActionSource
     seen_tick: int | None
     action: JsonValue
     reason: str

@@ -98,7 +98,7 @@ class ToolPool:
         self._timeout = timeout
         self._spawn = spawn
         self._prewarm_max_age = prewarm_max_age
-        self._once = once
+        self.once = once
         self._now = asyncio.get_running_loop().time
         self._written = {tool.resource for tool in tools if tool.effect == "write"}
         self._traffic = Traffic(on_waiting)
@@ -298,15 +298,15 @@ class ToolPool:
 
     def _is_for_all(self, tool: Tool, flight: Flight) -> bool:
         """Return whether other workers may use this call: it sees no row, and reads nothing written here."""
-        if self._once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
+        if self.once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
             return False
         return tool.resource is None or tool.resource not in self._written
 
     async def _fly_once(self, offer: _Offer, flight: Flight, fly: Callable[[], Awaitable[None]]) -> None:
         """Take the result of another worker, or run the call so that others may wait for it."""
-        assert self._once is not None and flight.key is not None
+        assert self.once is not None and flight.key is not None
         key = shared_key(offer.tool, flight.key)
-        found = await self._once.begin(key)
+        found = await self.once.begin(key)
         if isinstance(found, Found):
             offer.tally.shared += 1
             self._land(offer, flight, ToolOutcome(found.text, found.ok, "shared", self._now() - flight.asked))
@@ -318,7 +318,7 @@ class ToolPool:
             shown = Found(end.text, end.ok) if isinstance(end, ToolOutcome) else None
             if offer.tool.cacheable and shown is not None and shown.ok:
                 keep = math.inf if offer.tool.ttl is None else offer.tool.ttl
-            self._once.end(key, found, shown, keep)
+            self.once.end(key, found, shown, keep)
 
     def _note_write(self, tool: Tool) -> None:
         if tool.resource is not None and tool.effect == "write":

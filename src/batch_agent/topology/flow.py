@@ -32,6 +32,7 @@ from batch_agent.record.timeline import Line
 from batch_agent.run.recording import open_record
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends, Wrap
+from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
 from batch_agent.spec import BatchSpec
@@ -124,6 +125,10 @@ class Flow:
             raise
         return not self.collector.why
 
+    async def begin_sharing(self, lender: Lending) -> None:
+        for node in self.nodes:
+            await node.run.begin_sharing(lender)
+
     def stop_feeding(self) -> None:
         for node in self.nodes:
             node.run.stop_feeding()
@@ -180,6 +185,9 @@ class Flow:
         """Start a row of a stage again, named ``STAGE/ROW``."""
         run, row = self.stage_row(row)
         run.retry_row(row)
+
+    def serve(self) -> Path:
+        return self._run.serve()
 
     def status(self) -> JsonObject:
         """Return the current state of the pipeline as one JSON object: all stages together, and each one in

@@ -11,7 +11,8 @@ from urllib.parse import quote
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
-from batch_agent.record.address import PASSWORD_VARIABLE, StoreAddress, is_store_url
+from batch_agent.record.address import PASSWORD_VARIABLE, StoreAddress
+from batch_agent.record.reader import place_of
 
 logger = logging.getLogger("batch_agent")
 
@@ -24,7 +25,7 @@ class PageBeside:
     def __init__(self, run_dir: str | Path | None) -> None:
         if run_dir is None:
             raise SpecError("the page reads the record of the run: give run_dir, or omit view")
-        self._place = StoreAddress.parse(run_dir) if is_store_url(run_dir) else Path(run_dir)
+        self._place = place_of(run_dir)
         self.address = ""
 
     async def open(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -29,20 +30,35 @@ def _numbers(record: RunRecord) -> JsonObject:
     return {"run": record.in_short(), "counts": record.index.counts(), "index": record.index.progress()}
 
 
+def compare_now(one: RunRecord, other: RunRecord, limit: int) -> JsonObject:
+    """Return the same, for two runs whose rows are all indexed. Blocks."""
+    counts, found = one.index.differing(other.index.file, 0, limit)
+    mine = one.index.at([place for _, place in found])
+    theirs = [other.index.record(job_id) for job_id, _ in found]
+    rows = _rows([job_id for job_id, _ in found], mine, theirs)
+    return {
+        "sides": [_numbers(one), _numbers(other)],
+        "agreement": counts,
+        "offset": 0,
+        "rows": cast("list[JsonValue]", rows),
+    }
+
+
 async def _differing(one: ShownRun, other: ShownRun, offset: int, limit: int) -> tuple[JsonObject, list[JsonObject]]:
-    file = other.record.index.file if "index" in vars(other.record) else await other.do(lambda: other.record.index.file)
+    file = await other.do(lambda: other.record.index.file)
 
-    def mine() -> tuple[JsonObject, list[tuple[str, Record]]]:
-        counts, places = one.record.index.differing(file, offset, limit)
-        found = ((job_id, one.record.index.at(place)) for place, job_id in places)
-        return counts, [(job_id, record) for job_id, record in found if record is not None]
+    def mine() -> tuple[JsonObject, list[str], list[Record | None]]:
+        counts, found = one.record.index.differing(file, offset, limit)
+        return counts, [job_id for job_id, _ in found], one.record.index.at([place for _, place in found])
 
-    counts, records = await one.do(mine)
-    theirs = await other.do(lambda: [other.record.index.record(job_id) for job_id, _ in records])
-    rows = [
-        _row(job_id, record, opposite) for (job_id, record), opposite in zip(records, theirs, strict=True) if opposite
-    ]
-    return counts, rows
+    counts, ids, records = await one.do(mine)
+    theirs = await other.do(lambda: [other.record.index.record(job_id) for job_id in ids])
+    return counts, _rows(ids, records, theirs)
+
+
+def _rows(ids: Sequence[str], mine: Sequence[Record | None], theirs: Sequence[Record | None]) -> list[JsonObject]:
+    every = zip(ids, mine, theirs, strict=True)
+    return [_row(job_id, one, other) for job_id, one, other in every if one is not None and other is not None]
 
 
 async def differing_rows(one: ShownRun, other: ShownRun) -> list[Record]:

@@ -1,8 +1,8 @@
 """An index of a run's rows in a temporary directory, to sort, filter and page the table.
 
-It is built from the result files, block by block, and grows with them. It is built again when a session replaces the
-files. Inputs and outputs stay in the files and are read when they are shown. Methods block. Use an object in one thread
-only.
+It is built from the result lines of the run, block by block, and grows with them. It is built again when a session
+replaces them. Inputs and outputs stay in the record and are read when they are shown. Methods block. Use an object in
+one thread only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -20,14 +20,14 @@ import orjson
 from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
+from batch_agent.record.reader import RunReader
 from batch_agent.view.query import Query
-from batch_agent.view.result_lines import LinePlace, ResultLines
 
 Value: TypeAlias = int | float | str | bytes | None
 
 COLUMNS = (
     *("idx", "job_id", "ok", "error", "turns", "attempts", "seconds", "queued", "model", "tools", "cost"),
-    *("prompt", "cached", "completion", "repaired", "output", "file", "start", "length"),
+    *("prompt", "cached", "completion", "repaired", "output", "place"),
 )
 SCHEMA = f"""
 CREATE TABLE row (idx INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
@@ -45,21 +45,22 @@ SORTS = {
     "cost": "cost",
     "tokens": "prompt + completion",
 }
+AT_ONCE = 500  # records read together
 MATCHES = 8  # searches that are remembered
 WAITS, MOST_WAIT = 20.0, 10.0  # pause between two counts, in multiples of a count's duration; at most these seconds
 UNUSUAL = 3.0  # standard deviations from the mean
 
 
 class RowIndex:
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run: RunReader) -> None:
+        self._run = run
         self._folder = tempfile.TemporaryDirectory(prefix="batch-agent-view-", ignore_cleanup_errors=True)
         self.file = Path(self._folder.name) / "rows.db"
         self._db = sqlite3.connect(self.file, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")
         self._db.executescript(SCHEMA)
-        self._lines = ResultLines(run_dir)
+        self._lines = run.lines()
         self._matches: dict[str, tuple[int, int]] = {}  # per search: the number of its table, and the bytes it covers
         self._searches = 0
         self.version = 0  # changes when rows change
@@ -76,7 +77,7 @@ class RowIndex:
         """Read the next block of lines. Returns False when there is no more to read now."""
         if self._lines.replaced():
             self._lines.close()
-            self._lines = ResultLines(self._run_dir)
+            self._lines = self._run.lines()
             self._db.execute("DELETE FROM row")
             self.version += 1
         records = self._lines.block()
@@ -165,28 +166,35 @@ class RowIndex:
         found = self._db.execute(
             f"SELECT {', '.join(COLUMNS)} FROM row {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)
         ).fetchall()
+        records = zip(found, self._lines.read([row[-1] for row in found]), strict=True)
         return {
             "total": total,
             "offset": offset,
-            "rows": [self._in_short(dict(zip(COLUMNS, row, strict=True))) for row in found],
+            "rows": [_in_short(dict(zip(COLUMNS, row, strict=True)), record or {}) for row, record in records],
         }
 
     def records(self, query: Query, sort: str = "index", descending: bool = False) -> Iterator[Record]:
         """Yield all records that match the query."""
         where, values = self._where(query)
         order = f"{SORTS.get(sort, 'idx')} {'DESC' if descending else 'ASC'}, idx"
-        places = self._db.execute(f"SELECT file, start, length FROM row {where} ORDER BY {order}", values)
-        for place in places:
-            if (record := self._lines.read(LinePlace(*place))) is not None:
-                yield record
+        places = self._db.execute(f"SELECT place FROM row {where} ORDER BY {order}", values)
+        while some := places.fetchmany(AT_ONCE):
+            yield from (record for record in self._lines.read([place for (place,) in some]) if record is not None)
 
     def record(self, row: str | int) -> Record | None:
         """Return the record of a row, by its id, else by its index; None if there is none."""
-        query = "SELECT file, start, length FROM row WHERE {} = ? LIMIT 1"
+        found = self.placed(row)
+        return None if found is None else found[1]
+
+    def placed(self, row: str | int) -> tuple[int, Record] | None:
+        """Return the place and the record of a row."""
+        query = "SELECT place FROM row WHERE {} = ? LIMIT 1"
         found = self._db.execute(query.format("job_id"), (str(row),)).fetchone() if isinstance(row, str) else None
         if found is None and (isinstance(row, int) or row.isdecimal()):
             found = self._db.execute(query.format("idx"), (int(row),)).fetchone()
-        return None if found is None else self._lines.read(LinePlace(*found))
+        if found is None or (record := self._lines.read([found[0]])[0]) is None:
+            return None
+        return found[0], record
 
     def neighbours(self, row: int) -> tuple[int | None, int | None]:
         """Return the indexes of the rows before and after a row."""
@@ -200,9 +208,9 @@ class RowIndex:
 
     # Comparing
 
-    def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[LinePlace, str]]]:
-        """Return the agreement of the runs on the rows that both have, matched by id; and the positions and ids of the
-        rows that differ."""
+    def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[str, int]]]:
+        """Return the agreement of the runs on the rows that both have, matched by id; and the ids and places of those
+        that differ."""
         self._db.execute("ATTACH ? AS other", (str(other),))
         try:
             joined = "FROM row AS a JOIN other.row AS b USING (job_id)"
@@ -213,17 +221,17 @@ class RowIndex:
             ).fetchone()
             total = self._db.execute(f"SELECT count(*) {joined} {differs}").fetchone()[0]
             found = self._db.execute(
-                f"SELECT a.file, a.start, a.length, job_id {joined} {differs} ORDER BY a.idx LIMIT ? OFFSET ?",
+                f"SELECT job_id, a.place {joined} {differs} ORDER BY a.idx LIMIT ? OFFSET ?",
                 (limit, offset),
             ).fetchall()
         finally:
             self._db.execute("DETACH other")
         names = ("both", "both_ok", "same", "only_a_ok", "only_b_ok")
         summary: JsonObject = {name: int(count) for name, count in zip(names, counts, strict=True)}
-        return {**summary, "different": total}, [(LinePlace(*place), job_id) for *place, job_id in found]
+        return {**summary, "different": total}, found
 
-    def at(self, place: LinePlace) -> Record | None:
-        return self._lines.read(place)
+    def at(self, places: Sequence[int]) -> list[Record | None]:
+        return self._lines.read(places)
 
     # Filtering
 
@@ -246,7 +254,7 @@ class RowIndex:
         table = f"match_{self._searches}"
         self._db.execute(f"CREATE TEMP TABLE {table} (idx INTEGER PRIMARY KEY)")
         found: list[tuple[int]] = []
-        for _, line in self._lines.raw():
+        for line in self._lines.raw():
             if (index := query.matches(line)) is not None:
                 found.append((index,))
         self._db.execute("BEGIN")
@@ -255,21 +263,18 @@ class RowIndex:
         self._matches[query.text] = self._searches, size
         return self._searches
 
-    def _in_short(self, row: dict[str, Value]) -> JsonObject:
-        """Return a row of the table: its numbers, and the start of its input and output."""
-        file, start, length = row["file"], row["start"], row["length"]
-        assert isinstance(file, int) and isinstance(start, int) and isinstance(length, int)
-        record = self._lines.read(LinePlace(file, start, length)) or {}
-        left_out = ("output", "file", "start", "length", "idx")
-        short: JsonObject = {name: value for name, value in row.items() if name not in left_out}  # type: ignore[misc]
-        error = record.get("error")
-        return {
-            **short,
-            "index": row["idx"],  # type: ignore[dict-item]
-            "input": beginning(record.get("input")),
-            "output": beginning(record.get("output")),
-            "message": error.get("message") if isinstance(error, dict) else None,
-        }
+
+def _in_short(row: dict[str, Value], record: Record) -> JsonObject:
+    """Return a row of the table: its numbers, and the start of its input and output."""
+    short = {name: value for name, value in row.items() if name not in ("output", "place", "idx")}
+    error = record.get("error")
+    return {
+        **cast(JsonObject, short),
+        "index": cast(int, row["idx"]),
+        "input": beginning(record.get("input")),
+        "output": beginning(record.get("output")),
+        "message": error.get("message") if isinstance(error, dict) else None,
+    }
 
 
 TEXT_SHOWN, FIELDS_SHOWN = 240, 40
@@ -290,7 +295,7 @@ def _cut(value: object) -> str | int | float | bool | None:
     return text if len(text) <= TEXT_SHOWN else text[: TEXT_SHOWN - 1] + "…"
 
 
-def _values(place: LinePlace, record: Record) -> tuple[Value, ...]:
+def _values(place: int, record: Record) -> tuple[Value, ...]:
     error, index = record.get("error"), record["index"]
     usage: Any = record.get("usage") or {}
     timings: Any = record.get("timings") or {}
@@ -311,7 +316,7 @@ def _values(place: LinePlace, record: Record) -> tuple[Value, ...]:
         usage.get("completion_tokens", 0),
         1 if record.get("repaired") else 0,
         _digest(record.get("output")),
-        *(place.file, place.start, place.length),
+        place,
     )
     return cast("tuple[Value, ...]", values)
 

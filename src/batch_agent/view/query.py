@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from batch_agent.files.results import to_json
-from batch_agent.view.result_lines import parsed
+from batch_agent.record.reader import parsed
 
 STATES = {"ok": "ok = 1", "failed": "ok = 0", "repaired": "repaired = 1", "retried": "attempts > 1"}
 COMPARED = {"turns": "turns", "seconds": "seconds", "cost": "cost", "attempts": "attempts", "index": "idx"}

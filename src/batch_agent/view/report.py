@@ -1,4 +1,4 @@
-"""A run as one HTML file: the page, its script and style, and its data.
+"""A run, or two with their comparison, as one HTML file: the page, its script and style, and its data.
 
 It has no external references. Its content security policy allows only the script inside, by its hash, and no requests.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
-from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from pydantic import JsonValue
@@ -16,13 +17,16 @@ from pydantic import JsonValue
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
+from batch_agent.record.reader import RunReader
 from batch_agent.view.bundle import STATIC, bundle
+from batch_agent.view.compare import compare_now
 from batch_agent.view.query import Query
 from batch_agent.view.record import RunRecord
 
 Which: TypeAlias = Literal["failed", "all"] | int | str
 
 MOST_SPANS = 20_000
+MOST_DIFFERENCES = 1000
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -46,34 +50,50 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 """
 
 
-def report_html(run_dir: Path, which: Which) -> tuple[bytes, int]:
-    """Return the file, and the number of rows in it with their conversations; for a pipeline, of all its stages."""
-    name = run_dir.resolve().name
-    whole, rows = _indexed(name, run_dir, which)
-    stages = [_indexed(f"{name}/{stage}", run_dir / stage, which) for stage in RunRecord(name, run_dir).stages()]
-    if stages:
-        rows = sum(count for _, count in stages)  # the pipeline's own row stands for the whole pipeline
-    data: list[JsonValue] = [whole, *(stage for stage, _ in stages)]
+def report_html(runs: Sequence[RunReader], which: Which) -> tuple[bytes, int]:
+    """Return the file, and the number of rows in it with their conversations; for a pipeline, of all its stages. Two
+    runs are compared. Their readers are closed."""
+    rows, data = 0, list[JsonValue]()
+    with ExitStack() as stack:
+        records = [stack.enter_context(_indexed(key, run)) for key, run in zip(_keys(runs), runs, strict=True)]
+        for record in records:
+            whole, count = _data(record, which)
+            data.append(whole)
+            stages = record.run.begun_stages()
+            for name in stages:
+                with record.run.stage(name) as stage, _indexed(f"{record.key}/{name}", stage) as part:
+                    own, of_stage = _data(part, which)
+                    data.append(own)
+                    rows += of_stage
+            rows += 0 if stages else count  # the pipeline's own row stands for the whole pipeline
+        compared = compare_now(records[0], records[1], MOST_DIFFERENCES) if len(records) > 1 else None
     style = (STATIC / "app.css").read_text()
     script = bundle()
+    content: JsonObject = {"runs": data, "named": [record.key for record in records], "compare": compared}
     parts = {
         "style": style,
         "script": script,
         "script_hash": _hash(script),
         "style_hash": _hash(style),
         # The data cannot contain a tag.
-        "data": to_json(data).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028"),
+        "data": to_json(content).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028"),
     }
     page = re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], PAGE)
     return page.encode("utf-8", "backslashreplace"), rows
 
 
-def _indexed(key: str, path: Path, which: Which) -> tuple[JsonObject, int]:
-    record = RunRecord(key, path)
+def _keys(runs: Sequence[RunReader]) -> list[str]:
+    first, *others = [run.title for run in runs]
+    return [first, *(f"{other}-2" if other == first else other for other in others)]
+
+
+@contextmanager
+def _indexed(key: str, run: RunReader) -> Iterator[RunRecord]:
+    record = RunRecord(key, run)
     try:
-        while record.index.step():
+        while record.index_more():
             pass
-        return _data(record, which)
+        yield record
     finally:
         record.close()
 

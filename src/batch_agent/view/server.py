@@ -126,11 +126,11 @@ class ViewServer:
         with tempfile.TemporaryFile() as file:
             if "b" in asked:
                 one, other = self._runs.of(asked.get("a", "")), self._runs.of(asked["b"])
-                name = f"{one.record.path.name}-{other.record.path.name}.csv"
+                name = f"{one.record.run.title}-{other.record.run.title}.csv"
                 write_flat(await differing_rows(one, other), file)
             else:
                 run, query, (sort, descending) = self._run(request), _query(asked), _sorting(asked)
-                name = f"{run.record.path.name}.{kind}"
+                name = f"{run.record.run.title}.{kind}"
 
                 def write() -> None:
                     write_rows(partial(run.record.index.records, query, sort, descending), kind, file)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
 from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED, UNREACHABLE
 from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.numbers import positive
-from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import dollars, duration, harmless, rate
-from batch_agent.record.control import NotAlive, Refused, ask
-from batch_agent.record.recorded import place_of, steer_shared
-from batch_agent.record.rundir import RUN
+from batch_agent.record.control import NotAlive, Refused
+from batch_agent.record.reader import RunReader, open_run
 
 SAID = {
     "pause": "paused: requests in flight finish, no other request is sent until resume",
@@ -67,15 +64,18 @@ def _add(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str
 
 
 def control_command(options: argparse.Namespace) -> int:
-    place = place_of(options.run_dir)
-    if isinstance(place, Path) and not (place / RUN).exists():
-        raise SpecError(f"{place} holds no run: there is no {RUN} in it")
+    with open_run(options.run_dir) as run:
+        run.view()  # raises SpecError if there is no run
+        return _control(options, run)
+
+
+def _control(options: argparse.Namespace, run: RunReader) -> int:
     request: JsonObject = {"do": options.action}
     for name in ("inflight", "row"):
         if (value := getattr(options, name, None)) is not None:
             request[name] = value
     try:
-        answer = asyncio.run(ask(place, request)) if isinstance(place, Path) else steer_shared(place, request)
+        answer = asyncio.run(run.steer(request))
     except (NotAlive, Refused) as error:
         if options.json:
             put_json({"alive": isinstance(error, Refused), "error": str(error)})
@@ -113,5 +113,6 @@ def _lines(status: JsonObject) -> list[str]:
         limit = "no limit" if endpoint["limit"] is None else f"{endpoint['limit']}"
         reason = f": {endpoint['reason']}" if endpoint["reason"] else ""
         name = endpoint["name"] or status["backend"]
+        name = f"{name}, {endpoint['model']}" if endpoint.get("model") else name
         lines.append(("server", f"{name}: {endpoint['inflight']} of {limit} in flight, {endpoint['state']}{reason}"))
     return [f"  {label:<8} {harmless(text)}" for label, text in lines]

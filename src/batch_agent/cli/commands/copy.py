@@ -1,4 +1,4 @@
-"""``batch-agent copy``: copies a recorded run from Redis to a directory, or back."""
+"""``batch-agent copy``: copies a recorded run to a new place: a directory, or Redis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from contextlib import closing
 from pathlib import Path
 
-from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
@@ -14,10 +13,9 @@ from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.recorded import RunPlace, copy_out, look, place_of
+from batch_agent.record.reader import RunReader, RunView, open_run, place_of
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.rundir import RunView
-from batch_agent.run.copy_in import copy_in, copy_stages_in, directory_is_new
+from batch_agent.run.copying import copy_to_directory, copy_to_store
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,31 +29,27 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def copy_command(options: argparse.Namespace) -> int:
-    source, target = place_of(options.source), place_of(options.target)
-    view = look(source)
-    if view.state == "running":
-        raise SpecError(f"{view.name} is running: wait for its end or stop it, then copy it")
-    count = _copy(source, target, view, None if options.import_from is None else Path(options.import_from))
-    say(f"batch-agent: {rows(count)} of {source} are in {target}")
+    target = place_of(options.target)
+    with open_run(options.source) as reader:
+        view = reader.view()
+        if view.state in ("starting", "running"):
+            raise SpecError(f"{view.name} is running: wait for its end or stop it, then copy it")
+        if isinstance(target, StoreAddress):
+            count = _to_redis(reader, view, target, None if options.import_from is None else Path(options.import_from))
+        elif target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise SpecError(f"{target} is not empty: give a new directory")
+        else:
+            count = copy_to_directory(reader, target)
+    say(f"batch-agent: {rows(count)} of {reader.name} are in {target}")
     return ALL_OK
 
 
-def _copy(source: RunPlace, target: RunPlace, view: RunView, import_from: Path | None) -> int:
-    if isinstance(source, StoreAddress) and isinstance(target, Path):
-        if not directory_is_new(target):
-            raise SpecError(f"{target} is not empty: give a new directory")
-        return copy_out(source, target)
-    if isinstance(source, Path) and isinstance(target, StoreAddress):
-        target.refuse_stage()
-        with closing(RedisRunStore.at(target)) as store:
-            if store.facts() is not None:
-                raise SpecError(
-                    f"{target} already holds a run: give another name, or delete it with batch-agent delete"
-                )
-            prepared = prepared_again(source, view.facts, import_from)
-            if any(name not in prepared for name in view.parts):
-                raise prompts_changed(source)
-            if view.stages:
-                return copy_stages_in(store, view, prepared, RunRecords)
-            return copy_in(store, view, prepared[""], RunRecords(source))
-    raise SpecError("copy needs one URL of a run in Redis and one directory")
+def _to_redis(reader: RunReader, view: RunView, target: StoreAddress, import_from: Path | None) -> int:
+    target.refuse_stage()
+    with closing(RedisRunStore.at(target)) as store:
+        if store.facts() is not None:
+            raise SpecError(f"{target} already holds a run: give another name, or delete it with batch-agent delete")
+        prepared = prepared_again(reader, import_from)
+        if any(name not in prepared for name in view.parts):
+            raise prompts_changed(reader.name)
+        return copy_to_store(reader, store, prepared)

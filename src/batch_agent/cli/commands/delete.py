@@ -7,8 +7,8 @@ import argparse
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.errors import SpecError
-from batch_agent.record.address import StoreAddress, is_store_url
-from batch_agent.record.recorded import look, members_of
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.reader import look, place_of
 from batch_agent.record.redis.reading import delete_run
 
 
@@ -18,12 +18,13 @@ def add_delete_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def delete_command(options: argparse.Namespace) -> int:
-    if not is_store_url(options.url):
+    address = place_of(options.url)
+    if not isinstance(address, StoreAddress):
         raise SpecError("delete needs the URL of a run in Redis; delete a run directory like any other directory")
-    address = StoreAddress.parse(options.url)
     address.refuse_stage()
-    state, workers = look(address).state, members_of(address)
-    if (state == "running" or workers) and not options.force:
+    view = look(address)
+    workers = len(view.workers)
+    if (view.state == "running" or workers) and not options.force:
         raise SpecError(
             f"{address} is running ({workers} workers): stop it first with batch-agent control URL drain, or give "
             "--force"

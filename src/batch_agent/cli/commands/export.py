@@ -17,22 +17,19 @@ from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import SpecError
-from batch_agent.files.columns import Record
 from batch_agent.files.compression import format_of
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import (
     CSV,
     PARQUET,
     TSV,
-    InOrderOfInput,
     check_table,
     columns_of,
     write_records,
 )
-from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
-from batch_agent.record.recorded import brought, place_of
-from batch_agent.record.rundir import FAILURES, RESULTS, RUN, read_run, stage_names
+from batch_agent.record.reader import FinishedRows, RunReader, open_run
+from batch_agent.record.rundir import stage_names
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
 JSONL, MESSAGES = "jsonl", "messages"
@@ -51,22 +48,26 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 
 def export_command(options: argparse.Namespace) -> int:
-    with brought(place_of(options.directory)) as directory:
-        return _export(options, directory)
+    with open_run(options.directory) as reader:
+        stage = _stage(reader, options.stage)
+        if not stage:
+            return _export(options, reader, reader)
+        with reader.stage(stage) as part:
+            return _export(options, reader, part)
 
 
-def _export(options: argparse.Namespace, directory: Path) -> int:
+def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int:
+    """``part`` is the run itself, or a stage of it."""
     output = None if options.output in (None, STDIN) else Path(options.output)
     kind = options.format or _kind_of(output)
-    facts = read_run(directory)
     if output is not None:
-        refuse_in_run_directory(output, directory)
-        for what, path in files_read_by(facts):
+        if isinstance(run.place, Path):
+            refuse_in_run_directory(output, run.place)
+        for what, path in files_read_by(run.facts()):
             refuse_overwriting(output, path, what)
-    stage = _stage(directory, facts, options.stage)
-    records = RunRecords(directory / stage)
+    records = part.rows
     if kind == MESSAGES:
-        _export_messages(directory, facts, stage, records, output)
+        _export_messages(run, part, records, output)
     elif kind == JSONL:
         with _opened(output) as stream:
             stream.writelines(to_json(record) + b"\n" for record in records)
@@ -75,23 +76,24 @@ def _export(options: argparse.Namespace, directory: Path) -> int:
     if records.torn:
         are = "is" if records.torn == 1 else "are"
         say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
-    if kind == MESSAGES and records.failed:
-        say(f"batch-agent: skipped {counted(records.failed, 'row')} that failed; --format jsonl includes them")
+    failed = records.counts()[1]
+    if kind == MESSAGES and failed:
+        say(f"batch-agent: skipped {counted(failed, 'row')} that failed; --format jsonl includes them")
     return ALL_OK
 
 
-def _stage(directory: Path, facts: JsonObject, wanted: str | None) -> str:
+def _stage(run: RunReader, wanted: str | None) -> str:
     """Return the stage to export; "" for a plain run. Raises SpecError if it does not exist or has not started."""
-    names = stage_names(facts)
+    names = stage_names(run.facts())
     if not names and wanted is not None:
-        raise SpecError(f"{directory} is not a pipeline: it has no stages; omit --stage")
+        raise SpecError(f"{run.name} is not a pipeline: it has no stages; omit --stage")
     if not names:
         return ""
     name = names[-1] if wanted is None else wanted
     if name not in names:
-        raise SpecError(f"{directory} has no stage {name!r}; its stages: {', '.join(names)}")
-    if not (directory / name / RUN).exists():
-        raise SpecError(f"the stage {name!r} of {directory} has not started; its stages: {', '.join(names)}")
+        raise SpecError(f"{run.name} has no stage {name!r}; its stages: {', '.join(names)}")
+    if name not in run.begun_stages():
+        raise SpecError(f"the stage {name!r} of {run.name} has not started; its stages: {', '.join(names)}")
     return name
 
 
@@ -105,33 +107,7 @@ def _kind_of(output: Path | None) -> str:
     return extension
 
 
-class RunRecords:
-    """All finished rows of a run, including failed rows, in input order."""
-
-    def __init__(self, directory: Path) -> None:
-        # Results come last: they replace the failure of a row that was retried and is ok.
-        self._lines = InOrderOfInput(directory / FAILURES, directory / RESULTS)
-        self.failed = 0  # rows of the latest pass
-
-    @property
-    def torn(self) -> int:
-        return self._lines.torn
-
-    def __iter__(self) -> Iterator[Record]:
-        self.failed = 0
-        for number, record in self._lines.numbered():
-            self.failed += number == 0
-            yield _as_result(record) if number == 0 else record
-
-
-def _as_result(failure: Record) -> Record:
-    """Return a line of the failures in the format of a result line."""
-    error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
-    first = {name: failure.pop(name, None) for name in ("index", "job_id")}
-    return {**first, "ok": False, "output": None, "error": error, **failure}
-
-
-def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
+def _export_table(records: FinishedRows, kind: str, output: Path | None) -> None:
     if output is not None:
         check_table(output, kind)
     elif kind == PARQUET:
@@ -141,14 +117,13 @@ def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
         write_records(records, columns, stream, kind)
 
 
-def _export_messages(directory: Path, facts: JsonObject, stage: str, records: RunRecords, output: Path | None) -> None:
+def _export_messages(run: RunReader, part: RunReader, records: FinishedRows, output: Path | None) -> None:
     with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
-        prepared = prepared_again(directory, facts).get(stage)
+        prepared = prepared_again(run).get(part.stage_name if part is not run else "")
     if prepared is None:
-        raise prompts_changed(directory / stage)
-    own = read_run(directory / stage)
+        raise prompts_changed(part.name)
     with _opened(output) as stream:
-        stream.writelines(transcript_lines(directory / stage, own, prepared, records))
+        stream.writelines(transcript_lines(part, prepared, records))
 
 
 @contextmanager

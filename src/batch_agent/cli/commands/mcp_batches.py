@@ -21,7 +21,6 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.commands.status import status_json
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
@@ -29,7 +28,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.control import ask
 from batch_agent.record.lock import is_locked
 from batch_agent.record.private import DIRECTORY
-from batch_agent.record.rundir import LOCK, RUN, RunView
+from batch_agent.record.reader import look, open_run
+from batch_agent.record.rundir import LOCK, RUN
 
 SPEC, ROWS, LOG = "spec.json", "rows.jsonl", "log.txt"
 LOG_CHARACTERS = 2000  # shown from the end of a process's log
@@ -151,7 +151,7 @@ class Batches:
             if alive or locked:
                 return {"batch": name, "state": "starting"}
             return {"batch": name, "state": "failed", "why": self._log(name)}
-        status = status_json(RunView.of(place))
+        status = status_json(look(place))
         if alive:  # also before a resume starts, and while the last lines are written
             status["state"] = "running"
         status.pop("summary", None)
@@ -162,8 +162,9 @@ class Batches:
     def results(self, name: str, offset: int, limit: int, *, failed_only: bool) -> JsonObject:
         """Return ``limit`` finished rows in input order, from ``offset`` on."""
         place = self._place(name)
-        records = (record for record in RunRecords(place) if not failed_only or not record.get("ok"))
-        page = list(islice(records, offset, offset + limit + 1))
+        with open_run(place) as run:
+            records = (record for record in run.rows if not failed_only or not record.get("ok"))
+            page = list(islice(records, offset, offset + limit + 1))
         return {
             "batch": name,
             "rows": [_shown(cast("JsonObject", record)) for record in page[:limit]],

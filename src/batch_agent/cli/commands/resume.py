@@ -25,13 +25,12 @@ from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
 from batch_agent.observe.text import rows
 from batch_agent.record.keys import Keys
-from batch_agent.record.recorded import RunPlace, failures, look, place_of
-from batch_agent.record.rundir import RESULTS, RunView
+from batch_agent.record.reader import RunView, look, open_run, place_of
+from batch_agent.record.rundir import RESULTS
 
 
 def resume_command(options: argparse.Namespace) -> int:
-    place = place_of(options.run_dir)
-    view = look(place)
+    view = look(options.run_dir)
     command = recorded_command(
         view.facts,
         f"{view.name} was not started by the command line, so its spec is unknown here; start it again from "
@@ -39,18 +38,23 @@ def resume_command(options: argparse.Namespace) -> int:
     )
     asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
     merged = _merged(options, command)
-    recorded = view.glance.sessions > 0  # False if the journal is deleted
+    recorded = view.sessions > 0  # False if the journal is deleted
     if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         _say_complete(view, as_json=options.json)
         return ALL_OK
-    if options.command == "retry-failed" and (words := _retries(place, view, options.retry_type)):
+    if options.command == "retry-failed" and (words := _retries(options.run_dir, view, options.retry_type)):
         say(f"batch-agent: {words}")
     return run_command(merged)
 
 
-def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
+def _retries(run: str, view: RunView, error_type: str | None) -> str:
     """Return how many rows are retried, by stage in a pipeline; "" if no such row failed."""
-    counts = {name: _failures(place, name, error_type) for name in view.parts}
+    counts: dict[str, int] = {}
+    with open_run(run) as reader:
+        for name in view.parts:
+            with reader.stage(name) if name else nullcontext(reader) as part:
+                found = part.failures()
+                counts[name] = found.total() if error_type is None else found[error_type]
     total = sum(counts.values())
     which = "" if error_type is None else f" with {error_type}"
     if not total:
@@ -58,11 +62,6 @@ def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
     stages = ", ".join(f"{count:,} of {name}" for name, count in counts.items() if name and count)
     after = f": {stages}. Later stages get the new answers" if stages else ""
     return f"retrying {rows(total)} that failed{which}{after}"
-
-
-def _failures(place: RunPlace, stage: str, error_type: str | None) -> int:
-    found = failures(place / stage if isinstance(place, Path) else place.at(place.name, stage))
-    return found.total() if error_type is None else found[error_type]
 
 
 def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
@@ -106,7 +105,7 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
 
 
 def _say_complete(view: RunView, *, as_json: bool) -> None:
-    ok, results = view.glance.latest.ok, view.path / RESULTS
+    ok, results = view.latest.ok, Path(view.name) / RESULTS
     output = str(results) if results.exists() else view.name
     if as_json:
         put_json({"state": view.state, "rows": ok, "output": output})

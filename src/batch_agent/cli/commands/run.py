@@ -204,7 +204,7 @@ def _in_short(result: AgentResult[object]) -> RecentResult:
     else:
         output = result.output
         text = output[:SHOWN_CHARACTERS] if isinstance(output, str) else to_json(output).decode(errors="replace")
-    return RecentResult(result.index, result.ok, text[:SHOWN_CHARACTERS], result.timings.total)
+    return RecentResult(result.index, result.ok, text[:SHOWN_CHARACTERS], result.timings.total, result.job_id)
 
 
 def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, dollars, harmless, terminal_width
-from batch_agent.record.recorded import RunPlace, look, place_of
-from batch_agent.record.rundir import RUN, RunView
+from batch_agent.record.reader import RunPlace, RunView, look, place_of, runs_in
 
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
 NEEDED = 3  # columns that are always shown
@@ -48,17 +47,9 @@ def runs_command(options: argparse.Namespace) -> int:
     return ALL_OK
 
 
-def _places(place: RunPlace) -> Iterable[RunPlace]:
-    if isinstance(place, Path):
-        return sorted({path.parent for path in (*place.glob(f"*/{RUN}"), *place.glob(RUN))})
-    from batch_agent.record.redis.reading import run_names
-
-    return [place] if place.name else [place.at(name) for name in run_names(place)]
-
-
 def _views(place: RunPlace) -> tuple[list[RunView], list[str]]:
     views, unreadable = [], []
-    for each in _places(place):
+    for each in runs_in(place):
         try:
             views.append(look(each))
         except BatchAgentError as error:  # a damaged run must not hide the others

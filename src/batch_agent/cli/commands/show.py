@@ -1,9 +1,8 @@
 """``batch-agent show``: prints rows of a recorded run as text: messages, tool calls with their arguments, times and
 costs. Failed and running rows are included.
 
-The journal has the answers of models and tools. A row is found there by its input, which is stored with its result. If
-the spec did not change, the prompts are shown as they were sent, else the input. The rows of a pipeline are those of
-its stages.
+The record has the answers of models and tools. If the spec did not change, the prompts are shown as they were sent,
+else the input. The rows of a pipeline are those of its stages.
 """
 
 from __future__ import annotations
@@ -11,33 +10,27 @@ from __future__ import annotations
 import argparse
 import heapq
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, redirect_stdout
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from functools import cached_property
 from itertools import islice
-from pathlib import Path
-from typing import Any, cast
 
 from batch_agent.agent.prepare import Prepared
-from batch_agent.cli.commands.export import RunRecords
+from batch_agent.agent.transcript import repairs
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.row_text import Page, ShownRow, row_text
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP
-from batch_agent.cli.spec.transcripts import open_journal, prepared_again, prompts_changed
+from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
-from batch_agent.files.results import from_json
 from batch_agent.observe.text import rows, terminal_width
-from batch_agent.record.base import Identity
 from batch_agent.record.keys import row_of
-from batch_agent.record.mirror import UNFINISHED
-from batch_agent.record.recorded import brought, place_of
-from batch_agent.record.rundir import JOURNAL, RunView
-from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.reader import RunReader, open_run, row_name
+from batch_agent.record.steps import Past
 
-NO_KEY = b""  # rows are found by their content, not by their prompt
 FIRST = 1  # rows that are shown by default
 
 
@@ -56,94 +49,120 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 class ShownPart:
     """A stage of a pipeline, or a plain run, whose name is ""."""
 
-    def __init__(self, name: str, path: Path, journal: SqliteJournal, prepared: Prepared | None) -> None:
-        self.name, self.records = name, RunRecords(path)
-        self._journal, self._prepared = journal, prepared
-        self._unfinished = path / UNFINISHED
+    def __init__(self, name: str, run: RunReader, prepared: Prepared | None) -> None:
+        self.name, self.run, self._prepared = name, run, prepared
+        self.unknown = 0  # rows that were shown without their input
 
-    def finished(self, record: Record) -> ShownRow:
-        """Return the row of a result line."""
-        [past] = self._journal.claim([Identity(NO_KEY, row_of(record.get("input"), ""))])
-        return ShownRow(self.name, record, past, _prompts(self._prepared, record.get("input")))
+    def finished(self, place: int, record: Record) -> ShownRow:
+        """Return a row that has a result."""
+        past = self.run.past(place, record)
+        prompts = _prompts(self._prepared, record.get("input"))
+        return ShownRow(self.name, record, past, prompts, repairs=self._repairs(record, past))
 
-    def unfinished(self, wanted: str | None = None) -> Iterator[ShownRow]:
-        """Yield running rows. Their inputs are not in the record: they are searched in the inputs of the run. A run in
-        Redis has them, also those of rows in the queue."""
-        if self._unfinished.exists():
-            yield from self._queued(wanted)
-            return
-        waiting = [row for row, _ in self._journal.under_way()]
-        known = _inputs_of(self._prepared, set(waiting))
-        for row in waiting:
-            index, own, value = known.get(row, (None, None, None))
-            if wanted is not None and wanted not in (own, str(index)):
+    def _repairs(self, record: Record, past: Past | None) -> Mapping[int, str]:
+        """Return the repair messages, by the turn before them. Without the spec, the timeline has their beginnings."""
+        if past is None:
+            return {}
+        return repairs(self._prepared.schema, past) if self._prepared is not None else self._rejected[record["index"]]
+
+    @cached_property
+    def _rejected(self) -> Mapping[object, dict[int, str]]:
+        found: defaultdict[object, dict[int, str]] = defaultdict(dict)
+        for span in self.run.timeline().spans:
+            if span[0] == "rejected" and isinstance(span[4], int):
+                found[span[3]][span[4]] = f"{span[5]}: {span[6]}"
+        return found
+
+    def unfinished(self, parts: Sequence[ShownPart], wanted: str | None = None) -> Iterator[ShownRow]:
+        """Yield the rows that have started and are not done. ``parts`` are all parts of the run. A directory does not
+        record inputs: they are searched in the inputs of the run, and in what other stages answered."""
+        left = list(self.run.unfinished())
+        known = self._inputs(parts, {row.row for row in left if row.index is None})
+        for row in left:
+            index, job_id, value = row.index, row.job_id, row.value
+            if index is None and known[row.row]:
+                index, job_id, value = known[row.row].pop(0)
+            if wanted is not None and wanted not in (job_id, str(index)):
                 continue
-            [past] = self._journal.claim([Identity(NO_KEY, row)])
-            record: Record = {} if index is None else {"index": index, "job_id": own or str(index)}
-            prompts = _prompts(self._prepared, value) if index is not None else None
-            yield ShownRow(self.name, record or None, past, prompts, value)
+            self.unknown += index is None
+            record: Record | None = None if index is None else {"index": index, "job_id": job_id}
+            prompts = None if index is None else _prompts(self._prepared, value)
+            yield ShownRow(self.name, record, row.past, prompts, value)
 
-    def _queued(self, wanted: str | None) -> Iterator[ShownRow]:
-        with self._unfinished.open("rb") as lines:
-            for line in lines:
-                row = cast("dict[str, Any]", from_json(line))
-                if wanted is not None and wanted != str(row["index"]):
-                    continue
-                pasts = self._journal.claim([Identity(NO_KEY, bytes.fromhex(each)) for each in row["rows"]])
-                record: Record = {"index": row["index"], "job_id": str(row["index"])}
-                past = next(iter(pasts), None)
-                yield ShownRow(self.name, record, past, _prompts(self._prepared, row["input"]), row["input"])
+    def _inputs(self, parts: Sequence[ShownPart], wanted: set[bytes]) -> dict[bytes, list[tuple[int, str, object]]]:
+        """Return the index, the id and the input of rows, by the hash of the input."""
+        known: dict[bytes, list[tuple[int, str, object]]] = {row: [] for row in wanted}
+        spec = None if self._prepared is None else self._prepared.spec
+        column, inputs = None if spec is None else spec.id_column, () if spec is None else spec.inputs
+        places: list[Iterable[tuple[int, object]]] = []
+        if wanted and isinstance(inputs, list | LazyRows):
+            places.append(enumerate(inputs))
+        if wanted:
+            places += [part.answered() for part in parts if part is not self]
+        for place in places:
+            for index, value in place:
+                row = row_of(value, "")
+                done = self.run.rows.has(index)
+                if row in wanted and not done:
+                    known[row].append((index, row_name(value, index, column), value))
+        return known
 
-    def named(self, wanted: str) -> list[ShownRow]:
+    def answered(self) -> Iterator[tuple[int, object]]:
+        """Yield what may be a row of the next stage: each output, its items if it is a list, and as a field."""
+        for record in self.run.rows:
+            index, output = record["index"], record.get("output")
+            if record.get("ok") and isinstance(index, int):
+                yield index, output
+                yield index, {"input": output}
+                yield from ((index, item) for item in (output if isinstance(output, list) else ()))
+
+    def named(self, wanted: str, parts: Sequence[ShownPart]) -> list[ShownRow]:
         """Return the rows with this id, else the row at this position in the inputs."""
-        found = [record for record in self.records if wanted in (record.get("job_id"), str(record.get("index")))]
-        found = [record for record in found if record.get("job_id") == wanted] or found
-        return [self.finished(record) for record in found] or list(self.unfinished(wanted))
+        every = ((place, record) for place, record in self.run.rows.placed())
+        found = [pair for pair in every if wanted in (pair[1].get("job_id"), str(pair[1].get("index")))]
+        found = [pair for pair in found if pair[1].get("job_id") == wanted] or found
+        return [self.finished(*pair) for pair in found] or list(self.unfinished(parts, wanted))
 
 
 def show_command(options: argparse.Namespace) -> int:
-    place = place_of(options.run_dir)
-    with brought(place) as directory:
-        return _show(options, replace(RunView.of(directory), name=str(place)))
-
-
-def _show(options: argparse.Namespace, view: RunView) -> int:
-    with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
-        prepared = _prepared(view)
-    shown, page = 0, Page(options.full, terminal_width(sys.stdout))
-    with ExitStack() as journals:
-        parts = [_opened(name, part, prepared.get(name), journals) for name, part in view.parts.items()]
+    with open_run(options.run_dir) as run, ExitStack() as stages:
+        view = run.view()
+        with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
+            prepared = _prepared(run, list(view.parts))
+        parts = [
+            ShownPart(name, stages.enter_context(run.stage(name)) if name else run, prepared.get(name))
+            for name in view.parts
+        ]
+        shown, page = 0, Page(options.full, terminal_width(sys.stdout))
         for row in _chosen(parts, options):
             put(("\n" if shown else "") + row_text(row, page))
             shown += 1
     if not shown and options.row is not None:
-        raise SpecError(f"there is no row {options.row!r} in {view.name}, or it has not started")
+        raise SpecError(f"there is no row {options.row!r} in {run.name}, or it has not started")
     if not shown:
         kind = "failed " if options.failed else "unfinished " if options.unfinished else ""
-        say(f"batch-agent: there are no {kind}rows in {view.name}")
+        say(f"batch-agent: there are no {kind}rows in {run.name}")
     elif not (options.row or options.failed or options.unfinished or options.slow):
         progress, each = view.progress, " of each stage," if view.stages else ""
         done = rows(progress.ok + progress.failed)
         say(f"the first{each} of {done}; show others with --row ID, --failed, --unfinished or --slow N")
+    if unknown := sum(part.unknown for part in parts):
+        say(
+            f"batch-agent: the inputs of {rows(unknown)} are not available. A run directory records the input of a row "
+            "when it is done; before that, it is searched in the inputs of the command that started the run, and in "
+            "the answers of other stages"
+        )
     return ALL_OK
 
 
-def _opened(name: str, part: RunView, prepared: Prepared | None, journals: ExitStack) -> ShownPart:
-    if not (part.path / JOURNAL).exists():
-        raise SpecError(f"the journal of {part.path} is missing: there is nothing to show")
-    journal = journals.enter_context(closing(open_journal(part.path / JOURNAL)))
-    journal.sort_by("row")
-    return ShownPart(name, part.path, journal, prepared)
-
-
-def _prepared(view: RunView) -> Mapping[str, Prepared]:
+def _prepared(run: RunReader, names: Sequence[str]) -> Mapping[str, Prepared]:
     """Return the parts of the run whose prompts are known."""
     known: Mapping[str, Prepared] = {}
     try:
-        known = prepared_again(view.path, view.facts)
-        for name, part in view.parts.items():
+        known = prepared_again(run)
+        for name in names:
             if name not in known:
-                raise prompts_changed(part.path)
+                raise prompts_changed(f"{run.name}/{name}" if name else run.name)
     except SpecError as error:
         say(f"batch-agent: inputs are shown instead of prompts: {error}")
     return known
@@ -153,17 +172,17 @@ def _chosen(parts: Sequence[ShownPart], options: argparse.Namespace) -> Iterator
     if options.row is not None:
         yield from _named(parts, options.row)
     elif options.slow is not None:
-        every = ((part, record) for part in parts for record in part.records)
-        for part, record in heapq.nlargest(options.slow, every, key=lambda pair: _seconds(pair[1])):
-            yield part.finished(record)
+        every = ((part, place, record) for part in parts for place, record in part.run.rows.placed())
+        for part, place, record in heapq.nlargest(options.slow, every, key=lambda row: _seconds(row[2])):
+            yield part.finished(place, record)
     else:
         for part in parts:
             if options.unfinished:
-                yield from part.unfinished()
+                yield from part.unfinished(parts)
             elif options.failed:
-                yield from (part.finished(record) for record in part.records if not record.get("ok"))
+                yield from (part.finished(*row) for row in part.run.rows.placed() if not row[1].get("ok"))
             else:
-                yield from map(part.finished, islice(part.records, FIRST))
+                yield from (part.finished(*row) for row in islice(part.run.rows.placed(), FIRST))
 
 
 def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
@@ -171,8 +190,8 @@ def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
     stage, _, own = wanted.partition("/")
     within = [part for part in parts if part.name and part.name == stage and own]
     if within:
-        return within[0].named(own)
-    found = {part.name: part.named(wanted) for part in parts}
+        return within[0].named(own, parts)
+    found = {part.name: part.named(wanted, parts) for part in parts}
     having = [name for name, those in found.items() if those]
     if len(having) > 1:
         names = " or ".join(f"--row {name}/{wanted}" for name in having)
@@ -184,23 +203,6 @@ def _seconds(record: Record) -> float:
     timings = record.get("timings")
     total = timings.get("total") if isinstance(timings, dict) else None
     return float(total) if isinstance(total, int | float) else 0.0
-
-
-def _inputs_of(prepared: Prepared | None, wanted: set[bytes]) -> dict[bytes, tuple[int, str | None, object]]:
-    inputs = prepared.spec.inputs if prepared is not None else None
-    if prepared is None or not isinstance(inputs, list | LazyRows):
-        return {}
-    known: dict[bytes, tuple[int, str | None, object]] = {}
-    for index, value in enumerate(inputs):
-        try:
-            prepared.plan.check_first(value)
-            own, question = prepared.plan.asks(value)
-        except JobError:
-            continue
-        row = row_of(value, question)
-        if row in wanted:
-            known[row] = (index, own, value)
-    return known
 
 
 def _prompts(prepared: Prepared | None, value: object) -> tuple[str, str] | None:

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.report import spent
 from batch_agent.cli.output.streams import put
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
-from batch_agent.record.recorded import look, place_of
-from batch_agent.record.rundir import RunView, stage_names
+from batch_agent.record.reader import RunView, open_run
+from batch_agent.record.rundir import stage_names
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
 NOT_BEGUN = "not begun"
+ALIVE = ("starting", "running")
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 
 
@@ -30,18 +32,19 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def status_command(options: argparse.Namespace) -> int:
-    place, shown = place_of(options.run_dir), ""
-    while True:
-        view = look(place)
-        text = to_json(status_json(view)).decode() if options.json else _text(view)
-        if not options.json:
-            text = wrapped(text, terminal_width(sys.stdout))
-        if text != shown:
-            put(_over(shown) + text if not options.json else text)
-            shown = text
-        if not options.watch or view.state != "running":
-            return ALL_OK
-        time.sleep(EVERY)
+    shown = ""
+    with open_run(options.run_dir) as run:
+        while True:
+            view = run.view()
+            text = to_json(status_json(view)).decode() if options.json else _text(view)
+            if not options.json:
+                text = wrapped(text, terminal_width(sys.stdout))
+            if text != shown:
+                put(_over(shown) + text if not options.json else text)
+                shown = text
+            if not options.watch or view.state not in ALIVE:
+                return ALL_OK
+            time.sleep(EVERY)
 
 
 def _over(shown: str) -> str:
@@ -57,11 +60,11 @@ def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
     done = latest.ok + latest.failed
     try:
         began = datetime.fromisoformat(str(facts.get("session_started")))
-        ended = now if view.state == "running" else datetime.fromisoformat(str(facts.get("ended")))
+        ended = now if view.state in ALIVE else datetime.fromisoformat(str(facts.get("ended")))
     except ValueError:  # killed: the end was not recorded
         return 0.0, None
     seconds = (ended - began).total_seconds()
-    speed = max(0, done - latest.resumed) / seconds if seconds > 0 else 0.0
+    speed = view.fresh_rows / seconds if seconds > 0 else 0.0
     if view.state != "running" or not speed or view.total is None:
         return speed, None
     return speed, max(0, view.total - done) / speed
@@ -75,12 +78,14 @@ def status_json(view: RunView) -> JsonObject:
         **facts,
         "total": view.total,
         "state": view.state,
-        "sessions": view.glance.sessions,
+        "sessions": view.sessions,
         **_numbers(view),
         "rows_per_second": round(speed, 3),
         "seconds_left": None if left is None else round(left),
         "summary": view.summary,
     }
+    if view.workers:
+        status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
         status["stages"] = [_stage_json(name, view.stages.get(name)) for name in names]
     return status
@@ -90,7 +95,9 @@ def _numbers(view: RunView) -> JsonObject:
     now = view.progress
     counts: JsonObject = {"ok": now.ok, "failed": now.failed, "resumed": now.resumed}
     rows: JsonObject = {"total": view.total, "done": now.ok + now.failed, **counts}
-    return {"rows": rows, "tokens": now.tokens, "cost": now.cost}
+    done = now.ok + now.failed
+    per_row = None if now.cost is None or not done else now.cost / done
+    return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
 
 
 def _stage_json(name: str, stage: RunView | None) -> JsonObject:
@@ -101,6 +108,10 @@ def _stage_json(name: str, stage: RunView | None) -> JsonObject:
 
 def _text(view: RunView) -> str:
     now, facts = view.progress, view.facts
+    if not facts:
+        return (
+            f"{view.name}\n  state    starting: a process has this run directory, and has not begun with the rows yet"
+        )
     rows = _rows(view)
     if now.resumed:
         rows += f"; {now.resumed:,} of them from the record"
@@ -111,15 +122,19 @@ def _text(view: RunView) -> str:
     trouble, since = facts.get("trouble"), facts.get("trouble_since")
     if view.state == "running" and trouble and isinstance(since, int | float):
         lines.append(("server", f"down for {clock(max(0.0, time.time() - since))}, trying again: {trouble}"))
+    if view.workers:
+        lines.append(
+            ("workers", ", ".join(f"process {each.get('pid')} on {each.get('host')}" for each in view.workers))
+        )
     if facts.get("why"):
         lines.append(("why", str(facts["why"])))
-    lines.append(("started", f"{facts.get('started')}, session {view.glance.sessions} {facts.get('session_started')}"))
+    lines.append(("started", f"{facts.get('started')}, session {view.sessions} {facts.get('session_started')}"))
     if facts.get("ended"):
         lines.append(("ended", str(facts["ended"])))
-    lines.append(("model", f"{facts.get('model')} at {facts.get('backend')}"))
-    cost = f", {dollars(now.cost)}" if now.cost is not None else ""
-    lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
-    if view.state in ("interrupted", "failed", "out of budget", "unreachable") or now.failed:
+    asked = dict.fromkeys(f"{part.facts.get('model')} at {part.facts.get('backend')}" for part in view.parts.values())
+    lines += [("" if place else "model", words) for place, words in enumerate(asked)]
+    lines.append(("spent", f"{spent(view)}, in all sessions"))
+    if view.state not in ALIVE and (view.state != "complete" or now.failed):
         command = f"batch-agent resume {shlex.quote(view.name)}"
         lines.append(("continue", command if facts.get("command") is not None else "run it again with resume=True"))
     return "\n".join([view.name, *(f"  {label:<8} {harmless(text)}" for label, text in lines)])

@@ -16,12 +16,21 @@ from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import to_json
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
-from batch_agent.observe.text import counted, harmless
+from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.recorded import look, place_of
+from batch_agent.record.reader import RunView, look, place_of
 from batch_agent.record.rundir import RUN
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
+
+
+def spent(view: RunView) -> str:
+    """Return the tokens, the cost and the cost per row of all sessions of a run."""
+    now = view.progress
+    words, done = f"{amount(now.tokens)} tokens", now.ok + now.failed
+    if now.cost is not None:
+        words += f", {dollars(now.cost)}" + (f", {dollars(now.cost / done)} a row" if done else "")
+    return words
 
 
 class Reporter:
@@ -35,6 +44,7 @@ class Reporter:
         output = self._writer.destination
         if not self._json:
             say("\n".join(summary_lines(statistics, output=output, tools=tools)))
+            self._say_overall(statistics)
             self._name_record(statistics)
             return
         record = {
@@ -51,6 +61,19 @@ class Reporter:
         if statistics.done and self._writer.destination:
             say(f"{counted(statistics.done, 'result')} in {self._writer.destination}")
         self._name_record(statistics)
+
+    def _say_overall(self, statistics: Statistics) -> None:
+        """Print the totals of a run that has earlier sessions: the summary is about this one."""
+        if self._record(statistics) is None or self._place is None:
+            return
+        try:
+            view = look(self._place)
+        except BatchAgentError:  # the results are there; a record that cannot be read must not hide them
+            return
+        if view.sessions > 1:
+            now = view.progress
+            done = f"{rows(now.ok + now.failed)} done: {now.ok:,} ok, {now.failed:,} failed"
+            say(f"  overall  {done}; {spent(view)}, in {view.sessions} sessions")
 
     def _name_record(self, statistics: Statistics) -> None:
         """Print the command that continues the run, or that shows it if all rows are ok."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
@@ -47,6 +47,7 @@ class ShownRow:
     past: Past | None
     prompts: tuple[str, str] | None = None  # system and user, if known
     value: object = None  # the input of a row without a result
+    repairs: Mapping[int, str] = field(default_factory=dict)  # messages after a turn whose answer did not validate
 
 
 def row_text(row: ShownRow, page: Page) -> str:
@@ -64,7 +65,7 @@ def row_text(row: ShownRow, page: Page) -> str:
     elif past.unreadable:
         parts.append(page.said("answers", f"unreadable: {past.unreadable}"))
     else:
-        parts += _conversation(past, page)
+        parts += _conversation(past, row.repairs, page)
         parts += _worked(past, page)
     parts += _end(record, past, page)
     return "\n".join(parts)
@@ -119,7 +120,7 @@ def _state(record: Record | None, past: Past | None) -> str:
     return "not done" if past is None or not past.done else "ok"
 
 
-def _conversation(past: Past, page: Page) -> Iterator[str]:
+def _conversation(past: Past, repairs: Mapping[int, str], page: Page) -> Iterator[str]:
     before = Spent()
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
@@ -133,6 +134,8 @@ def _conversation(past: Past, page: Page) -> Iterator[str]:
             yield page.said(label, reply.text)
             label = ""
         yield from _calls(turn, label, page)
+        if number in repairs:
+            yield page.said("user, repair", repairs[number])
     if text := _cut_off(past):
         yield page.said("assistant, cut off", text)
 

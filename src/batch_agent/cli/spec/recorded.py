@@ -20,7 +20,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
 from batch_agent.record.address import is_store_url
-from batch_agent.record.recorded import place_of
+from batch_agent.record.reader import place_of
 from batch_agent.spec import MCP, BatchSpec
 
 # Arguments that are stored. A command line cannot contain a key, and no other secret may be stored.

@@ -17,7 +17,6 @@ from batch_agent.agent.dryrun import DryRun
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
 from batch_agent.agent.prepare import Prepared
 from batch_agent.cli.spec.recorded import matched
-from batch_agent.cli.spec.transcripts import open_journal
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
 from batch_agent.foreign import name_of
@@ -26,7 +25,9 @@ from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
 from batch_agent.record.base import Identity
 from batch_agent.record.keys import Keys
-from batch_agent.record.rundir import JOURNAL, RunView
+from batch_agent.record.reader import RunView, look
+from batch_agent.record.rundir import JOURNAL
+from batch_agent.record.sqlite import SqliteJournal, open_to_read
 from batch_agent.record.steps import Past
 from batch_agent.spec import BatchSpec
 
@@ -96,7 +97,7 @@ def forecast(prepared: Prepared, *, force: bool) -> str:
     """Return what changed and what resuming will cost. "" if the run simply continues, or if nothing is known."""
     directory = Path(str(prepared.spec.run_dir))
     try:
-        view = RunView.of(directory)
+        view = look(directory)
     except BatchAgentError:  # there is no run yet, or it is damaged; the run itself reports that
         return ""
     prepared, same = matched(prepared, view.facts)
@@ -140,7 +141,8 @@ def _kept(prepared: Prepared, inputs: Sequence[object], directory: Path, *, by_r
     present = fingerprint_of(prepared).hex()
     plan.check_first(inputs[0])
     identities = _identities(prepared, keys, inputs)
-    with closing(open_journal(directory / JOURNAL)) as journal:
+    path = directory / JOURNAL
+    with closing(SqliteJournal(open_to_read(path), path)) as journal:
         journal.sort_by("row" if by_row else "key")
         while wanted := list(islice(identities, AT_ONCE)):
             kept += sum(past is not None and _stays(past, present, by_row) for past in journal.claim(wanted))

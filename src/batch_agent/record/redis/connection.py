@@ -2,7 +2,7 @@
 
 A failed call is retried until the server is back: a restart or a network outage of half a minute must not stop a run.
 ``on_away`` is called when an outage begins and when it ends, so that no model request is sent meanwhile. All calls must
-be safe to repeat (``record/shared.py``).
+be safe to repeat (``record/store.py``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     K call:…   hash: one tool call or model answer, while it runs and while its result is kept
     K ended    stream: keys of calls that ended, the latest thousand
     K files    hash: name → text
+    K watched  sorted set: row that a viewer follows → until when, in seconds of Redis' clock
+    K live:…   string: the conversation of such a row, as its worker last reported it; expires
 
 The table is read, changed here, and written back if its version is still the same; else this is retried. So all
 decisions are in one place and in Python, and Redis only compares versions.
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
@@ -27,6 +30,7 @@ from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, s
 T = TypeVar("T")
 
 FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and the longest pause in seconds
+FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is deleted
 
 READ = """
@@ -75,6 +79,17 @@ else
 end
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', 1000, '*', 'key', ARGV[7])
 return 1
+"""
+
+# ARGV: row, seconds
+FOLLOW = """
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZADD', KEYS[1], now + tonumber(ARGV[2]), ARGV[1])
+redis.call('EXPIRE', KEYS[1], 60)
+return redis.call('GET', KEYS[2])
+"""
+FOLLOWED = """
+return redis.call('ZRANGEBYSCORE', KEYS[1], tonumber(redis.call('TIME')[1]), '+inf')
 """
 
 
@@ -172,6 +187,21 @@ class RedisShares:
     def get_file(self, name: str) -> str | None:
         found = self.connection.call(lambda client: client.execute_command("HGET", self._share_key("files"), name))
         return None if found is None else cast(bytes, found).decode()
+
+    # Rows that viewers follow
+
+    def follow_row(self, row: str) -> JsonObject | None:
+        """Ask the worker of a row to report it, and return what it last reported; None if there is nothing yet."""
+        found = self._share_script(FOLLOW, ["watched", f"live:{row}"], [row, FOLLOWED_SECONDS])
+        return None if found is None else cast(JsonObject, json.loads(found))
+
+    def followed_rows(self) -> list[str]:
+        return [cast(bytes, row).decode() for row in self._share_script(FOLLOWED, ["watched"], [])]
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        for row, told in rows.items():
+            command = "SET", self._share_key(f"live:{row}"), to_json(told), "PX", int(FOLLOWED_SECONDS * 1000)
+            self.connection.call(lambda client, command=command: client.execute_command(*command))  # type: ignore[misc]
 
     def _share_script(self, script: str, keys: list[str], args: list[Any]) -> Any:
         names = [self._share_key(key) for key in keys]

@@ -76,9 +76,6 @@ class RedisRunStore(RedisShares):
         """Return the name of a key of this run."""
         return self.address.prefix + name
 
-    def lent(self) -> RedisShares:
-        return self
-
     def open(self, resuming: Resuming) -> None:
         if not (resuming.resume or resuming.force) and self.facts() is not None:
             raise self._taken()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
 from batch_agent.errors import SpecError
-from batch_agent.swarm.asking import Options
+from batch_agent.swarm.options import SwarmOptions
 from batch_agent.swarm.patterns.steps import Steps
 from batch_agent.swarm.pool import AgentPool
 
@@ -28,7 +28,7 @@ class Blackboard:
         self.round = 0  # number of completed rounds
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy that later rounds do not change."""
+        """Return a copy that later rounds do not change."""
         return {"round": self.round, "board": copy.deepcopy(self.board)}
 
     async def run(
@@ -36,9 +36,9 @@ class Blackboard:
         pool: AgentPool,
         max_rounds: int = 10,
         convergence_fn: Callable[[Board], bool] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[SwarmOptions],
     ) -> Board:
-        """Returns the board after ``max_rounds``, or after a round for which ``convergence_fn`` returns True. In each
+        """Return the board after ``max_rounds``, or after a round for which ``convergence_fn`` returns True. In each
         round the answers of the agents tagged ``role=section`` are appended to each section in turn."""
         if options.get("run_dir") is not None:
             raise SpecError("a blackboard cannot be resumed from a run_dir: its prompts depend on the board")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from batch_agent.swarm.asking import Options
+from batch_agent.swarm.options import SwarmOptions
 from batch_agent.swarm.patterns.steps import Steps, collect
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 
 
-async def broadcast(pool: AgentPool, prompt: str, **options: Unpack[Options]) -> list[Response]:
-    """Returns the response of each agent, in their order."""
+async def broadcast(pool: AgentPool, prompt: str, **options: Unpack[SwarmOptions]) -> list[Response]:
+    """Return the response of each agent, in their order."""
     return await pool.broadcast_prompt(prompt, **options)
 
 
 async def broadcast_and_reduce(
-    pool: AgentPool, prompt: str, reduce_prompt: str, reducer_agent_index: int = 0, **options: Unpack[Options]
+    pool: AgentPool, prompt: str, reduce_prompt: str, reducer_agent_index: int = 0, **options: Unpack[SwarmOptions]
 ) -> Response:
     """Return one agent's answer to ``reduce_prompt``, with all answers in place of ``{responses}``."""
     steps = Steps(options)

@@ -8,8 +8,7 @@ from typing import Any, Unpack
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm.aggregators import concat
-from batch_agent.swarm.asking import Options
-from batch_agent.swarm.checks import whole
+from batch_agent.swarm.options import SwarmOptions, whole
 from batch_agent.swarm.patterns.steps import Steps, collect, filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
@@ -32,7 +31,7 @@ async def run_pipeline(
     stages: Sequence[Stage],
     initial_input: object,
     reuse_agents: bool = True,
-    **options: Unpack[Options],
+    **options: Unpack[SwarmOptions],
 ) -> Any:  # the type of the last transform's value
     """Return the output of the last stage. A stage uses the first ``n_agents`` of the pool; without ``reuse_agents``
     the first of those not used by an earlier stage."""
@@ -51,7 +50,7 @@ async def run_pipeline(
 
 
 async def fan_out_fan_in(
-    pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
+    pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[SwarmOptions]
 ) -> Response:
     """Return agent 0's answer to ``collect_prompt``; the first ``n_workers`` give ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
@@ -61,7 +60,7 @@ async def fan_out_fan_in(
 
 
 def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[AgentPool]:
-    """Returns the agents of each stage. SpecError if a stage would have none."""
+    """Return the agents of each stage. SpecError if a stage would have none."""
     parts, begin = [], 0
     for stage in stages:
         part = pool.slice(begin, begin + whole(f"n_agents of the stage {stage.name!r}", stage.n_agents))

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from batch_agent.swarm.asking import Options
+from batch_agent.swarm.options import SwarmOptions
 from batch_agent.swarm.patterns.steps import filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 
 
-async def scatter_gather(pool: AgentPool, prompts: Sequence[str], **options: Unpack[Options]) -> list[Response]:
-    """Returns the responses in the order of the prompts. Prompt i goes to agent i mod size."""
+async def scatter_gather(pool: AgentPool, prompts: Sequence[str], **options: Unpack[SwarmOptions]) -> list[Response]:
+    """Return the responses in the order of the prompts. Prompt i goes to agent i mod size."""
     return await pool.send_all_batched(prompts, **options)
 
 
 async def map_gather(
-    pool: AgentPool, items: Sequence[object], prompt_template: str, **options: Unpack[Options]
+    pool: AgentPool, items: Sequence[object], prompt_template: str, **options: Unpack[SwarmOptions]
 ) -> list[Response]:
     """Like ``scatter_gather``, with prompts made from the template: each item replaces ``{item}``."""
     return await scatter_gather(pool, [filled(prompt_template, item=item) for item in items], **options)

@@ -7,46 +7,45 @@ import re
 from collections.abc import Sequence
 from typing import cast
 
-from batch_agent.swarm.asking import Options
-from batch_agent.swarm.checks import above_zero
+from batch_agent.swarm.options import SwarmOptions, above_zero
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 
 BETWEEN = "\n---\n"
 LEAST_SECONDS = 0.001  # for a step after the deadline, which fails with a message about it
-# Options of the first step only, if a pattern has several: the number of samples, and the record.
+# SwarmOptions of the first step only, if a pattern has several: the number of samples, and the record.
 _FIRST = ("n", "run_dir")
 
 
 class Steps:
     """The options of each step of a pattern. ``schema`` applies to the last step, the pattern's own answer."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: SwarmOptions) -> None:
         self._options = options
         deadline = options.get("deadline")
         seconds = None if deadline is None else above_zero("deadline", deadline)
         self._ends = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
-    def first(self) -> Options:
+    def first(self) -> SwarmOptions:
         return self._timed({name: value for name, value in self._options.items() if name != "schema"})
 
-    def between(self) -> Options:
-        """Returns the options of a step that is neither the first nor the last."""
+    def between(self) -> SwarmOptions:
+        """Return the options of a step that is neither the first nor the last."""
         own = {name: value for name, value in self._options.items() if name not in (*_FIRST, "schema")}
         if isinstance(own.get("seed"), Sequence):
             del own["seed"]
         return self._timed(own)
 
-    def last(self) -> Options:
+    def last(self) -> SwarmOptions:
         own = dict(self.between())
         if "schema" in self._options:
             own["schema"] = self._options["schema"]
-        return cast(Options, own)
+        return cast(SwarmOptions, own)
 
-    def _timed(self, options: dict[str, object]) -> Options:
+    def _timed(self, options: dict[str, object]) -> SwarmOptions:
         if self._ends is not None:
             options["deadline"] = max(LEAST_SECONDS, self._ends - asyncio.get_running_loop().time())
-        return cast(Options, options)
+        return cast(SwarmOptions, options)
 
 
 def filled(template: str, **values: object) -> str:
@@ -58,7 +57,7 @@ def filled(template: str, **values: object) -> str:
 async def collect(
     pool: AgentPool, agent_index: int, template: str, responses: Sequence[Response], steps: Steps
 ) -> Response:
-    """Return one answer made from the successful ones, with the aggregation budget, or a failed response."""
+    """Return one answer made from the successful ones, with the token limit for summaries, or a failed response."""
     texts = [response.text for response in responses if response.success]
     if not texts:
         why = responses[0].error if responses else "no agent was asked"

@@ -14,12 +14,11 @@ from typing import Unpack
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
-from batch_agent.swarm.asking import Options
-from batch_agent.swarm.budget import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
-from batch_agent.swarm.checks import whole
+from batch_agent.swarm.options import SwarmOptions, whole
 from batch_agent.swarm.patterns.steps import BETWEEN, Steps, filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
+from batch_agent.swarm.vllm_pool import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ async def tree_reduce(
     *,
     max_context: int | None = None,
     keep_levels: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[SwarmOptions],
 ) -> Reduced:
     """Return the reduction of the leaves. With ``items`` each replaces ``{item}`` in the prompt; without, every agent
     gets the prompt. ``reduce_prompt`` must contain ``{responses}`` and may contain ``{level}``, from 1."""
@@ -135,7 +134,7 @@ class _Tree:
 
 
 def _room(max_context: int, template: str, pool: AgentPool) -> int:
-    """Returns how many characters of answers fit one request, beside the template and the answer."""
+    """Return how many characters of answers fit one request, beside the template and the answer."""
     answer = pool.answer_tokens or DEFAULT_TOKENS
     room = (max_context - answer) * CHARACTERS_PER_TOKEN - len(template)
     if room <= 0:

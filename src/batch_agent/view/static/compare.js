@@ -1,6 +1,6 @@
 // Two runs side by side: only the rows whose outputs differ.
 import { h, fill, panel, text, number, seconds, dollars, short, share, value, link, address, state, selectable } from "./dom.js";
-import { get, exported } from "./source.js";
+import { get, exported, isReport } from "./source.js";
 
 const PAGE = 20;
 const VERDICTS = [["a", "A"], ["same", "equal"], ["b", "B"]];
@@ -26,7 +26,7 @@ export async function compare(page, a, b) {
     const lines = rows.map((row) => difference(row, a, b, verdicts[row.job_id], judge));
     fill(page, h("div", { class: "line title" }, h("h1", null, "Compare")), summary(sides, agreement, a, b),
       h("div", { class: "line" }, h("b", null, `${number(agreement.different)} rows differ`), h("span", { class: "quiet" }, judged.length ? `judged ${tally}` : "choose the better output of each row"), h("span", { class: "grow" }),
-        h("span", { class: "quiet files" }, "export ", h("a", { href: exported({ a, b }), download: "" }, "CSV"), " ", h("button", { class: "plain", disabled: !judged.length, onclick: () => save(a, b, verdicts) }, "verdicts")),
+        h("span", { class: "quiet files" }, isReport ? null : ["export ", h("a", { href: exported({ a, b }), download: "" }, "CSV"), " "], h("button", { class: "plain", disabled: !judged.length, onclick: () => save(a, b, verdicts) }, "verdicts")),
         h("span", { class: "quiet" }, agreement.different ? `${number(offset + 1)}–${number(Math.min(offset + PAGE, agreement.different))}` : ""),
         h("button", { class: "plain", disabled: !offset, onclick: () => load(offset - PAGE) }, "‹"), h("button", { class: "plain", disabled: offset + PAGE >= agreement.different, onclick: () => load(offset + PAGE) }, "›")),
       lines.length ? lines : h("p", { class: "quiet empty" }, agreement.both ? "All outputs are the same." : "The runs have no rows in common: rows are matched by their ids."));

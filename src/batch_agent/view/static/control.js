@@ -1,8 +1,9 @@
 // Control of a running run.
 import { h, fill, panel, table, text, number, seconds, link, address, state } from "./dom.js";
-import { steer } from "./source.js";
+import { get, steer } from "./source.js";
 
 export async function control({ key, page, onNews }) {
+  const { run } = await get("run", { run: key });
   const said = h("span", { class: "said-now quiet" }), list = h("div"), now = h("div");
   const inflight = h("input", { type: "number", min: 1, class: "count", "aria-label": "requests in flight" });
   let alive = null, edited = false;
@@ -28,15 +29,16 @@ export async function control({ key, page, onNews }) {
 
   const draw = (news) => {
     if (!news || !news.alive) {
-      if (alive !== false) fill(page, panel("Control", null, h("p", { class: "empty" }, "No process works on this run, so it cannot be controlled."), h("p", { class: "quiet" }, "Continue an interrupted run with ", h("code", null, "batch-agent resume ", text(key)))));
+      if (alive !== false) fill(page, panel("Control", null, h("p", { class: "empty" }, "No process works on this run, so it cannot be controlled."), h("p", { class: "quiet" }, "Continue an interrupted run with ", h("code", null, "batch-agent resume ", text(run.command)))));
       alive = false;
       return;
     }
-    if (!alive) fill(page, panel("Control", h("span", null, "also: batch-agent control ", text(key), " pause"), buttons, now), panel("Running rows", null, list));
+    if (!alive) fill(page, panel("Control", h("span", null, "also: batch-agent control ", text(run.command), " pause"), buttons, now), panel("Running rows", null, list));
     alive = true;
     const { status, rows } = news;
     if (!edited && document.activeElement !== inflight) inflight.value = status.max_inflight ?? "";
-    fill(now, h("p", { class: "quiet" }, state(status.state), ` ${number(status.rows.done)}${status.rows.total ? " of " + number(status.rows.total) : ""} rows done, ${number(status.agents.running)} requests in flight, ${number(status.agents.queued)} queued, ${number(status.agents.tools)} at tools`));
+    fill(now, h("p", { class: "quiet" }, state(status.state), ` ${number(status.rows.done)}${status.rows.total ? " of " + number(status.rows.total) : ""} rows done, ${number(status.agents.running)} requests in flight, ${number(status.agents.queued)} queued, ${number(status.agents.tools)} at tools`),
+      status.workers ? h("p", { class: "quiet" }, "workers: ", text(status.workers.map((each) => `process ${each.pid} on ${each.host}`).join(", "), 600)) : null);
     const lines = (rows || []).map((each) => {
       const name = each.stage ? `${each.stage}/${each.index}` : String(each.index);
       return h("tr", null,

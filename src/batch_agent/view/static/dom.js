@@ -46,6 +46,12 @@ function escaped(character) {
   return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16).padStart(4, "0");
 }
 
+// The address of a row; one of another stage of a pipeline is named STAGE/INDEX.
+export function rowAt(key, row) {
+  const [stage, index] = String(row).split("/");
+  return index === undefined ? address("run", key, "row", stage) : address("run", `${key}/${stage}`, "row", index);
+}
+
 export const number = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en"));
 
 export function short(value) {
@@ -77,6 +83,7 @@ export const pace = (value) =>
   !value ? "–" : value >= 1 ? `${value.toFixed(value < 10 ? 1 : 0)} rows/s` : `${(value * 60).toFixed(1)} rows/min`;
 
 export function when(value) {
+  if (value === null || value === undefined) return "";
   const date = new Date(typeof value === "number" ? value * 1000 : value);
   return isNaN(date) ? String(value ?? "") : date.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }

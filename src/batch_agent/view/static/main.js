@@ -84,6 +84,7 @@ async function openList(mine) {
   bar(null);
   document.title = "Runs · Batch Agent";
   const { runs, named } = await get("runs");
+  if (isReport && named.length === 2) { location.replace("#" + address("compare", ...named)); return; }
   if (isReport || (named.length === 1 && runs.length === 1)) { location.replace("#" + address("run", runs[0].key)); return; }
   const picked = new Set();
   const button = h("button", { disabled: true, onclick: () => { location.hash = address("compare", ...picked); } }, "Compare two");

@@ -1,5 +1,5 @@
 // The numbers of a run.
-import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, state } from "./dom.js";
+import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, rowAt, state } from "./dom.js";
 import { get, isReport } from "./source.js";
 import { timeChart, spark, bar, stageGraph } from "./charts.js";
 
@@ -38,10 +38,10 @@ function head({ run, index, unfinished }, live) {
   const status = live && live.status;
   const line = [run.model, run.backend].filter(Boolean).map((part) => h("span", { class: "clip", title: part }, text(part)));
   return h("div", { class: "line facts" }, line,
-    h("span", null, "started ", when(run.started)),
+    run.started ? h("span", null, "started ", when(run.started)) : null,
     run.sessions > 1 ? h("span", null, `session ${run.sessions}`) : null,
     run.ended && !live ? h("span", null, "ended ", when(run.ended)) : null,
-    unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows have started and are not done; batch-agent resume continues them`) : null,
+    unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows have started and are not done; this continues them: `, h("code", null, "batch-agent resume ", text(run.command))) : null,
     run.why ? h("span", { class: "bad" }, text(run.why, 300)) : null,
     status && status.reason ? h("span", { class: "bad" }, text(status.reason, 300)) : null,
     index.complete ? null : h("span", { class: "quiet" }, `indexing rows: ${Math.round(index.share * 100)} %`));
@@ -53,10 +53,11 @@ function tile(label, big, small, extra) {
 
 function tiles(data, live) {
   const status = now(data, live), counts = data.counts, progress = data.progress;
-  const rows = status && (live || status.stages) ? status.rows : { ok: progress.ok, failed: progress.failed, resumed: progress.resumed, total: progress.total };
+  // What the process reports is about its own session; the record has all sessions.
+  const own = data.run.sessions <= 1 && status, rows = own && live ? status.rows : progress;
   const done = rows.ok + rows.failed, total = rows.total, agents = (live && status && status.agents) || {};
   const alive = (agents.running || 0) + (agents.queued || 0) + (agents.tools || 0) + (agents.backing_off || 0);
-  const tokens = status ? status.tokens : counts.tokens, cost = status ? status.cost : counts.cost ?? progress.cost;
+  const tokens = own ? status.tokens : counts.tokens, cost = own && live ? status.cost : progress.cost;
   const budget = (status && status.budget) || {}, took = status ? status.seconds : data.summary && data.summary.seconds;
   const rate = status ? (live ? status.rows_per_second : took ? (done - (rows.resumed || 0)) / took : 0) : 0;
   const points = rates(data.samples);
@@ -67,12 +68,12 @@ function tiles(data, live) {
       bar([["f-ok", rows.ok, "ok"], ["f-bad", rows.failed, "failed"], ["f-live", alive, "running"]], total || done + alive)),
     tile("Pace", pace(rate), live && status.seconds_left !== null ? `${seconds(status.seconds_left)} left` : took ? `${seconds(took)} in total` : "", spark(points)),
     tile("Tokens", [short(tokens.prompt), h("small", null, " in  "), short(tokens.completion), h("small", null, " out")],
-      tokens.cached ? `${share(tokens.cached, tokens.prompt)} of the prompts cached` : "no cached tokens reported",
+      [tokens.cached ? `${share(tokens.cached, tokens.prompt)} of the prompts cached` : "no cached tokens reported", data.run.sessions > 1 ? `${short(progress.tokens)} in all sessions` : null].filter(Boolean).map((each) => h("span", null, each)),
       bar([["f-cached", tokens.cached, "cached"], ["f-prompt", tokens.prompt - tokens.cached, "not cached"], ["f-out", tokens.completion, "answers"]])),
     tile("Cost", dollars(cost), budget.max_cost ? `of ${dollars(budget.max_cost)}` : cost && done ? `${dollars(cost / done)} per row` : "price unknown",
       budget.max_cost ? bar([["f-live", Math.min(cost || 0, budget.max_cost), "spent"]], budget.max_cost) : null),
-    tile("Turns", number(status ? status.turns : counts.turns),
-      [status && status.retries ? `${number(status.retries)} retries` : "no retries", status && status.answers_rejected ? `${number(status.answers_rejected)} answers rejected` : null].filter(Boolean).join(", ")),
+    tile("Turns", number(own ? status.turns : counts.turns),
+      [(own ? status : counts).retries ? `${number((own ? status : counts).retries)} retries` : "no retries", status && status.answers_rejected ? `${number(status.answers_rejected)} answers rejected` : null].filter(Boolean).join(", ")),
     live ? tile("In flight", [number(agents.running), status.max_inflight ? h("small", null, ` of ${number(status.max_inflight)}`) : null],
       `${number(agents.queued)} queued, ${number(agents.tools)} at tools${agents.backing_off ? `, ${agents.backing_off} backing off` : ""}`,
       spark(data.samples.map((sample) => sample[RUNNING]), { class: "c2" })) : null);
@@ -88,8 +89,8 @@ function rates(samples) {
   return found;
 }
 
-function stages({ run, status }, live, key) {
-  const graph = (live && live.status && live.status.stages) || (status && status.stages) || run.graph;
+function stages({ run }, live, key) {
+  const graph = (live && run.sessions <= 1 && live.status && live.status.stages) || run.graph;
   if (!graph || !graph.length) return null;
   return panel("Stages", "click to open", stageGraph(graph, (name) => { location.hash = address("run", `${key}/${name}`); }));
 }
@@ -131,7 +132,7 @@ function endpoints(data, live) {
   if (!list.length) return null;
   const colour = { healthy: "good", down: "bad", "given up": "bad" };
   const lines = list.map((each) => h("tr", null,
-    h("td", null, text(each.name || (status.backend || "server"))),
+    h("td", null, text(each.name || (status.backend || "server")), each.model ? h("div", { class: "quiet" }, text(each.model)) : null),
     h("td", { class: live ? colour[each.state] || "warn" : "quiet" }, each.state, each.reason ? h("div", { class: "quiet" }, text(each.reason, 160)) : null),
     h("td", { class: "r" }, live ? number(each.inflight) : "–"), h("td", { class: "r" }, each.limit === null ? "none" : number(each.limit)),
     h("td", { class: "r" }, seconds(each.seconds_per_turn))));
@@ -173,24 +174,26 @@ function look(data, live, key) {
     if (tool.failed && tool.failed >= tool.runs && tool.runs) items.push([h("span", { class: "bad" }, `all calls of `, text(tool.name), " failed"), text(tool.reason || "", 160)]);
   }
   const far = new Map();
-  for (const each of data.unusual) far.set(each.row, [...(far.get(each.row) || []), each]);
+  for (const each of data.unusual) far.set(inStage(each), [...(far.get(inStage(each)) || []), each]);
   for (const [row, each] of far) {
     const words = each.map(({ kind, value, usual }) => ({ turns: `${number(value)} turns (usually ${number(usual)})`, seconds: `${seconds(value)} (${seconds(usual)})`, cost: `${dollars(value)} (${dollars(usual)})` })[kind]);
-    items.push([link(address("run", key, "row", String(row)), "row ", text(each[0].job_id, 40)), ` took ${words.join(", ")}`]);
+    items.push([link(rowAt(key, row), each[0].stage ? text(each[0].stage + ", ") : null, "row ", text(each[0].job_id, 40)), ` took ${words.join(", ")}`]);
   }
-  if (data.counts.repaired) items.push([link(address("run", key, "rows") + "?state=repaired", `${number(data.counts.repaired)} outputs`), " were read from repaired JSON"]);
+  if (data.counts.repaired) items.push([data.run.stages.length ? `${number(data.counts.repaired)} outputs` : link(address("run", key, "rows") + "?state=repaired", `${number(data.counts.repaired)} outputs`), " were read from repaired JSON"]);
   if (status && status.schema_note) items.push([h("span", { class: "warn" }, "schema"), text(" " + status.schema_note, 200)]);
   if (!items.length) return null;
   return panel("Needs attention", null, h("ul", { class: "list" }, items.map((item) => h("li", null, item))));
 }
 
+const inStage = (each) => (each.stage ? `${each.stage}/${each.row}` : each.row);
+
 function failures({ failures: list, counts }, key) {
   if (!list.length) return panel("Failures", null, h("p", { class: "quiet empty" }, counts.rows ? "none" : "no row is done yet"));
-  const most = list[0].count;
+  const most = Math.max(...list.map((each) => each.count));
   return panel("Failures", `${number(counts.failed)} ${counts.failed === 1 ? "row" : "rows"}`, h("ul", { class: "list" }, list.map((each) => h("li", null,
-    h("div", { class: "line" }, link(address("run", key, "rows") + "?error=" + encodeURIComponent(each.type), text(each.type)), h("span", { class: "grow" }), h("b", null, number(each.count))),
+    h("div", { class: "line" }, link(address("run", each.stage ? `${key}/${each.stage}` : key, "rows") + "?error=" + encodeURIComponent(each.type), each.stage ? text(each.stage + ": ") : null, text(each.type)), h("span", { class: "grow" }), h("b", null, number(each.count))),
     h("div", { class: "meter bad" }, h("span", { style: { width: `${(100 * each.count) / most}%` } })),
-    h("div", { class: "quiet clip" }, "row ", link(address("run", key, "row", String(each.row)), number(each.row)), ": ", text(each.message || "", 200))))));
+    h("div", { class: "quiet clip" }, "row ", link(rowAt(key, inStage(each)), number(each.row)), ": ", text(each.message || "", 200))))));
 }
 
 function underWay(live, key) {

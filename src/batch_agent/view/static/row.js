@@ -13,7 +13,7 @@ export async function row({ key, detail, page, go, onNews }) {
     const record = data.record;
     fill(page, heading(record, data, key), h("div", { class: "columns row" },
       h("div", { class: "talk" }, data.conversation.map(message), ending(record)),
-      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), again(record, key), rawJson(record, raw))));
+      h("aside", null, facts(record, data), attempts(data.failed_attempts), given(record), output(record), again(record, data.command), rawJson(record, raw))));
     keys.j = () => data.after !== null && go("row", String(data.after));
     keys.k = () => data.before !== null && go("row", String(data.before));
   };
@@ -131,7 +131,8 @@ function facts(record, data) {
 }
 
 function liveFacts(now) {
-  const lines = [["time", seconds(now.seconds)], ["turns", number(now.turns)], ["attempts", number(now.attempts)], ["endpoint", text(now.endpoint || "–")], ["tokens in", number(now.usage.prompt_tokens)], ["tokens out", number(now.usage.completion_tokens)], ["cost", dollars(now.cost)]];
+  const usage = now.usage || {};
+  const lines = [["time", seconds(now.seconds)], ["turns", number(now.turns)], ["attempts", number(now.attempts)], ["endpoint", text(now.endpoint || "–")], ["tokens in", number(usage.prompt_tokens)], ["tokens out", number(usage.completion_tokens)], ["cost", dollars(now.cost)]];
   return panel("Numbers", "live", h("dl", { class: "pairs" }, lines.map(([name, amount]) => [h("dt", null, name), h("dd", null, amount)])));
 }
 
@@ -153,9 +154,9 @@ function steering(key, now) {
   return panel("Control", null, h("div", { class: "line" }, h("button", { onclick: act("retry-row") }, "Restart"), h("button", { class: "danger", onclick: act("cancel-row") }, "Cancel this row"), said));
 }
 
-function again(record, key) {
+function again(record, command) {
   if (isReport || record.ok) return null;
-  return panel("Retry this row", null, h("p", { class: "quiet" }, "When the run has ended, this command retries its failed rows:"), h("pre", { class: "command" }, "batch-agent retry-failed ", text(key), record.error ? ` --type ${record.error.type}` : ""));
+  return panel("Retry this row", null, h("p", { class: "quiet" }, "When the run has ended, this command retries its failed rows:"), h("pre", { class: "command" }, "batch-agent retry-failed ", text(command), record.error ? ` --type ${record.error.type}` : ""));
 }
 
 function rawJson(record) {

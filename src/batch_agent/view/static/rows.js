@@ -1,5 +1,5 @@
 // The table of rows: filtered, sorted and paged by the server.
-import { h, fill, text, number, seconds, dollars, short, address, link, selectable } from "./dom.js";
+import { h, fill, panel, text, number, seconds, dollars, short, address, link, selectable } from "./dom.js";
 import { get, exported, isReport } from "./source.js";
 
 const PAGE = 100;
@@ -7,6 +7,7 @@ const STATES = [["", "All"], ["ok", "ok"], ["failed", "failed"], ["repaired", "r
 const COLUMNS = [["index", "#", "r"], ["id", "id", ""], ["state", "state", ""], ["turns", "turns", "r"], ["attempts", "tries", "r"], ["seconds", "time", "r"], ["tokens", "tokens", "r"], ["cost", "cost", "r"]];
 
 export async function rows({ key, page, go, onNews }) {
+  if (await stages(key, page)) return {};
   const hash = new URLSearchParams(location.hash.split("?")[1] || "");
   const asked = { offset: 0, sort: "index", dir: "asc", state: "", error: "", q: "", ...Object.fromEntries(hash) };
   asked.offset = Number(asked.offset);
@@ -58,7 +59,7 @@ export async function rows({ key, page, go, onNews }) {
     const lines = data.rows.map((row) => h("tr", { class: "opens", onclick: (event) => event.target.tagName !== "A" && go("row", String(row.index)) },
       own.map(([name]) => cell(name, row, key)), shown.map(([part, name], place) => field(row, part, name, !place || shown[place - 1][0] !== part))));
     fill(body, h("div", { class: "scroll" }, h("table", { class: "rows" },
-      h("thead", null, h("tr", null, own.map(heading), shown.map(([part, name]) => h("th", { class: part }, text(name || part))))),
+      h("thead", null, h("tr", null, own.map(heading), shown.map(([part, name]) => h("th", { class: `${part} clip`, title: name }, text(name || part))))),
       h("tbody", null, lines))));
     Object.assign(keys, selectable(lines, (_, place) => go("row", String(data.rows[place].index))));
   };
@@ -80,6 +81,15 @@ export async function rows({ key, page, go, onNews }) {
     n: () => data && asked.offset + PAGE < data.total && load({ offset: asked.offset + PAGE }),
     p: () => asked.offset && load({ offset: Math.max(0, asked.offset - PAGE) }),
   }) };
+}
+
+// A pipeline has no rows of its own: show its stages instead.
+async function stages(key, page) {
+  const { run, counts } = await get("run", { run: key });
+  if (!run.stages.length) return false;
+  const lines = run.stages.map((name) => h("li", null, link(address("run", `${key}/${name}`, "rows"), text(name))));
+  fill(page, panel("Rows", `${number(counts.rows)} in all stages`, h("p", { class: "quiet" }, "Each stage has its own rows:"), h("ul", { class: "list" }, lines)));
+  return true;
 }
 
 function fields(list, part) {

@@ -39,10 +39,14 @@ function clean(parameters) {
   return Object.fromEntries(Object.entries(parameters || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
 }
 
-// A report has a run, and each stage of a pipeline as another run; the first one is the whole.
+// A report has the named runs, and each stage of a pipeline as another run; two named runs are compared.
 function reported(what, asked) {
-  if (what === "runs") return { runs: inside.map((each) => each.overview.run), named: [inside[0].overview.run.key] };
-  const own = inside.find((each) => each.overview.run.key === asked.run);
+  if (what === "runs") return { runs: inside.runs.map((each) => each.overview.run), named: inside.named };
+  if (what === "compare" && inside.compare) {
+    const offset = Number(asked.offset) || 0;
+    return { ...inside.compare, offset, rows: inside.compare.rows.slice(offset, offset + Number(asked.limit)) };
+  }
+  const own = inside.runs.find((each) => each.overview.run.key === asked.run);
   if (!own) throw new Error(`${asked.run} is not in this report`);
   if (what === "run") return own.overview;
   if (what === "timeline") {

@@ -1,12 +1,12 @@
 // Slots and agents over time. Drag to zoom; Esc or a double click shows the whole run again.
-import { h, fill, text, number, seconds, clock, panel } from "./dom.js";
+import { h, fill, text, number, seconds, clock, panel, rowAt } from "./dom.js";
 import { get } from "./source.js";
 import { timeChart } from "./charts.js";
 
 const LANE = 11, GAP = 2, LEFT = 96, AXIS = 18, MOST_LANES = 400;
 const AT = 1, RUNNING = 4, QUEUED = 5, TOOLS = 6, BACKING = 7, SLOTS = 13;
 
-export async function timeline({ key, page, go, onNews }) {
+export async function timeline({ key, page, onNews }) {
   let data = await get("timeline", { run: key }), by = "slot", range = null, blocks = [], loading = false;
   const canvas = h("canvas", { class: "lanes", tabindex: 0, "aria-label": "timeline" }), tip = h("div", { class: "tip", hidden: true });
   const above = h("div"), notes = h("p", { class: "quiet" }), choice = h("div", { class: "choice" });
@@ -61,7 +61,7 @@ export async function timeline({ key, page, go, onNews }) {
     start = null;
     select(lanes, null);
     if (Math.abs(event.clientX - x) > 5) zoom([Math.min(since, until), Math.max(since, until)]);
-    else { const found = at(blocks, event, canvas); if (found) go("row", String(found.span[3])); }
+    else { const found = at(blocks, event, canvas); if (found) location.hash = rowAt(key, found.span[3]); }
   });
   canvas.addEventListener("dblclick", () => zoom(null));
   const resized = () => draw();

@@ -17,9 +17,9 @@ from redis_servers import needs_redis
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
 from batch_agent.record.address import StoreAddress
+from batch_agent.record.reader import open_run
 from batch_agent.testing import Say, ScriptedServer
-from batch_agent.view.followed import follow
-from batch_agent.view.runs import ShownRun
+from batch_agent.view.runs import ShownRun, ShownRuns
 
 pytestmark = needs_redis
 
@@ -45,13 +45,11 @@ def options(server: ScriptedServer, url: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def shown(url: str) -> AsyncIterator[ShownRun]:
-    followed = await asyncio.to_thread(lambda: follow(StoreAddress.parse(url), waits=False))
-    run = ShownRun("run", followed.path, followed)
+    run = ShownRun("run", open_run(url))
     try:
         yield run
     finally:
         await run.close()
-        await followed.close()
 
 
 async def heard(run: ShownRun, condition: Any) -> dict[str, Any]:
@@ -116,3 +114,21 @@ async def test_after_a_run_was_stopped_its_unfinished_rows_are_shown_with_their_
     printed = capsys.readouterr().out
     assert status == 0
     assert [f"Do row {row}\n" in printed for row in range(12)] == [False] * 4 + [True] * 8
+
+
+async def test_the_page_of_a_server_lists_runs_that_begin_later(url: str) -> None:
+    server = StoreAddress.parse(url).at("")
+    runs = ShownRuns([], server)
+    try:
+        before = await asyncio.to_thread(runs.in_short)
+        async with ScriptedServer(lambda request: Say("fine"), models=["m"]) as models:
+            await BatchAgent.run(**options(models, url))
+        after = await asyncio.to_thread(runs.in_short)
+        title = StoreAddress.parse(url).name
+        overview = await asyncio.to_thread(lambda: runs.of(title).record.overview())
+    finally:
+        await runs.close()
+    assert title not in [run["name"] for run in before]
+    assert [(run["state"], run["ok"]) for run in after if run["name"] == title] == [("complete", 12)]
+    assert overview["progress"]["ok"] == 12  # type: ignore[index, call-overload]
+    assert overview["run"]["command"] == url  # type: ignore[index, call-overload]

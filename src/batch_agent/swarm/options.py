@@ -1,12 +1,16 @@
-"""The options of a call: what a pool or a pattern accepts beside its prompts, checked before anything is sent. Pure.
+"""The options of a pool, its calls and the patterns, checked before anything is sent. Pure.
 
-``Options`` are the names for users and type checkers. ``Asking`` combines the pool's options with those of the call.
+``SwarmOptions`` are the names for users and type checkers. ``CallOptions`` combines the pool's options with the call's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import inf
+from numbers import Real
+from operator import index as integer
 from pathlib import Path
 from typing import Literal, TypedDict, cast
 
@@ -19,14 +23,13 @@ from batch_agent.errors import OutputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.surrogates import mended
 from batch_agent.outputs.validate import parse_output
-from batch_agent.swarm.checks import above_zero, whole
 from batch_agent.swarm.response import Response
 
 Dispatch = Literal["round_robin", "balanced"]
 OWN_FIELDS = frozenset(("model", "messages", "prompt", "max_tokens", "stream"))
 
 
-class Options(TypedDict, total=False):
+class SwarmOptions(TypedDict, total=False):
     """The keyword options of a pool, its calls and the patterns; docs/swarm.md describes each."""
 
     dispatch: Dispatch
@@ -48,8 +51,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    dispatch: Dispatch = "round_robin"
+class CallOptions:
     chat: bool = False
     system: str | None = None
     temperature: float | None = None
@@ -59,6 +61,8 @@ class Asking:
     n: int = 1
     schema: OutputSchema[object] | None = None
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
+    # The options from here on are of a whole call, not of a prompt.
+    dispatch: Dispatch = "round_robin"
     on_result: Callable[[Response], object] | None = None
     deadline: float | None = None
     run_dir: str | Path | None = None
@@ -66,18 +70,17 @@ class Asking:
     hedge: float | None = None
     inflight: int | None = None
 
-    def having(self, options: Mapping[str, object]) -> Asking:
+    def having(self, options: Mapping[str, object]) -> CallOptions:
         """Return these options, overridden by those of a call. Raises SpecError for an invalid one."""
         if not options:
             return self
-        known = [each.name for each in fields(self)]
-        check_known(options, known, "a swarm has no option")
+        check_known(options, [each.name for each in fields(self)], "a swarm has no option")
         changes = dict(options)
         if not isinstance(changes.get("schema"), OutputSchema | None):
             changes["schema"] = OutputSchema.of(changes["schema"])
-        asking = replace(self, **changes)  # type: ignore[arg-type]
-        asking._check()
-        return asking
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        changed._check()
+        return changed
 
     def _check(self) -> None:
         if self.dispatch not in ("round_robin", "balanced"):
@@ -98,9 +101,6 @@ class Asking:
         if taken := sorted(OWN_FIELDS & self.extra_body.keys()):
             raise SpecError(f"extra_body cannot set {taken[0]!r}: the engine sets this field itself")
 
-    def seed_of(self, index: int) -> int | None:
-        return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
-
     def check_lengths(self, prompts: int) -> None:
         """Check that options with a value per prompt have one for each prompt."""
         if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
@@ -114,27 +114,25 @@ class Asking:
         return self.chat or self.system is not None
 
     @property
+    def is_balanced(self) -> bool:
+        return self.dispatch == "balanced"
+
+    @property
     def runs(self) -> bool:
         """Return whether the call is a run of the engine: to balance its prompts, or to record them."""
-        return self.dispatch == "balanced" or self.run_dir is not None
+        return self.is_balanced or self.run_dir is not None
 
-    def alone(self, index: int) -> Asking:
+    def seed_of(self, index: int) -> int | None:
+        return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
+
+    def alone(self, index: int) -> CallOptions:
         """Return the options of one prompt: with its own seed, and without those of the whole call."""
-        if self == _PLAIN:
+        if self == PLAIN:
             return self
-        return replace(
-            self,
-            seed=self.seed_of(index),
-            dispatch="round_robin",
-            on_result=None,
-            deadline=None,
-            run_dir=None,
-            affinity=None,
-            hedge=None,
-            inflight=None,
-        )
+        own = {name: getattr(self, name) for name in ("chat", "system", "temperature", "top_p", "stop")}
+        return CallOptions(**own, n=self.n, schema=self.schema, extra_body=self.extra_body, seed=self.seed_of(index))
 
-    def sample(self, index: int, sample: int) -> Asking:
+    def sample(self, index: int, sample: int) -> CallOptions:
         """Return the options of one of the ``n`` answers to a prompt. Each has its own seed, if a seed is set."""
         own = replace(self.alone(index), n=1)
         return replace(own, seed=own.seed + sample) if isinstance(own.seed, int) and sample else own
@@ -148,8 +146,8 @@ class Asking:
             row["affinity"] = self.affinity[index]
         return row | {"sample": sample} if sample else row
 
-    def options(self) -> Options:
-        return cast(Options, {each.name: getattr(self, each.name) for each in fields(self)})
+    def as_keywords(self) -> SwarmOptions:
+        return cast(SwarmOptions, {each.name: getattr(self, each.name) for each in fields(self)})
 
     def fields(self) -> JsonObject:
         """Return the set fields of a request body, beside its prompt and its token limit."""
@@ -168,7 +166,7 @@ class Asking:
         return {name: value for name, value in named.items() if value is not None} | dict(self.extra_body)
 
     def read(self, response: Response) -> Response:
-        """Returns the response with its parsed value, or as a failed one, if a schema was given."""
+        """Return the response with its parsed value, or as a failed one, if a schema was given."""
         if self.schema is None or not response.success:
             return response
         try:
@@ -179,4 +177,58 @@ class Asking:
         return response
 
 
-_PLAIN = Asking()
+PLAIN = CallOptions()
+
+
+# Values that users give. A SpecError says which one is wrong, and what is valid.
+
+
+def whole(name: str, value: object, least: int | None = 1) -> int:
+    """Return the value as an integer of at least ``least``; None: without a lower limit."""
+    try:
+        number = None if isinstance(value, bool) else integer(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        more = "" if least is None else f", {least} or more"
+        raise SpecError(f"{name} is {value!r}: give a whole number{more}")
+    return number
+
+
+def above_zero(name: str, value: object, what: str = "seconds") -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise SpecError(f"{name} is {value!r}: give {what} above 0")
+    return float(value)
+
+
+def from_environment(given: float | None, name: str, environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return an argument, or the number of its ``AURORA_SWARM_…`` variable; None if neither is given."""
+    variable = f"AURORA_SWARM_{name.upper()}"
+    text = (environ.get(variable) or "").strip()
+    if given is None and text:
+        try:
+            given = float(text)
+        except ValueError:
+            raise SpecError(f"{variable} is {text!r}: give it a number") from None
+    if given is not None and above_zero(name, given, "a number") == inf:
+        raise SpecError(f"{name} is {given:g}: give a finite number")
+    return given
+
+
+def whole_from_environment(given: int | None, name: str) -> int | None:
+    """Return the same for an integer."""
+    number = from_environment(given, name)
+    if number is not None and number != int(number):
+        raise SpecError(f"{name} is {number:g}: give a whole number")
+    return None if number is None else int(number)
+
+
+def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
+    """Return the texts of a list or a table's column. Raises SpecError for a single text or other items."""
+    if isinstance(given, str):
+        raise SpecError(f"{what} is one text: give a list of them")
+    found = list(given)
+    for place, text in enumerate(found):
+        if not isinstance(text, str):
+            raise SpecError(f"{what}[{place}] is of type {type(text).__name__}: give texts")
+    return found

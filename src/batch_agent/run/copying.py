@@ -1,0 +1,184 @@
+"""Copies a recorded run: a loop over its reader that writes a new run directory, or a new run in a ``RunStore``.
+
+A store is written with the same calls that a feeder and a worker make.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from batch_agent.agent.fingerprint import rows_under
+from batch_agent.agent.prepare import Prepared
+from batch_agent.errors import StoreError
+from batch_agent.files.columns import Record
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Progress
+from batch_agent.record.keys import Keys
+from batch_agent.record.private import DIRECTORY, private
+from batch_agent.record.reader import RunReader, RunView, result_line_of
+from batch_agent.record.row_json import encode_row
+from batch_agent.record.rundir import FAILURES, JOURNAL, RESULTS, RUN, SUMMARY
+from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import KeptStep, NewRow, Resuming, RowChange, RowLease, RunStore
+from batch_agent.record.timeline import TimelineFiles
+from batch_agent.run.spec_json import pieces, spec_json
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
+
+ROWS_AT_ONCE = 100
+
+
+def copy_to_directory(reader: RunReader, directory: Path) -> int:
+    """Write the run with its stages into a new directory. Returns the number of its results."""
+    view, facts = reader.view(), reader.facts()
+    facts.pop("summary", None)
+    directory.mkdir(DIRECTORY, parents=True, exist_ok=True)
+    count = agents = 0
+    rows = _rows(reader)
+    with (
+        closing(SqliteJournal.open(directory / JOURNAL, begun=False)) as journal,
+        open(directory / RESULTS, "wb", opener=private) as results,
+        open(directory / FAILURES, "wb", opener=private) as failures,
+    ):
+        journal.begin(bytes.fromhex(str(facts.get("fingerprint", ""))), str(facts.get("started")))
+        while page := list(islice(rows, ROWS_AT_ONCE)):
+            steps: list[KeptStep] = []
+            for row in page:
+                agents, own = _renumbered(row.steps, agents)
+                steps += own
+                if row.record is not None:
+                    name, line = result_line_of(row.record)
+                    (results if name == RESULTS else failures).write(line)
+                    count += 1
+            journal.commit(steps, view.latest)
+    _copy_timeline(reader, directory)
+    state = "interrupted" if view.state in ("starting", "running") else view.state
+    _write(directory / RUN, {**facts, "state": state})
+    if view.summary is not None:
+        _write(directory / SUMMARY, view.summary)
+    for name in view.stages:
+        with reader.stage(name) as stage:
+            count += copy_to_directory(stage, directory / name)
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row to copy. ``record`` is its result, None if it is not done. ``index`` is None if its input is unknown."""
+
+    index: int | None
+    value: object
+    record: Record | None
+    steps: Sequence[KeptStep]
+
+
+def _rows(reader: RunReader) -> Iterator[_Row]:
+    """Yield the finished rows in input order, then those that have steps and are not done."""
+    for place, record in reader.rows.placed():
+        yield _Row(cast(int, record["index"]), record.get("input"), record, reader.steps(place, record))
+    for row in reader.unfinished():
+        if row.steps:
+            yield _Row(row.index, row.value, None, row.steps)
+
+
+def _renumbered(steps: Sequence[KeptStep], last: int) -> tuple[int, list[KeptStep]]:
+    """Return the last agent number used, and the steps of a row. Agents get the numbers after ``last``."""
+    numbers: dict[int, int] = {}
+    for step in steps:
+        numbers.setdefault(step.agent, last + len(numbers) + 1)
+    return last + len(numbers), [replace(step, agent=numbers[step.agent]) for step in steps]
+
+
+def _copy_timeline(reader: RunReader, directory: Path) -> None:
+    found, files = reader.timeline(), TimelineFiles(directory)
+    header = found.headers[-1] if found.headers else {}
+    files.begin(header, cast(float, header.get("at") or time.time()))
+    files.write([*found.samples, *found.changes], found.spans, reader.status())
+
+
+def _write(path: Path, content: JsonObject) -> None:
+    with open(path, "wb", opener=private) as file:
+        file.write(to_json(content) + b"\n")
+
+
+def copy_to_store(reader: RunReader, store: RunStore, prepared: Mapping[str, Prepared], stage: str = "") -> int:
+    """Write the run with its stages into a new run of a store. Returns the number of its results.
+
+    ``prepared`` are its stages by name, a plain run as "", as they make the same requests as the run. ``stage`` is the
+    name of the run that ``reader`` reads, if it is a stage.
+    """
+    view = reader.view()
+    facts = _facts(reader, view, None if view.stages else prepared[stage])
+    sitting = store.open_feed(facts, Resuming(retry=False)).sitting
+    count = 0
+    for name in view.stages:
+        with reader.stage(name) as inner, closing(store.stage(name)) as target:
+            count += copy_to_store(inner, target, prepared, name)
+        store.keep_feed(sitting)
+    if not view.stages:
+        count = _copy_rows(reader, store, prepared[stage], sitting)
+    _note_spent(store, view.latest, stage)
+    store.close_feed(sitting, facts, "ended")
+    return count
+
+
+def _facts(reader: RunReader, view: RunView, prepared: Prepared | None) -> JsonObject:
+    facts = {**reader.facts(), "state": "interrupted" if view.state == "starting" else view.state}
+    if "spec" not in facts and prepared is not None:
+        facts.update(spec=spec_json(prepared), first="null", pieces={**pieces(prepared)})
+    if view.summary is not None:
+        facts["summary"] = view.summary
+    return facts
+
+
+def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, sitting: int) -> int:
+    """Feed the rows, and commit their steps and results. A row that is not done is copied if its input is known."""
+    plan, keys, worker = prepared.plan, Keys(rows_under(prepared)), store.join({"copies": reader.name})
+    rows = (row for row in _rows(reader) if row.index is not None)
+    unfinished: list[RowLease] = []
+    count = number = 0
+    while page := list(islice(rows, ROWS_AT_ONCE)):
+        known: dict[int, tuple[_Row, Identity]] = {}
+        for row in page:
+            plan.check_first(row.value)
+            job = plan.job(cast(int, row.index), row.value)
+            known[job.index] = row, keys.identity(job, plan.question(job))
+        fed = [NewRow(index, key.key, key.row, encode_row(row.value)) for index, (row, key) in known.items()]
+        store.feed(sitting, fed)
+        while known and (taken := store.take(worker, len(known), 0.0)):
+            for lease in (each.lease for each in taken):
+                number += 1
+                change = _change(lease, worker, *known.pop(lease.index))
+                if store.commit(worker, number, [change]):
+                    raise StoreError("the copy took longer than a lease; delete it and try again with a longer lease")
+                if change.result is None:
+                    unfinished.append(lease)
+                count += change.result is not None
+        store.keep_feed(sitting)
+    store.hand_back(worker, unfinished)
+    store.end_inputs(sitting)
+    store.leave(worker)
+    return count
+
+
+def _change(lease: RowLease, worker: int, row: _Row, identity: Identity) -> RowChange:
+    steps = tuple(replace(step, key=identity.key, content=identity.row) for step in row.steps)
+    if row.record is None:
+        return RowChange(lease, steps)
+    error = row.record.get("error")
+    kind = str(error["type"]) if isinstance(error, dict) else ""
+    return RowChange(lease, steps, to_json({"raw_text": None, **row.record, "worker": worker}), kind)
+
+
+def _note_spent(store: RunStore, latest: Progress, stage: str) -> None:
+    """Record the spending of the run, so that its budget counts it, or of a stage."""
+    cost = round((latest.cost or 0.0) * DOLLAR)
+    spent = {of_stage(BUDGET_TOKENS, stage): latest.tokens, **({of_stage(BUDGET_COST, stage): cost} if cost else {})}
+    store.beat("copied", 1.0, {name: Claim(used, used, used, spent=used) for name, used in spent.items()}, {}, {})
+    store.resign("copied")

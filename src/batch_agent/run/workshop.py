@@ -1,0 +1,131 @@
+"""What a worker of this process works with: tools, models, prices, readings of the engine's load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from batch_agent.agent.agent import open_worker
+from batch_agent.agent.compaction import open_compactor
+from batch_agent.agent.fingerprint import rows_under
+from batch_agent.agent.loop_context import InnerWorker
+from batch_agent.agent.prefix_leader import lead_of
+from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.resources import Resources
+from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
+from batch_agent.agent.touches import Touches
+from batch_agent.dispatch.calibration import calibration
+from batch_agent.dispatch.feed import Feed
+from batch_agent.dispatch.load_poller import poll_load
+from batch_agent.dispatch.policy import Policy
+from batch_agent.events import Sink
+from batch_agent.record.journal import Journal
+from batch_agent.record.keys import Keys
+from batch_agent.run.cache_watch import cache_watch, touches_for
+from batch_agent.run.feeder import Feeder
+from batch_agent.run.leases import Leases
+from batch_agent.run.shared import Shared
+from batch_agent.run.worker import Worker
+from batch_agent.tools.pool import ToolPool
+
+
+class Workshop:
+    """``run`` is the id of the run. ``feeder`` is None if the run is fed by another process. ``worker`` and ``prewarm``
+    are set while it is open."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        shared: Shared,
+        run: str,
+        emit: Sink,
+        feed: Feed,
+        leases: Leases,
+        journal: Journal,
+        feeder: Feeder | None,
+    ) -> None:
+        self._prepared, self._shared, self._run, self._emit, self._feed = prepared, shared, run, emit, feed
+        self._leases, self._journal, self._feeder = leases, journal, feeder
+        self.worker: Worker | None = None
+        self.prewarm: ToolPrewarm | None = None
+
+    @asynccontextmanager
+    async def opened(self, inner: InnerWorker | None, hold: Callable[[bool], None]) -> AsyncIterator[Worker]:
+        """Yield the worker. ``inner`` is a built-in worker that replaces the tool loop. ``hold`` is called with whether
+        the engine's queue is too long to start agents."""
+        prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
+        loops = inner is None and spec.worker is None  # the tool loop processes the rows
+        touches = touches_for(prepared, shared.dispatcher) if loops else None
+        watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, self._emit, self._run, shared.clock, touches)
+        async with (
+            self._tools() as pool,
+            open_tool_prewarm(spec, pool) as self.prewarm,
+            poll_load(prepared.backend, shared.dispatcher, spec.backpressure_ceiling, hold, watch),
+            calibration(prepared.backend, shared.dispatcher, prepared.model or "", wanted=spec.calibrate_backend),
+            AsyncExitStack() as extent,
+        ):
+            shared.pool = pool
+            resources = self._resources(pool, touches, loops=loops)
+            resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
+            function = await extent.enter_async_context(open_worker(prepared, inner, shared.spending))
+            feeder = self._feeder
+            self.worker = Worker(
+                self._leases,
+                self._journal,
+                prepared.plan,
+                resources,
+                self._feed,
+                function,
+                asks_first=loops,
+                keys=Keys(rows_under(prepared, inner)),
+                part_keys=Keys(rows_under(prepared, inner, part=True)),
+                left=lambda: None if feeder is None else feeder.left,
+                tells=feeder is None,
+            )
+            yield self.worker
+            watch.tell()
+
+    def _resources(self, pool: ToolPool, touches: Touches | None, *, loops: bool) -> Resources:
+        prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
+        capabilities = prepared.backend.capabilities
+        can_start_early = any(pool.can_start_early(tool.name) for tool in prepared.tools)
+        return Resources(
+            backend=prepared.backend,
+            dispatcher=shared.dispatcher,
+            policy=Policy(
+                spec.max_retries,
+                timeout=prepared.turn_limit_seconds,
+                timeout_option="timeout_per_turn",
+                hedge=spec.hedge,
+            ),
+            tools=pool,
+            schema=prepared.schema,
+            shared=prepared.plan.shared,
+            shapes=prepared.shapes,
+            emit=self._emit,
+            run=self._run,
+            clock=shared.clock,
+            max_turns=spec.turn_limit if loops else spec.max_turns,
+            timeout_per_agent=spec.timeout_per_agent,
+            early_tools=spec.streaming_tool_dispatch and capabilities.streaming and can_start_early,
+            ends_with_answer=loops,
+            keeps_cut_text=loops and prepared.schema is None and spec.truncated == "keep",
+            prewarm=self.prewarm,
+            touches=touches if shared.dispatcher.scheduler.parts.touch else None,
+            # A user's worker may send other requests first, or none.
+            lead=lead_of(prepared.plan, capabilities, prepared.max_inflight) if loops else None,
+            traces=shared.observers.traces,
+            hints=spec.nvext_agent_hints,
+        )
+
+    def _tools(self) -> ToolPool:
+        spec, lender = self._prepared.spec, self._shared.lender
+        return ToolPool(
+            self._prepared.tools,
+            timeout=spec.timeout_per_tool,
+            spawn=asyncio.get_running_loop().create_task,
+            on_waiting=self._shared.dispatcher.set_at_tools,
+            prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
+            once=None if lender is None else lender.once,
+        )

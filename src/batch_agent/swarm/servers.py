@@ -1,0 +1,361 @@
+"""The servers of a pool: their connections, one dispatcher for a tree of pools, and the selection of sub-pools.
+
+``Servers.ask`` sends one request to one server. The dispatcher grants its slot, applies the time limit, counts and
+judges its attempts, and knows which servers are down. The outcome, including errors, is an Exchange.
+
+A sub-pool counts its servers from 0 and shares everything else with its pool: connections, the request limit, and what
+is known about each server. Closing the pool closes them; leaving a sub-pool closes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import inf
+from typing import Self
+
+from batch_agent.backends.base import Probe
+from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.probe import probe_server
+from batch_agent.backends.http.wire import written
+from batch_agent.backends.openai.model_list import read_entries
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.policy import Observer, Policy, Question
+from batch_agent.dispatch.slots import Slots
+from batch_agent.errors import BackendError, Interrupted, Rejected, SpecError, Timeout, Unavailable
+from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.fleet.one_loop import OneLoop
+from batch_agent.http.transport import Transport
+from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.server import Server
+from batch_agent.swarm.options import above_zero, whole
+
+ATTEMPTS = 5  # of one request, if the connection breaks or the server is overloaded
+LONGEST_PAUSE = 10.0  # seconds; a server that requests more is not retried
+PATIENCE_SECONDS = 10.0  # for a server that is down: it may be starting
+CLOSED = "the pool was closed before the answer arrived"
+DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not report its context
+CONTEXT_SECONDS, CONTEXT_SHARE = 10.0, 0.25  # for the question about the context; part of a request's time limit
+
+
+class PoolServer:
+    """One server of a tree of pools."""
+
+    def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
+        self.endpoint = endpoint
+        self.answered_at = -inf  # on the event loop's clock
+        self.waiting: set[Ticket] = set()  # requests that wait for a slot or are in flight
+        self.takes_chat_lists = True  # until it answers that it has no such route
+        self.context: int | None = None  # in tokens, once it is known
+        self.context_asked = 0  # how often it was asked for
+        self._transport, self._api_key = transport, api_key
+        self.route = cache(self._route)  # by method and path
+
+    @cached_property
+    def client(self) -> HttpClient:
+        """Return the client, created on first use: a pool of thousands is ready at once."""
+        base = self.endpoint.url.removesuffix("/v1") + "/v1"
+        return HttpClient(base, api_key=self._api_key, transport=self._transport)
+
+    def _route(self, method: str, path: str) -> Route:
+        return self.client.route(method, path.removeprefix("/v1"), beside=not path.startswith("/v1"))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The outcome of one request: a body or an error. ``faults`` creates the error for an unreadable body."""
+
+    faults: Faults
+    body: bytes = b""
+    error: BackendError | None = None
+    latency: float = 0.0
+    attempts: int = 1
+
+
+class _PoolRequest(Question, Observer):
+    """One request to one server; without a ``body`` a GET. As its observer it counts its attempts."""
+
+    def __init__(self, slots: Slots, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> None:
+        self._slots, self._server, self._limit = slots, server, limit
+        self.route = server.route("GET" if body is None else "POST", path)
+        self._data = None if body is None else written(body)
+        self.body = b""
+        self.error: BackendError | None = None
+        self.attempts = 0
+        self.latency = 0.0
+        self.timed_out = False
+
+    async def send(self, endpoint: str) -> Reply:
+        server, clock = self._server, asyncio.get_running_loop().time
+        sent_at = clock()
+        try:
+            self.body = await server.client.send(self.route, self._data) or b""
+        except (asyncio.CancelledError, Timeout) as error:
+            # The dispatcher cancels it at its time limit, or earlier to send it again.
+            self.timed_out = isinstance(error, Timeout) or clock() - sent_at >= 0.99 * self._limit
+            if self.timed_out and self._data is not None and server.answered_at < sent_at:
+                self._give_up()
+            raise
+        server.answered_at = clock()
+        return Reply("")
+
+    def _give_up(self) -> None:
+        """Fail the requests that wait for the server: it has answered nothing since this one was sent."""
+        why = f"{self.route.faults.where}: not sent, because the server gave no complete answer in {self._limit:g} s"
+        for ticket in tuple(self._server.waiting):
+            self._slots.reject(ticket, Timeout(why, unreached=True))
+
+    def is_worth_retrying(self, error: BackendError) -> bool:
+        """Return whether to retry at the same server: it is starting or overloaded, or the connection broke."""
+        if self.timed_out or (error.retry_after or 0.0) > LONGEST_PAUSE:
+            return False
+        broken = isinstance(error, Timeout | Unavailable) and (error.unreached or error.status is None)
+        return broken or error.overload
+
+    def sent(self, queued: float) -> None:
+        self.attempts += 1
+
+    def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
+        self.latency = seconds
+
+
+class _Unjudged(_PoolRequest):
+    """A request whose caller judges the outcome, such as a run of the engine. The dispatcher learns nothing from it."""
+
+    async def send(self, endpoint: str) -> Reply:
+        try:
+            async with asyncio.timeout(self._limit):
+                await super().send(endpoint)
+        except TimeoutError:
+            self.error = Timeout(f"{self.route.faults.where}: no complete answer in {self._limit:g} s")
+        except BackendError as error:
+            self.error = error
+        return Reply("", saved=Usage())
+
+
+class Servers:
+    """All servers of a tree of pools. ``limit`` is the maximum of their requests in flight."""
+
+    def __init__(self, concurrency: int, connector_limit: int, api_key: str | None = None) -> None:
+        self._sockets = whole("connector_limit", connector_limit)
+        # Every request has its own connection, so the smaller limit counts.
+        self.limit = min(whole("concurrency", concurrency), self._sockets)
+        self._transport = Transport(proxies=False, connections=self._sockets)
+        self._api_key = api_key
+        self._all: list[PoolServer] = []
+        self._loop = OneLoop("pool", self._forget)
+        self._dispatcher: Dispatcher | None = None  # while it is open
+        self._endpoints: dict[PoolServer, Endpoint] = {}
+        self._unjudged: Endpoint  # for requests that are judged elsewhere
+        self._context_locks: defaultdict[PoolServer, asyncio.Lock]
+
+    @property
+    def name(self) -> str:
+        return "the server"
+
+    def add(self, endpoint: AgentEndpoint) -> PoolServer:
+        server = PoolServer(endpoint, self._transport, self._api_key)
+        self._all.append(server)
+        return server
+
+    async def open(self) -> Dispatcher:
+        """Open the connections in the running event loop. Raises SpecError if they are open in another loop."""
+        self._loop.bind()
+        if self._dispatcher is None:
+            await self._transport.__aenter__()
+            servers = {str(place): Server(server.endpoint.url) for place, server in enumerate(self._all)}
+            self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": Server()}, max_outage=inf)
+            *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
+            self._endpoints = dict(zip(self._all, endpoints, strict=True))
+            self._context_locks = defaultdict(asyncio.Lock)
+            for endpoint in endpoints:
+                endpoint.health.patient = True  # prompts differ in length: how long others took is no evidence
+        return self._dispatcher
+
+    def _forget(self) -> None:
+        self._dispatcher = None  # resources of a closed loop cannot be closed any more
+
+    async def close(self) -> None:
+        self._loop.bind()
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            dispatcher.refuse(CLOSED)
+            await self._transport.__aexit__(None, None, None)
+            dispatcher.close()
+        self._loop.release()
+
+    async def ask(self, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> Exchange:
+        """Post the body, or GET without one. ``limit`` is the seconds of one attempt.
+
+        A server that refuses connections is retried for ``PATIENCE_SECONDS``, or for ``limit`` if that is less; a
+        broken connection and an overloaded server a few times; other failures are final.
+        """
+        dispatcher = await self.open()
+        request = _PoolRequest(dispatcher.slots, server, path, body, limit)
+        policy = Policy(
+            ATTEMPTS - 1,
+            max_attempts=ATTEMPTS,
+            wait_until=asyncio.get_running_loop().time() + min(limit, PATIENCE_SECONDS),
+            timeout=limit,
+            wanted=request.is_worth_retrying,
+        )
+        ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=self._endpoints[server])
+        server.waiting.add(ticket)
+        try:
+            return await _exchange(dispatcher, request, policy, ticket)
+        finally:
+            server.waiting.discard(ticket)
+
+    async def ask_once(self, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> Exchange:
+        """Send the request once, for a caller that judges failures itself. The outcome does not affect the server's
+        health here."""
+        dispatcher = await self.open()
+        ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=self._unjudged)
+        request = _Unjudged(dispatcher.slots, server, path, body, limit)
+        return await _exchange(dispatcher, request, Policy(0), ticket)
+
+    async def context_of(self, server: PoolServer, model: str, limit: float) -> int:
+        """Return the context of a server in tokens. Concurrent callers share one question, which is repeated after the
+        server was unreachable. A server that does not report it, or not in time, is not asked again. Raises Unavailable
+        if the pool is closed meanwhile."""
+        if server.context is None:
+            dispatcher, asked = await self.open(), server.context_asked
+            async with self._context_locks[server]:
+                if server.context_asked == asked:  # no other caller has asked meanwhile
+                    server.context = await self._ask_context(server, model, min(limit * CONTEXT_SHARE, CONTEXT_SECONDS))
+                    server.context_asked += 1
+            if self._dispatcher is not dispatcher:
+                raise Unavailable(CLOSED)
+        return server.context or DEFAULT_CONTEXT
+
+    async def _ask_context(self, server: PoolServer, model: str, limit: float) -> int | None:
+        """Request the context. Returns None if the server was unreachable."""
+        exchange = await self.ask_once(server, "/v1/models", None, limit)
+        if exchange.error is not None:
+            silent = isinstance(exchange.error, Timeout) and not exchange.error.unreached
+            return DEFAULT_CONTEXT if exchange.error.status is not None or silent else None
+        entries = read_entries(exchange.body) or {}
+        entry = entries.get(model) or (next(iter(entries.values())) if len(entries) == 1 else {})
+        length = entry.get("max_model_len")
+        return length if type(length) is int and length > 0 else DEFAULT_CONTEXT
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return await self.probe_server(self._all[int(endpoint)]) if endpoint else Probe("unknown")
+
+    async def probe_server(self, server: PoolServer) -> Probe:
+        dispatcher = await self.open()
+        found = await probe_server(server.client)
+        if found.state == "down" and dispatcher.scheduler.inflight >= self._sockets:
+            return Probe("unknown", "no connection was free for a probe")
+        return found
+
+
+async def _exchange(dispatcher: Dispatcher, request: _PoolRequest, policy: Policy, ticket: Ticket) -> Exchange:
+    faults, error = request.route.faults, request.error
+    try:
+        await dispatcher.ask(request, policy, ticket=ticket, observer=request)
+        error = request.error
+    except BackendError as raised:
+        error = raised
+    except Interrupted as closed:
+        error = Unavailable(str(closed))
+    if error is None:
+        return Exchange(faults, request.body, None, request.latency, request.attempts)
+    if faults.where not in str(error):  # an error of the dispatcher, which names no address
+        error.args = (f"{faults.where}: {error}",)
+    return Exchange(faults, error=error, attempts=max(1, request.attempts))
+
+
+class Members:
+    """The servers of a pool or a sub-pool."""
+
+    def __init__(self, endpoints: Sequence[AgentEndpoint | tuple[str, int]], servers: Servers, timeout: float) -> None:
+        self._net = servers
+        self._servers = [servers.add(_endpoint(given)) for given in endpoints]
+        self.timeout = above_zero("timeout", timeout)
+        self._owns = True  # False: a sub-pool
+
+    @property
+    def size(self) -> int:
+        return len(self._servers)
+
+    @property
+    def concurrency(self) -> int:
+        """Return the maximum of requests in flight of the whole tree of pools."""
+        return self._net.limit
+
+    @property
+    def endpoints(self) -> list[AgentEndpoint]:
+        return [server.endpoint for server in self._servers]
+
+    def by_tag(self, key: str, value: str) -> Self:
+        return self._part(server for server in self._servers if server.endpoint.tags.get(key) == value)
+
+    def sample(self, n: int) -> Self:
+        """Return a pool of ``n`` agents chosen at random, or of all if there are fewer."""
+        return self._part(random.sample(self._servers, min(max(whole("n", n, None), 0), self.size)))
+
+    def select(self, indices: Sequence[int]) -> Self:
+        for index in indices:
+            if not -self.size <= whole("an index", index, None) < self.size:
+                raise SpecError(f"there is no agent {index}: the pool has {self.size}, counted from 0")
+        return self._part(self._servers[index] for index in indices)
+
+    def slice(self, start: int, stop: int) -> Self:
+        return self._part(self._servers[start:stop])
+
+    def _part(self, servers: Iterable[PoolServer]) -> Self:
+        part = copy.copy(self)
+        part._servers = list(servers)
+        part._owns = False
+        return part
+
+    def turn(self, index: int) -> int:
+        """Return the agent whose turn it is; -1 if the pool is empty."""
+        return index % self.size if self.size else -1
+
+    def url(self, agent_index: int) -> str:
+        return self._servers[agent_index].endpoint.url
+
+    async def probe(self, agent_index: int) -> Probe:
+        return await self._net.probe_server(self._servers[agent_index])
+
+    def _missing(self, agent_index: int) -> Rejected | None:
+        """Return the error for a missing agent; None if it exists."""
+        if 0 <= whole("agent_index", agent_index, None) < self.size:
+            return None
+        if not self.size:
+            return Rejected("the pool has no agents: is the hostfile empty, or does no endpoint have that tag?")
+        return Rejected(f"there is no agent {agent_index}: the pool has {self.size}, counted from 0")
+
+    async def close(self) -> None:
+        if self._owns:
+            await self._net.close()
+
+    async def __aenter__(self) -> Self:
+        await self._net.open()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
+    try:
+        host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
+        usable = bool(host) and 0 < int(port) < 65536
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise SpecError(f"{given!r} is not an endpoint: give an AgentEndpoint, or (host, port)")
+    return given if isinstance(given, AgentEndpoint) else AgentEndpoint(host, int(port))

@@ -1,0 +1,69 @@
+"""The design pages and ARCHITECTURE.md name only what is there: files, packages and classes in back-ticks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "batch_agent"
+PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "design").glob("*.md"))]
+BACK_TICKS = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[a-z_0-9]+(?:/[a-z_0-9]+)*(?:\.py|/)")
+CLASS = re.compile(r"(?:[A-Z][a-z0-9]+){2,}(?:\.[a-z_]+)*")
+# Names of other programs and of wire formats that look like classes of ours.
+FOREIGN = {
+    *("TaskGroup", "TypeAdapter", "TypedDict", "ValueError", "KeyboardInterrupt", "CancelledError", "TimeoutError"),
+    *("TypeError", "OSError", "NotImplementedError", "BaseModel", "JsonValue", "LiteLLM", "OpenCode", "RuntimeError"),
+    *("DataFrame", "ThreadPoolExecutor", "FileNotFoundError", "SystemExit", "ReadableStream", "DirtyEquals"),
+}
+
+
+@cache
+def defined() -> set[str]:
+    """Every name that a module of the package or of the tests defines at its top or in a class."""
+    names: set[str] = set()
+    for folder in (SOURCE, ROOT / "tests", ROOT / "benchmarks"):
+        for path in folder.rglob("*.py"):
+            names.add(path.stem)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+    return names
+
+
+@cache
+def places() -> set[str]:
+    """Every file and folder of the repository that pages may name: from the root, from the package, or from a part."""
+    found: set[str] = set()
+    for top in (ROOT / name for name in ("src", "tests", "benchmarks", "docs", "deploy", "examples", "design")):
+        for path in (top, *top.rglob("*")):
+            end = "/" if path.is_dir() else ""
+            parts = path.relative_to(ROOT).parts
+            found.update("/".join(parts[start:]) + end for start in range(len(parts)))
+    return found
+
+
+def unknown(page: Path) -> list[str]:
+    wrong = []
+    for name in BACK_TICKS.findall(page.read_text()):
+        if FILE.fullmatch(name):
+            known = name in places()
+        elif CLASS.fullmatch(name):
+            first = name.partition(".")[0]
+            known = first in defined() or first in FOREIGN
+        else:
+            continue
+        wrong += [] if known else [name]
+    return sorted(set(wrong))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_only_what_is_there(page: Path) -> None:
+    assert unknown(page) == []
