@@ -52,6 +52,9 @@ class Leases(RuleBasedStateMachine):
         self.recorded: dict[str, int] = {}  # steps of each row
         self.ended: set[str] = set()
         self.read: list[str] = []  # rows whose results were read
+        self.expired: set[tuple[str, int]] = (
+            set()
+        )  # rows and tokens of leases whose time has passed: a store may refuse them
 
     @rule(rows=st.integers(1, 4), worker=WORKERS, taken=st.integers(1, 4))
     def feed(self, rows: int, worker: int, taken: int) -> None:
@@ -67,18 +70,19 @@ class Leases(RuleBasedStateMachine):
             assert row.lease.token > self.tokens.get(name, 0), "two leases of a row have one token"
             assert len(row.steps) == self.recorded.get(name, 0), "what was recorded did not travel with the row"
             self.tokens[name] = row.lease.token
+            self._forget(worker, {row.lease.place})  # its own row again
             self.held[worker].append(row)
 
     @precondition(lambda self: any(self.held))
     @rule()
     def time_passes(self) -> None:
-        self.place.expire()
+        self._expire()
 
     @precondition(lambda self: any(self.held))
     @rule(by=WORKERS, then=WORKERS, ends=st.booleans())
     def take_over(self, by: int, then: int, ends: bool) -> None:
         """Leases end, a worker takes the rows, and one that may have had them goes on as if nothing had happened."""
-        self.place.expire()
+        self._expire()
         self.take(by, 4)
         self.commit(then, ends, False, "")
 
@@ -88,7 +92,9 @@ class Leases(RuleBasedStateMachine):
         lost, _ = self.store.renew(self.workers[worker], [row.lease for row in self.held[worker]])
         for row in self.held[worker]:
             if self.tokens[row.lease.row] == row.lease.token:
-                assert row.lease.place not in lost or self._is_held_twice(worker, row)
+                assert row.lease.place not in lost or self._may_be_lost(row)
+                if row.lease.place not in lost:
+                    self.expired.discard((row.lease.row, row.lease.token))
         self._forget(worker, lost)
 
     @precondition(lambda self: any(self.held))
@@ -110,7 +116,9 @@ class Leases(RuleBasedStateMachine):
             assert self.store.commit(self.workers[worker], number, changes) == lost
         for row in rows:
             if self.tokens[row.lease.row] == row.lease.token:
-                assert row.lease.place not in lost or self._is_held_twice(worker, row), "a lease that holds was refused"
+                if row.lease.place in lost:
+                    assert self._may_be_lost(row), "a lease that holds was refused"
+                    continue
                 self.recorded[row.lease.row] = self.recorded.get(row.lease.row, 0) + 1
                 if ends:
                     self.ended.add(row.lease.row)
@@ -146,7 +154,7 @@ class Leases(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "store"):
             return
-        self.place.expire()
+        self._expire()
         self.take(0, 10_000)
         self.held[0] = [
             row
@@ -159,12 +167,15 @@ class Leases(RuleBasedStateMachine):
         self.nothing_is_lost_or_done_twice()
         self.place.close()
 
+    def _expire(self) -> None:
+        self.place.expire()
+        self.expired |= {(row.lease.row, row.lease.token) for held in self.held for row in held}
+
     def _forget(self, worker: int, lost: set[str]) -> None:
         self.held[worker] = [row for row in self.held[worker] if row.lease.place not in lost]
 
-    def _is_held_twice(self, worker: int, row: LeasedRow) -> bool:
-        """The worker took its own row again: the older of its two leases is lost, and both have one place."""
-        return sum(other.lease.place == row.lease.place for other in self.held[worker]) > 1
+    def _may_be_lost(self, row: LeasedRow) -> bool:
+        return (row.lease.row, row.lease.token) in self.expired
 
 
 def play(make_place: Callable[[], StorePlace], examples: int) -> None:
