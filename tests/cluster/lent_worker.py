@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batch_agent.cluster.lending import Lending
-
 from batch_agent.agent.prepare import prepare
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.redis.connection import RedisConnection
-from batch_agent.record.redis.lent import RedisLent
+from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.run import Run
+from batch_agent.run.sharing import Lending
 from batch_agent.spec import BatchSpec
 from batch_agent.tools import Tool
 
@@ -36,9 +34,8 @@ def lookup(log: Path, seconds: float) -> Tool:
 
 
 async def main(given: dict[str, Any]) -> None:
-    address = StoreAddress.parse(given["url"])
-    connection = RedisConnection(address)
-    lending = Lending(RedisLent(address, connection), given["worker"], given.get("seconds", 15.0))
+    store = RedisRunStore.at(StoreAddress.parse(given["url"]))
+    lending = Lending(store, given["worker"], given.get("seconds", 15.0))
     tools = [lookup(Path(given["log"]), given.get("tool_seconds", 0.3))] if "log" in given else []
     inputs = [{"n": given["first"] + row} for row in range(given["rows"])]
     run: Run[Any] = Run(prepare(BatchSpec(**given["options"], inputs=inputs, tools=tools)), lender=lending)
@@ -50,7 +47,7 @@ async def main(given: dict[str, Any]) -> None:
     ran = {name: each.runs for name, each in run.tool_statistics().items()}
     found = {"ok": sum(ended), "failed": len(ended) - sum(ended), "tokens": tokens, "ran": ran}
     sys.stdout.write(json.dumps(found))
-    connection.close()
+    store.close()
 
 
 if __name__ == "__main__":

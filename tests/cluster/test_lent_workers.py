@@ -16,8 +16,7 @@ import pytest
 
 from batch_agent.messages import Usage
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.redis.connection import RedisConnection
-from batch_agent.record.redis.lent import RedisLent
+from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.share.table import BUDGET
 from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
 from batch_agent.testing.metrics import VllmMetrics
@@ -121,10 +120,9 @@ async def test_the_budget_is_never_overspent_although_workers_are_killed(server:
             await models.wait_until(lambda: spent > 6_000)
             victim.kill()
         results = await workers.results()
-    address = StoreAddress.parse(url)
-    connection = RedisConnection(address)
-    table, _ = RedisLent(address, connection).table()
-    connection.close()
+    store = RedisRunStore.at(StoreAddress.parse(url))
+    table, _ = store.table()
+    store.close()
 
     assert spent <= 40_000
     assert sum(result["tokens"] for result in results) <= spent

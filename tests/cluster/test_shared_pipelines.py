@@ -13,8 +13,6 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from batch_agent.cluster.worker import WorkReport
-from batch_agent.cluster.worker import work as join
 from redis_servers import needs_redis
 
 from batch_agent import AgentContext, Pipeline, SpecError
@@ -22,6 +20,8 @@ from batch_agent.files.results import to_json
 from batch_agent.ray import Ray
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.run.joining import WorkReport
+from batch_agent.run.joining import work as join
 from batch_agent.testing import Request, Say, ScriptedServer
 
 HERE = Path(__file__).parent
@@ -174,7 +174,7 @@ async def test_the_budget_is_one_for_all_stages_and_workers(server: ScriptedServ
 
 async def test_a_worker_that_cannot_import_a_later_stage_is_refused_at_once(server: ScriptedServer, url: str) -> None:
     async with papers(2).open(**without_progress(options(server, url, feed_only=True))) as flow:
-        store = RedisRunStore.open(StoreAddress.parse(url))
+        store = RedisRunStore.at(StoreAddress.parse(url))
         while (facts := store.facts()) is None:
             await asyncio.sleep(0.01)
         specs = facts["specs"]

@@ -13,14 +13,14 @@ import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from batch_agent.cluster.worker import NoRunCame, Worker, WorkReport
-from batch_agent.cluster.worker import work as join
 from redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, SpecError, Tool
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.run.joining import JoinedWorker, NoRunCame, WorkReport
+from batch_agent.run.joining import work as join
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 HERE = Path(__file__).parent
@@ -72,10 +72,10 @@ async def work(url: str, **others: Any) -> WorkReport:
 
 async def impatient(url: str) -> WorkReport:
     """A worker that takes rows as soon as their leases have ended."""
-    store = RedisRunStore.open(StoreAddress.parse(url))
+    store = RedisRunStore.at(StoreAddress.parse(url))
     store.polite = False
     try:
-        return await Worker(store, import_from=HERE, wait=20.0).work()
+        return await JoinedWorker(store, import_from=HERE, wait=20.0).work()
     finally:
         store.close()
 
@@ -183,7 +183,7 @@ async def test_a_worker_with_other_code_or_another_version_is_refused_and_told_w
     server: ScriptedServer, url: str
 ) -> None:
     async with BatchAgent.open(**options(server, url, 1, feed_only=True, tools=[note])) as run:
-        store = RedisRunStore.open(StoreAddress.parse(url))
+        store = RedisRunStore.at(StoreAddress.parse(url))
         while store.facts() is None:
             await asyncio.sleep(0.01)
         facts = store.facts()
@@ -230,8 +230,8 @@ async def test_a_worker_that_is_asked_to_leave_hands_its_rows_to_the_others(url:
 
     async with ScriptedServer(script, models=["m"]) as server, asyncio.TaskGroup() as tasks:
         run = tasks.create_task(BatchAgent.run(**options(server, url, 20, feed_only=True, lease=600.0), progress=False))
-        store = RedisRunStore.open(StoreAddress.parse(url))
-        leaver = Worker(store, wait=20.0)
+        store = RedisRunStore.at(StoreAddress.parse(url))
+        leaver = JoinedWorker(store, wait=20.0)
         leaving = tasks.create_task(leaver.work())
         await began.wait()
         leaver.cancel()
@@ -267,7 +267,7 @@ async def test_a_drained_run_lets_rows_under_way_finish_and_its_resume_does_the_
 
 async def test_a_second_feeder_is_refused_while_the_first_lives(server: ScriptedServer, url: str) -> None:
     async with BatchAgent.open(**options(server, url, 1, feed_only=True, lease=1.5)) as run:
-        store = RedisRunStore.open(StoreAddress.parse(url))
+        store = RedisRunStore.at(StoreAddress.parse(url))
         while store.facts() is None:
             await asyncio.sleep(0.01)
         store.close()
@@ -291,6 +291,6 @@ def to_text(value: object) -> bytes:
 
 def expire(url: str) -> None:
     """Every lease ends now, and whoever looks may take the rows at once."""
-    from test_redis_store import let_time_pass
+    from test_run_stores import let_time_pass
 
     let_time_pass(StoreAddress.parse(url))

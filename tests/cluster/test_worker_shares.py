@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-from batch_agent.cluster.lending import Lending
-from batch_agent.record.lent import LentStore
-from batch_agent.run.steering import Controls
-
 from batch_agent.backends.base import Backend, Probe
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
+from batch_agent.record.store import WorkStore
+from batch_agent.run.control import Controls
 from batch_agent.run.shared import Shared
+from batch_agent.run.sharing import Lending
 from batch_agent.scheduler.server import Server, Terms
 from batch_agent.share.table import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.spec import BatchSpec
@@ -29,7 +28,7 @@ POT = f"{SLOTS}backend"
 
 
 class TableInMemory:
-    """The part of a LentStore that has the table. ``away`` makes it unreachable."""
+    """The part of a store that has the table. ``away`` makes it unreachable."""
 
     def __init__(self) -> None:
         self.table_, self.away = Table(), False
@@ -47,7 +46,7 @@ class TableInMemory:
         json.dumps(status)
         return self.table_.beat(worker, time.monotonic(), seconds, claims, learnt, status)
 
-    def leave(self, worker: str) -> None:
+    def resign(self, worker: str) -> None:
         self.table_.leave(worker, time.monotonic())
 
     def followed_rows(self) -> list[str]:
@@ -87,7 +86,7 @@ def worker(store: TableInMemory, seconds: float = 15.0) -> tuple[Lending, Shared
     dispatcher = Dispatcher(cast(Any, backend), 8, servers={"backend": Server("backend")}, terms=Terms(8))
     spending = Spending(BatchSpec(inputs=["a"], task="{input}"), None, lambda _: None, lambda _: None)
     shared = SimpleNamespace(dispatchers={"backend": dispatcher}, spending=spending)
-    return Lending(cast(LentStore, store), "me", seconds), cast(Shared, shared), dispatcher, backend
+    return Lending(cast(WorkStore, store), "me", seconds), cast(Shared, shared), dispatcher, backend
 
 
 async def until(condition: Any) -> None:
@@ -106,7 +105,7 @@ async def test_a_worker_uses_its_share_and_leaves_nothing_behind() -> None:
         first = dispatcher.scheduler.allotted
         store.steer({"do": "pause"})
         store.steer({"do": "cancel-row", "row": "7"})
-        store.leave(OTHER)
+        store.resign(OTHER)
         lending.soon()
         await until(lambda: dispatcher.scheduler.allotted == 8)
     dispatcher.close()

@@ -1,13 +1,13 @@
-"""Leases in any order: three workers take, renew, record, finish, hand back and lose rows of a run in Redis."""
+"""Leases in any order: three workers take, renew, record, finish, hand back and lose rows, in every store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from batch_agent.record.shared import LeasedRow, RowChange
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,26 +19,31 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from redis_servers import needs_redis, redis_server
-from run_store_contract import delivered, facts, new_row, step
-from test_redis_store import let_time_pass, open_run
+from test_broken_stores import ToyPlace
+from test_run_stores import NAMES, DirectoryPlace, MemoryPlace, RedisPlace, ServedDirectoryPlace
+from toy_store import ToyStore
 
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.store import LeasedRow, RowChange
+from batch_agent.testing.run_store_contract import FRESH, facts
+from batch_agent.testing.store_place import StorePlace, new_row, turn
 
-NAMES = (f"machine-{number}" for number in count())
 WORKERS = st.integers(0, 2)
 
 
 class Leases(RuleBasedStateMachine):
     """``held`` is what each worker believes to hold. A worker is told of a loss only when it renews or commits."""
 
-    server: ClassVar[StoreAddress]
+    make_place: ClassVar[Callable[[], StorePlace]]
 
     @initialize()
     def begin(self) -> None:
-        self.address = self.server.at(next(NAMES))
-        self.store: RedisRunStore = open_run(self.address)
-        self.sitting = self.store.open_feed(facts(), resume=False, keep_results_only=False).sitting  # type: ignore[arg-type]
+        self.place = type(self).make_place()
+        self.feeder = self.place.open()
+        self.feeder.open(FRESH)
+        opened = self.feeder.open_feed(facts(), FRESH)
+        self.sitting, self.position = opened.sitting, opened.position
+        self.store = self.place.worker(self.feeder)
         self.workers = [self.store.join({}) for _ in range(3)]
         self.numbers = [count(1) for _ in range(3)]
         self.held: list[list[LeasedRow]] = [[], [], []]
@@ -46,10 +51,14 @@ class Leases(RuleBasedStateMachine):
         self.tokens: dict[str, int] = {}  # the latest of each row
         self.recorded: dict[str, int] = {}  # steps of each row
         self.ended: set[str] = set()
+        self.read: list[str] = []  # rows whose results were read
+        self.expired: set[tuple[str, int]] = (
+            set()
+        )  # rows and tokens of leases whose time has passed: a store may refuse them
 
     @rule(rows=st.integers(1, 4), worker=WORKERS, taken=st.integers(1, 4))
     def feed(self, rows: int, worker: int, taken: int) -> None:
-        self.store.feed(self.sitting, [new_row(self.fed + place) for place in range(rows)], True)
+        self.feeder.feed(self.sitting, [new_row(self.place, self.fed + number) for number in range(rows)])
         self.fed += rows
         self.take(worker, taken)
 
@@ -61,18 +70,19 @@ class Leases(RuleBasedStateMachine):
             assert row.lease.token > self.tokens.get(name, 0), "two leases of a row have one token"
             assert len(row.steps) == self.recorded.get(name, 0), "what was recorded did not travel with the row"
             self.tokens[name] = row.lease.token
+            self._forget(worker, {row.lease.place})  # its own row again
             self.held[worker].append(row)
 
     @precondition(lambda self: any(self.held))
     @rule()
     def time_passes(self) -> None:
-        let_time_pass(self.address)
+        self._expire()
 
     @precondition(lambda self: any(self.held))
     @rule(by=WORKERS, then=WORKERS, ends=st.booleans())
     def take_over(self, by: int, then: int, ends: bool) -> None:
         """Leases end, a worker takes the rows, and one that may have had them goes on as if nothing had happened."""
-        let_time_pass(self.address)
+        self._expire()
         self.take(by, 4)
         self.commit(then, ends, False, "")
 
@@ -82,7 +92,9 @@ class Leases(RuleBasedStateMachine):
         lost, _ = self.store.renew(self.workers[worker], [row.lease for row in self.held[worker]])
         for row in self.held[worker]:
             if self.tokens[row.lease.row] == row.lease.token:
-                assert row.lease.place not in lost or self._is_held_twice(worker, row)
+                assert row.lease.place not in lost or self._may_be_lost(row)
+                if row.lease.place not in lost:
+                    self.expired.discard((row.lease.row, row.lease.token))
         self._forget(worker, lost)
 
     @precondition(lambda self: any(self.held))
@@ -90,7 +102,13 @@ class Leases(RuleBasedStateMachine):
     def commit(self, worker: int, ends: bool, repeated: bool, error: str) -> None:
         rows = self.held[worker][:2]
         changes = [
-            RowChange(row.lease, (step("turn"),), b"done" if ends else None, error if ends else "") for row in rows
+            RowChange(
+                row.lease,
+                (turn(new_row(self.place, row.lease.index), "turn"),),
+                self.place.result("done", row.lease.index) if ends else None,
+                error if ends else "",
+            )
+            for row in rows
         ]
         number = next(self.numbers[worker])
         lost = self.store.commit(self.workers[worker], number, changes)
@@ -98,7 +116,9 @@ class Leases(RuleBasedStateMachine):
             assert self.store.commit(self.workers[worker], number, changes) == lost
         for row in rows:
             if self.tokens[row.lease.row] == row.lease.token:
-                assert row.lease.place not in lost or self._is_held_twice(worker, row), "a lease that holds was refused"
+                if row.lease.place in lost:
+                    assert self._may_be_lost(row), "a lease that holds was refused"
+                    continue
                 self.recorded[row.lease.row] = self.recorded.get(row.lease.row, 0) + 1
                 if ends:
                     self.ended.add(row.lease.row)
@@ -120,29 +140,21 @@ class Leases(RuleBasedStateMachine):
         self.held[worker] = []
         self.workers[worker], self.numbers[worker] = self.store.join({}), count(1)
 
-    @precondition(lambda self: any(self.held))
-    @rule()
-    def another_feeder(self) -> None:
-        let_time_pass(self.address)
-        self.store.close()
-        self.store = open_run(self.address)
-        self.sitting = self.store.open_feed(facts(), resume=True, keep_results_only=False).sitting  # type: ignore[arg-type]
-        answers = self.store.feed(self.sitting, [new_row(place) for place in range(self.fed)], False)
-        assert sum(answer is not None for answer in answers) == len(self.ended)
-
     @invariant()
     def nothing_is_lost_or_done_twice(self) -> None:
         if not hasattr(self, "store"):
             return
-        counts = self.store.standing().counts
+        counts = self.feeder.standing().counts
         assert counts.unstarted + counts.leased + len(self.ended) == self.fed
-        rows = [each.row for each in self.store.results(self.sitting, "0-0", 10_000, 0)]
-        assert len(rows) == len(set(rows)) == len(self.ended)
+        for result in self.feeder.results(self.sitting, self.position, 10_000, 0):
+            self.read.append(result.row)
+            self.position = result.position
+        assert len(self.read) == len(set(self.read)) == len(self.ended)
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):
             return
-        let_time_pass(self.address)
+        self._expire()
         self.take(0, 10_000)
         self.held[0] = [
             row
@@ -152,15 +164,44 @@ class Leases(RuleBasedStateMachine):
         while self.held[0]:
             self.commit(0, True, False, "")
         assert len(self.ended) == self.fed
-        assert len(delivered(self.store, self.sitting)) <= self.fed
-        self.store.close()
+        self.nothing_is_lost_or_done_twice()
+        self.place.close()
+
+    def _expire(self) -> None:
+        self.place.expire()
+        self.expired |= {(row.lease.row, row.lease.token) for held in self.held for row in held}
 
     def _forget(self, worker: int, lost: set[str]) -> None:
         self.held[worker] = [row for row in self.held[worker] if row.lease.place not in lost]
 
-    def _is_held_twice(self, worker: int, row: LeasedRow) -> bool:
-        """The worker took its own row again: the older of its two leases is lost, and both have one place."""
-        return sum(other.lease.place == row.lease.place for other in self.held[worker]) > 1
+    def _may_be_lost(self, row: LeasedRow) -> bool:
+        return (row.lease.row, row.lease.token) in self.expired
+
+
+def play(make_place: Callable[[], StorePlace], examples: int) -> None:
+    Leases.make_place = staticmethod(make_place)  # type: ignore[method-assign]
+    run_state_machine_as_test(
+        Leases,
+        settings=settings(
+            max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory", "served", "toy"])
+def test_in_any_order_of_events_no_row_is_done_twice_and_none_is_lost(kind: str, tmp_path: Path) -> None:
+    def make_place() -> StorePlace:
+        folder = tmp_path / next(NAMES)
+        match kind:
+            case "memory":
+                return MemoryPlace()
+            case "directory":
+                return DirectoryPlace(folder)
+            case "served":
+                return ServedDirectoryPlace(folder)
+        return ToyPlace(folder, ToyStore)
+
+    play(make_place, 30 if kind == "memory" else 10)
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +211,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
 
 
 @needs_redis
-def test_in_any_order_of_events_no_row_is_done_twice_and_none_is_lost(server: StoreAddress) -> None:
-    Leases.server = server
-    run_state_machine_as_test(
-        Leases,
-        settings=settings(
-            max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+def test_in_any_order_of_events_no_row_of_a_run_in_redis_is_done_twice_and_none_is_lost(server: StoreAddress) -> None:
+    play(lambda: RedisPlace(server.at(next(NAMES))), 15)

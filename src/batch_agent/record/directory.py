@@ -8,6 +8,7 @@ on this machine reach them through ``served``.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -38,8 +39,15 @@ class DirectoryStore(MemoryStore):
 
     writes = True
 
-    def __init__(self, path: Path, *, open_journal: OpenJournal = SqliteJournal.open) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        path: Path,
+        *,
+        open_journal: OpenJournal = SqliteJournal.open,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(clock, wall)
         self.path = path
         self.schema: OutputSchema[object] | None = None
         self._open_journal = open_journal
@@ -64,7 +72,7 @@ class DirectoryStore(MemoryStore):
         super().close()
 
     def _open_stage(self, name: str) -> MemoryStore:
-        return DirectoryStore(self.path / name, open_journal=self._open_journal)
+        return DirectoryStore(self.path / name, open_journal=self._open_journal, clock=self._clock, wall=self._wall)
 
     @property
     def _dir(self) -> RunDir:
@@ -191,29 +199,35 @@ class DirectoryStore(MemoryStore):
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return self._numbers if worker in self._own_workers else super().agent_numbers(worker)
 
-    def _record(self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None) -> None:
+    def _record(
+        self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None
+    ) -> Sequence[tuple[KeptStep, ...]]:
         own = worker in self._own_workers
         with self._disk:
-            steps = [step if own else self._renumbered(change, step) for change in changes for step in change.steps]
+            recorded = [change.steps if own else self._renumbered(change) for change in changes]
             if outlay is not None:  # with several workers, the table has what is spent
                 self._outlay = Outlay(learnt=outlay.learnt) if self._shares else outlay
             ended = [change for change in changes if change.result is not None]
-            self._journal.commit(steps, self._progress(ended))
+            self._journal.commit([step for steps in recorded for step in steps], self._progress(ended))
             results = [change.result for change in ended if isinstance(change.result, BaseResult)]
             if results:
                 self._dir.schema = self.schema
                 self._dir.write(results)  # type: ignore[arg-type]
             for change in ended:
                 self._agents.pop(change.lease.place, None)
+            return recorded
 
-    def _renumbered(self, change: RowChange, step: KeptStep) -> KeptStep:
-        """Return the step of another process with a number of this journal for its agent."""
-        if step.agent >> NUMBERS == 0:  # it continues an agent of an earlier session
-            return step
-        numbers = self._agents.setdefault(change.lease.place, {})
-        if step.agent not in numbers:
-            numbers[step.agent] = next(self._numbers)
-        return KeptStep(numbers[step.agent], step.key, step.content, step.kind, step.body)
+    def _renumbered(self, change: RowChange) -> tuple[KeptStep, ...]:
+        """Return the steps of another process with numbers of this journal for their agents."""
+        steps = []
+        for step in change.steps:
+            if step.agent >> NUMBERS:  # else the step continues an agent that has its number
+                numbers = self._agents.setdefault(change.lease.place, {})
+                if step.agent not in numbers:
+                    numbers[step.agent] = next(self._numbers)
+                step = KeptStep(numbers[step.agent], step.key, step.content, step.kind, step.body)
+            steps.append(step)
+        return tuple(steps)
 
     def _progress(self, ended: Sequence[RowChange] = ()) -> Progress:
         outlay = self._outlay

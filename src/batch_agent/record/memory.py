@@ -105,6 +105,7 @@ class MemoryStore:
         self._returned: list[int] = []  # orders of rows whose lease has ended
         self._held: dict[str, WaitingRow] = {}  # by place
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
+        self._committing: set[int] = set()  # workers whose commit is being written
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
         # Shares, calls, files
@@ -135,8 +136,11 @@ class MemoryStore:
         """Return what earlier sessions recorded for each row; None if nothing was recorded."""
         return None
 
-    def _record(self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None) -> None:
-        """Write changes to the files, all of them or none."""
+    def _record(
+        self, worker: int, changes: Sequence[RowChange], outlay: Outlay | None
+    ) -> Sequence[tuple[KeptStep, ...]]:
+        """Write changes to the files, all of them or none. Returns the steps of each change as they were recorded."""
+        return [change.steps for change in changes]
 
     def _keeps_past(self) -> bool:
         """Whether ``claim`` may find something."""
@@ -366,39 +370,51 @@ class MemoryStore:
             with self._lock:
                 return self._apply(worker, [(change, self._holder(worker, change.lease)) for change in changes])
         with self._lock:
+            # A worker that lost the connection repeats its commit, even while the first one is being written.
+            self._rows_changed.wait_for(lambda: worker not in self._committing)
             latest = self._commits.get(worker)
             if latest is not None and latest[0] == number:
                 return latest[1]
+            self._committing.add(worker)
             holders = [(change, self._holder(worker, change.lease)) for change in changes]
             # While the changes are written, the rows stay with their holder.
             for _, queued in holders:
                 if queued is not None:
                     queued.until = float("inf")
         valid = [change for change, queued in holders if queued is not None]
+        recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
-            self._record(worker, valid, outlay)
+            recorded = self._record(worker, valid, outlay)
         finally:
             until = float("inf") if own else self._clock() + self._lease_seconds
             with self._lock:
                 for _, queued in holders:
                     if queued is not None:
                         queued.until = until
-        with self._lock:
-            lost = self._apply(worker, holders)
-            if not own:
-                self._commits[worker] = number, lost
-            return lost
+                if recorded is not None:
+                    lost = self._apply(worker, holders, recorded)
+                    if not own:
+                        self._commits[worker] = number, lost
+                self._committing.discard(worker)
+                self._rows_changed.notify_all()
+        return lost
 
-    def _apply(self, worker: int, holders: Sequence[tuple[RowChange, WaitingRow | None]]) -> set[str]:
-        """Apply a commit that is written to the queue. Returns the places of rows that the worker does not hold."""
-        own, ended, lost = worker in self._own_workers, False, set()
+    def _apply(
+        self,
+        worker: int,
+        holders: Sequence[tuple[RowChange, WaitingRow | None]],
+        recorded: Sequence[tuple[KeptStep, ...]] | None = None,
+    ) -> set[str]:
+        """Apply a commit that is written to the queue. ``recorded`` are the steps of the rows that the worker holds, if
+        they were changed. Returns the places of the other rows."""
+        own, ended, lost, place = worker in self._own_workers, False, set(), -1
         for change, queued in holders:
             if queued is None:
                 lost.add(change.lease.place)
                 continue
-            if change.result is None:
-                if not own:  # another worker may take the row over
-                    queued.steps.extend(change.steps)
+            place += 1
+            if change.result is None:  # another worker may take the row over
+                queued.steps.extend(change.steps if recorded is None else recorded[place])
                 continue
             ended = True
             self._position += 1

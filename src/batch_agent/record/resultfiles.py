@@ -63,6 +63,12 @@ class ResultFiles:
                 draft.unlink(missing_ok=True)
             raise
 
+    def close(self) -> None:
+        """Close the files of a session that did not end. The next session puts their lines in place."""
+        for file in self._open:
+            file.close()
+        self._open = ()
+
     def _merge(self) -> None:
         seen = _Indexes()
         for draft in self._drafts:

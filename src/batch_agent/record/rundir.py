@@ -117,6 +117,7 @@ class RunDir:
 
     def close(self) -> None:
         try:
+            self._files.close()
             self.journal.close()
         finally:
             self._lock.release()

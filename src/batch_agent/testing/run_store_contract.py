@@ -1,0 +1,787 @@
+"""The contract of a record: tests that every ``RunStore`` passes.
+
+The author of a store writes a ``StorePlace`` (``testing.store_place``), and inherits ``RunStoreContract`` in a test
+class with a fixture ``place``:
+
+    class TestMyStore(RunStoreContract):
+        @pytest.fixture
+        def place(self, tmp_path):
+            with closing(MyPlace(tmp_path)) as place:
+                yield place
+
+Every test takes only ``place``. A test of something that a store does not have is skipped, with the reason. This module
+needs pytest.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Identity, Outlay
+from batch_agent.record.store import (
+    Counts,
+    FeederReplaced,
+    KeptStep,
+    LeasedRow,
+    NewRow,
+    Resuming,
+    RowChange,
+    RowLease,
+    RunStore,
+)
+from batch_agent.share.table import BUDGET_TOKENS, SLOTS, Claim, Learnt
+from batch_agent.testing.store_place import StorePlace, begun, bodies, done, facts, files_limited_to, new_row, turn
+
+SLOT_POT = f"{SLOTS}server"
+TRIES = 20  # to wait for something for half a second
+MEMBER, DEAD = 60.0, 1e-7  # seconds of a membership that lasts, and of one that has ended when the call returns
+FRESH, RESUME = Resuming(), Resuming(resume=True)
+
+
+class _Sitting:
+    """A session of a feeder with one worker, for tests. ``answers`` is what the feeder got for its rows."""
+
+    def __init__(
+        self, place: StorePlace, store: RunStore, rows: Sequence[NewRow], how: Resuming, facts: JsonObject
+    ) -> None:
+        store.open(how)
+        self.place, self.store, self.facts = place, store, facts
+        opened = store.open_feed(facts, how)
+        self.number, self.position, self.previous = opened.sitting, opened.position, opened.previous
+        self.answers = [None if got is None else place.read_result(got) for got in store.feed(self.number, rows)]
+        self.work = place.worker(store)
+        self.worker = self.work.join({})
+        self._commits = 0
+
+    def take(self, most: int = 100) -> list[LeasedRow]:
+        return self.work.take(self.worker, most, 0)
+
+    def record(self, row: LeasedRow, *steps: KeptStep) -> set[str]:
+        return self.commit(RowChange(row.lease, steps))
+
+    def finish(self, *rows: LeasedRow, error: str = "", steps: Sequence[KeptStep] = ()) -> set[str]:
+        return self.commit(*(self.ended(row.lease, error, steps) for row in rows))
+
+    def ended(self, lease: RowLease, error: str = "", steps: Sequence[KeptStep] = ()) -> RowChange:
+        return RowChange(lease, tuple(steps), self.place.result(f"result {lease.index}", lease.index), error)
+
+    def commit(self, *changes: RowChange) -> set[str]:
+        self._commits += 1
+        return self.work.commit(self.worker, self._commits, changes)
+
+    def delivered(self) -> list[tuple[int, object]]:
+        """Return the results of this session, in the order of the ends of their rows."""
+        found = self.store.results(self.number, self.position, 1000, 0)
+        return [(each.index, self.place.read_result(each.result)) for each in found if each.own]
+
+    def close(self) -> None:
+        self.store.close_feed(self.number, self.facts, "ended")
+        self.store.close()
+
+
+def sit(
+    place: StorePlace,
+    store: RunStore,
+    *rows: NewRow,
+    how: Resuming = FRESH,
+    fingerprint: str = "0f",
+) -> _Sitting:
+    return _Sitting(place, store, rows, how, facts(fingerprint))
+
+
+def texts(rows: Sequence[LeasedRow], place: StorePlace) -> list[object]:
+    return [place.read_value(row.value) for row in rows]
+
+
+def _needs(condition: object, reason: str) -> None:
+    if not condition:
+        pytest.skip(reason)
+
+
+class RunStoreContract:
+    # Rows and leases
+
+    def test_there_is_no_run_before_it_is_fed(self, place: StorePlace) -> None:
+        store = place.open()
+        store.open(FRESH)
+        assert store.facts() is None
+        with pytest.raises(StoreError):
+            store.standing()
+
+    def test_rows_are_leased_once_in_their_order_and_results_come_in_the_order_of_their_ends(
+        self, place: StorePlace
+    ) -> None:
+        now = sit(place, place.open(), *(new_row(place, index) for index in range(5)))
+        other = now.work.join({"host": "b"})
+        assert other != now.worker
+        first, second = now.take(3), now.work.take(other, 3, 0)
+        assert texts(first, place) == ["input row 0", "input row 1", "input row 2"]
+        assert [row.lease.index for row in second] == [3, 4]
+        assert now.take() == []
+        assert now.store.standing().counts == Counts(leased=5)
+        assert now.work.commit(other, 1, [now.ended(row.lease) for row in second]) == set()
+        assert now.finish(*first[:2]) == now.finish(first[2], error="Invalid") == set()
+        assert [index for index, _ in now.delivered()] == [3, 4, 0, 1, 2]
+        assert not now.store.standing().done
+        now.store.end_inputs(now.number)
+        assert now.store.standing().counts == Counts(ok=4, failed=1, fed=True)
+        assert now.store.standing().done
+
+    def test_each_result_is_read_once_in_pages(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), *(new_row(place, index) for index in range(7)))
+        rows = now.take()
+        now.finish(*rows[:5])
+        read: list[int] = []
+        position = now.position
+        for _ in range(10):
+            page = now.store.results(now.number, position, 2, 0)
+            assert len(page) <= 2
+            if not page and len(read) == 5:
+                now.finish(*rows[5:])
+            read += [each.index for each in page]
+            position = page[-1].position if page else position
+        assert read == [0, 1, 2, 3, 4, 5, 6]
+
+    def test_a_row_whose_lease_ended_is_taken_over_with_its_steps_and_the_old_holder_is_refused(
+        self, place: StorePlace
+    ) -> None:
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        two = now.work.join({})
+        (old,) = now.take()
+        now.record(old, turn(row, "turn 1"), begun(row))
+        now.record(old, turn(row, "turn 2"))
+        place.expire()
+        (taken,) = now.work.take(two, 1, 0)
+        assert taken.lease.token > old.lease.token
+        assert taken.lease.row == old.lease.row
+        assert bodies(taken.steps) == bodies([turn(row, "turn 1"), begun(row), turn(row, "turn 2")])
+        assert now.record(old, turn(row, "late")) == {old.lease.place}
+        assert now.finish(old) == {old.lease.place}
+        assert now.work.renew(now.worker, [old.lease])[0] == {old.lease.place}
+        now.work.hand_back(now.worker, [old.lease])  # it is another worker's row
+        assert now.take() == []
+        assert now.delivered() == []
+        assert now.work.commit(two, 1, [now.ended(taken.lease)]) == set()
+        assert now.delivered() == [(0, "result 0")]
+
+    def test_a_worker_that_takes_its_own_row_again_is_refused_under_the_old_token(self, place: StorePlace) -> None:
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        (old,) = now.take()
+        place.expire()
+        (new,) = now.take()
+        assert new.lease.token > old.lease.token
+        assert now.record(old, turn(row, "late")) == {old.lease.place}
+        assert now.work.renew(now.worker, [new.lease])[0] == set()
+        assert now.finish(new) == set()
+
+    def test_a_renewed_lease_outlasts_the_time_of_a_lease(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0), new_row(place, 1))
+        two = now.work.join({})
+        first, second = now.take()
+        place.expire()
+        assert now.work.renew(now.worker, [first.lease])[0] == set()
+        assert [row.lease.row for row in now.work.take(two, 2, 0)] == [second.lease.row]
+
+    def test_a_commit_refuses_the_rows_that_are_lost_and_records_the_others(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0), new_row(place, 1))
+        two = now.work.join({})
+        rows = now.take()
+        place.expire()
+        now.work.renew(now.worker, [rows[1].lease])
+        now.work.take(two, 1, 0)
+        assert now.finish(*rows) == {rows[0].lease.place}
+        assert [index for index, _ in now.delivered()] == [1]
+
+    def test_a_commit_that_is_repeated_changes_nothing_and_answers_the_same(self, place: StorePlace) -> None:
+        one, two = rows = new_row(place, 0), new_row(place, 1)
+        now = sit(place, place.open(), *rows)
+        other = now.work.join({})
+        first, second = now.take()
+        change = [RowChange(first.lease, (turn(one, "turn"),))]
+        assert now.work.commit(now.worker, 1, change) == now.work.commit(now.worker, 1, change) == set()
+        place.expire()
+        (again, _) = now.work.take(other, 2, 0)
+        assert bodies(again.steps) == bodies([turn(one, "turn")])
+        late = [now.ended(second.lease)]
+        lost = {second.lease.place}
+        assert now.work.commit(now.worker, 2, late) == now.work.commit(now.worker, 2, late) == lost
+        ended = [now.ended(again.lease, steps=[done(one, "end")])]
+        assert now.work.commit(other, 1, ended) == now.work.commit(other, 1, ended) == set()
+        assert len(now.delivered()) == 1
+        assert now.store.standing().counts.ok == 1
+        assert two.index not in [index for index, _ in now.delivered()]
+
+    def test_what_is_handed_back_can_be_taken_at_once_with_its_steps(self, place: StorePlace) -> None:
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row, new_row(place, 1))
+        two = now.work.join({})
+        rows = now.take()
+        now.record(rows[0], turn(row, "turn"))
+        now.work.hand_back(now.worker, [row.lease for row in rows])
+        now.work.leave(now.worker)
+        taken = now.work.take(two, 2, 0)
+        assert [(each.lease.index, bodies(each.steps)) for each in taken] == [(0, bodies([turn(row, "turn")])), (1, [])]
+        assert now.finish(*rows) == {row.lease.place for row in rows}
+        assert now.work.commit(two, 1, [now.ended(row.lease) for row in taken]) == set()
+        assert len(now.delivered()) == 2
+
+    def test_a_worker_in_the_feeders_process_keeps_its_rows_and_hands_them_on_with_their_steps(
+        self, place: StorePlace
+    ) -> None:
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        _needs(now.store.instant, "no worker is in the process of this store")
+        own = now.store.join({"feeder": True})
+        (held,) = now.store.take(own, 1, 0)
+        now.store.commit(own, 1, [RowChange(held.lease, (turn(row, "turn"),))])
+        place.expire()
+        assert now.take() == []
+        now.store.hand_back(own, [held.lease])
+        (taken,) = now.take()
+        assert bodies(taken.steps) == bodies([turn(row, "turn")])
+
+    def test_a_worker_in_the_feeders_process_continues_an_agent_of_another_process(self, place: StorePlace) -> None:
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        _needs(now.store.instant and place.keeps != "nothing", "no worker is in the process of this store")
+        (old,) = now.take()
+        now.record(old, turn(row, "first", next(now.work.agent_numbers(now.worker))))
+        place.expire()
+        own = now.store.join({"feeder": True})
+        (taken,) = now.store.take(own, 1, 0)
+        now.store.commit(own, 1, [RowChange(taken.lease, (turn(row, "second", taken.steps[0].agent),))])
+        (again,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        assert bodies(again.steps) == bodies([turn(row, "first"), turn(row, "second")])
+        assert len({step.agent for step in again.steps}) == 1
+
+    def test_rows_that_ask_the_same_are_rows_of_their_own(self, place: StorePlace) -> None:
+        now = sit(
+            place, place.open(), *(new_row(place, index, "same") for index in range(3)), new_row(place, 3, "other")
+        )
+        now.store.feed(now.number, [new_row(place, 4, "same"), new_row(place, 5, "same")])
+        rows = now.take()
+        assert [row.lease.index for row in rows] == [0, 1, 2, 3, 4, 5]
+        assert len({row.lease.place for row in rows}) == 6
+        now.finish(*rows)
+        assert [index for index, _ in now.delivered()] == [0, 1, 2, 3, 4, 5]
+
+    def test_no_two_agents_have_one_number(self, place: StorePlace) -> None:
+        now = sit(place, place.open())
+        workers = [now.work.join({}) for _ in range(3)]
+        numbers = [now.work.agent_numbers(worker) for worker in workers]
+        drawn = [next(each) for each in numbers for _ in range(5)]
+        assert len(set(drawn)) == 15
+
+    def test_threads_that_take_at_once_never_get_one_row_twice(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), *(new_row(place, index) for index in range(60)))
+
+        def take(_: int) -> list[int]:
+            worker, taken = now.work.join({}), list[int]()
+            while rows := now.work.take(worker, 3, 0):
+                now.work.commit(worker, len(taken) + 1, [now.ended(row.lease) for row in rows])
+                taken += [row.lease.index for row in rows]
+            return taken
+
+        with ThreadPoolExecutor(4) as threads:
+            taken = [index for found in threads.map(take, range(4)) for index in found]
+        assert sorted(taken) == list(range(60))
+        assert sorted(index for index, _ in now.delivered()) == list(range(60))
+
+    def test_a_worker_that_waits_gets_a_row_when_one_is_fed_and_the_feeder_its_result(self, place: StorePlace) -> None:
+        now = sit(place, place.open())
+
+        def work() -> None:
+            rows: list[LeasedRow] = []
+            for _ in range(TRIES):
+                rows = rows or now.work.take(now.worker, 1, 0.5)
+            now.finish(*rows)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        now.store.feed(now.number, [new_row(place, 0)])
+        worker.join()
+        results = [each for _ in range(TRIES) for each in now.store.results(now.number, now.position, 10, 0.5)]
+        assert {each.index for each in results} == {0}
+
+    # The feeder
+
+    def test_workers_see_the_phase_and_whether_there_is_a_feeder(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0))
+        assert now.work.renew(now.worker, [])[1].phase == "running"
+        assert now.store.keep_feed(now.number).feeder
+        now.store.set_phase(now.number, "draining")
+        assert now.work.standing().phase == "draining"
+        now.store.close_feed(now.number, facts(), "ended")
+        standing = now.work.renew(now.worker, [])[1]
+        assert (standing.phase, standing.feeder, standing.done) == ("ended", False, True)
+
+    def test_facts_are_those_that_were_written_last(self, place: StorePlace) -> None:
+        now = sit(place, place.open())
+        assert (now.work.facts() or {})["spec"] == {"task": "t"}
+        now.store.write_facts(now.number, facts(total=7))
+        assert (now.work.facts() or {})["total"] == 7
+
+    def test_a_feeder_that_was_replaced_writes_nothing(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0))
+        late, store = now.number + 1, now.store
+        if place.shared:
+            place.expire()
+            other = place.open()
+            late = now.number
+            store, opened = now.store, other.open_feed(facts(), RESUME)
+            assert opened.previous == facts()
+            assert other.keep_feed(opened.sitting).feeder
+        calls = (
+            lambda: store.feed(late, [new_row(place, 1)]),
+            lambda: store.keep_feed(late),
+            lambda: store.write_facts(late, facts(late=True)),
+            lambda: store.end_inputs(late),
+            lambda: store.set_phase(late, "ended"),
+            lambda: store.close_feed(late, facts(late=True), "ended"),
+        )
+        for call in calls:
+            with pytest.raises(FeederReplaced):
+                call()
+        assert "late" not in (store.facts() or {})
+        assert store.standing().phase == "running"
+        assert store.standing().counts.unstarted == 1
+
+    def test_a_run_is_resumed_only_on_request(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        sit(place, place.open(), new_row(place, 0)).close()
+        again = place.open()
+        with pytest.raises(SpecError, match="resume"):
+            again.open(FRESH)
+        again.close()
+        resumed = sit(place, place.open(), new_row(place, 0), how=RESUME)
+        assert (resumed.previous or {})["fingerprint"] == "0f"
+
+    def test_only_one_process_feeds_a_run(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing" and not place.shared, "other processes do not open this store")
+        sit(place, place.open(), new_row(place, 0))
+        other = place.open()
+        with pytest.raises(StoreError):
+            other.open(RESUME)
+
+    def test_leases_hold_when_another_process_becomes_the_feeder(self, place: StorePlace) -> None:
+        _needs(place.shared, "workers do not outlive the feeder of this store")
+        rows = [new_row(place, index) for index in range(2)]
+        now = sit(place, place.open(), *rows)
+        held = now.take()
+        now.store.close_feed(now.number, facts(), "running")
+        other = place.open()
+        opened = other.open_feed(facts(), RESUME)
+        now.finish(held[0])
+        answers = other.feed(opened.sitting, rows)
+        assert answers == other.feed(opened.sitting, rows) == [place.result("result 0", 0), None]
+        now.finish(held[1])
+        found = other.results(opened.sitting, opened.position, 10, 0)
+        assert [each.index for each in found if each.own] == [1]
+
+    # The next process
+
+    def test_after_a_kill_everything_that_was_committed_is_there(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        rows = [new_row(place, index) for index in range(4)]
+        now = sit(place, place.open(), *rows)
+        ended, failed, running, _ = now.take()
+        now.finish(ended, steps=[done(rows[0], "the answer", 1)])
+        now.finish(failed, error="Unavailable", steps=[turn(rows[1], "a turn", 2)])
+        now.record(running, turn(rows[2], 'text "with" \n, é and \u2028', 3), begun(rows[2], 3))
+        again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        found = {row.lease.index: bodies(row.steps) for row in again.take()}
+        known = {
+            0: bodies([done(rows[0], "the answer")]),
+            1: bodies([turn(rows[1], "a turn")]),
+            2: bodies([turn(rows[2], 'text "with" \n, é and \u2028'), begun(rows[2])]),
+            3: [],
+        }
+        if place.keeps == "results":
+            assert again.answers == ["result 0", None, None, None]
+            del known[0]
+        else:
+            assert again.answers == [None] * 4
+        assert found == known
+
+    def test_a_write_that_was_begun_is_known_after_a_kill(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        now.record(now.take()[0], begun(row))
+        (taken,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        assert bodies(taken.steps) == bodies([begun(row)])
+
+    def test_steps_keep_their_order_and_their_agents(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        (held,) = now.take()
+        (agent,) = [next(now.work.agent_numbers(now.worker))]
+        wanted = [turn(row, f"turn {number}", agent) for number in range(12)]
+        for start in range(0, 12, 3):
+            now.record(held, *wanted[start : start + 3])
+        (taken,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        assert bodies(taken.steps) == bodies(wanted)
+        assert len({step.agent for step in taken.steps}) == 1
+
+    def test_a_lease_from_before_a_kill_is_refused_once_the_row_is_leased_again(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        (old,) = now.take()
+        again = sit(place, place.reopen(now.store), row, how=RESUME)
+        (taken,) = again.take()
+        late = again.ended(old.lease)
+        assert again.work.commit(now.worker, 9, [late]) == {old.lease.place}
+        assert again.work.commit(again.worker, 9, [late]) == ({old.lease.place} if old.lease != taken.lease else set())
+        assert old.lease != taken.lease
+        assert again.delivered() == []
+
+    def test_a_worker_number_and_agent_numbers_are_not_used_again_after_a_kill(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        rows = [new_row(place, 0), new_row(place, 1)]
+        now = sit(place, place.open(), *rows)
+        one, _ = now.take()
+        mine = now.work.agent_numbers(now.worker)
+        now.record(one, turn(rows[0], "of the first", next(mine)))
+        again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        first, second = sorted(again.take(), key=lambda row: row.lease.index)
+        assert bodies(first.steps) == bodies([turn(rows[0], "of the first")])
+        number = next(again.work.agent_numbers(again.worker))
+        assert number not in [step.agent for step in first.steps]
+        again.record(second, turn(rows[1], "of the second", number))
+        third = sit(place, place.reopen(again.store), *rows, how=RESUME)
+        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.lease.index)]
+        assert found == [bodies([turn(rows[0], "of the first")]), bodies([turn(rows[1], "of the second")])]
+
+    def test_only_the_failures_that_are_named_are_tried_again(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        rows = [new_row(place, index) for index in range(2)]
+        now = sit(place, place.open(), *rows)
+        one, two = now.take()
+        now.finish(one, error="Unavailable")
+        now.finish(two, error="Invalid")
+        now.close()
+        named = ("Invalid",)
+        again = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=named))
+        if place.keeps == "results":
+            assert again.answers == ["result 0", None]
+            assert [row.lease.index for row in again.take()] == [1]
+        else:
+            assert [row.retry for row in again.take()] == [named, named]  # a worker decides from the steps
+
+    def test_rows_that_ask_the_same_each_get_a_record_once(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        rows = [new_row(place, index, "same") for index in range(3)]
+        now = sit(place, place.open(), *rows)
+        numbers = now.work.agent_numbers(now.worker)
+        for number, row in enumerate(now.take()):
+            now.finish(row, steps=[done(rows[0], f"answer {number}", next(numbers))])
+        now.close()
+        again = sit(place, place.open(), *(new_row(place, index, "same") for index in range(4)), how=RESUME)
+        answers = [row for row in again.take() if row.steps]
+        if place.keeps == "results":
+            assert sorted(str(answer) for answer in again.answers[:3]) == ["result 0", "result 1", "result 2"]
+            assert (again.answers[3], answers) == (None, [])
+        else:
+            given = sorted(step.body for row in answers for step in row.steps)
+            assert given == sorted(done(rows[0], f"answer {number}").body for number in range(3))
+
+    def test_each_recorded_agent_is_claimed_once(self, place: StorePlace) -> None:
+        _needs(place.keeps == "steps", "a leased row has the steps of all its agents")
+        row, part = new_row(place, 0), new_row(place, 0, "part")
+        now = sit(place, place.open(), row)
+        numbers = now.work.agent_numbers(now.worker)
+        (held,) = now.take()
+        now.record(held, done(row, "whole", next(numbers)), done(part, "left", next(numbers)))
+        again = sit(place, place.reopen(now.store), row, how=RESUME)
+        (taken,) = again.take()
+        assert taken.more
+        wanted = [Identity(part.key, part.content)] * 2
+        found = again.work.claim(taken.lease, wanted)
+        assert [bodies(steps) for steps in found] == [bodies([done(part, "left")]), []]
+        assert again.work.claim(taken.lease, wanted) == [(), ()]
+
+    def test_a_row_that_moved_keeps_its_record_and_one_that_is_gone_leaves_the_queue(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        a, b, c = (new_row(place, index, name) for index, name in enumerate("abc"))
+        now = sit(place, place.open(), a, b, c)
+        held = now.take(1)[0]
+        now.record(held, turn(a, "turn"))
+        again = sit(place, place.reopen(now.store), new_row(place, 0, "b"), new_row(place, 1, "a"), how=RESUME)
+        again.store.end_inputs(again.number)
+        taken = {row.lease.index: bodies(row.steps) for row in again.take()}
+        assert taken == {0: [], 1: bodies([turn(a, "turn")])}
+        assert again.store.standing().counts == Counts(leased=2, fed=True)
+
+    def test_another_fingerprint_begins_a_generation_and_old_answers_are_not_used(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        rows = [new_row(place, index) for index in range(2)]
+        now = sit(place, place.open(), *rows)
+        ended, running = now.take()
+        now.finish(ended, steps=[done(rows[0], "old answer")])
+        generation = now.store.standing().generation
+        changed = [new_row(place, index, question="another question about ") for index in range(2)]
+        again = sit(place, place.reopen(now.store), *changed, how=RESUME, fingerprint="1f")
+        assert again.store.standing().generation != generation
+        assert again.answers == [None, None]
+        assert again.work.renew(now.worker, [running.lease])[0] == {running.lease.place}
+        assert [(row.lease.index, row.steps) for row in again.take()] == [(0, ()), (1, ())]
+
+    def test_by_force_rows_keep_their_steps_though_the_question_changed(self, place: StorePlace) -> None:
+        _needs(place.keeps == "steps", "this store looks rows up by their question")
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        now.finish(now.take()[0], steps=[done(row, "old answer")])
+        now.close()
+        changed = new_row(place, 0, question="another question about ")
+        again = sit(place, place.open(), changed, how=Resuming(resume=True, force=True), fingerprint="1f")
+        (taken,) = again.take()
+        assert (bodies(taken.steps), taken.checks) == (bodies([done(row, "old answer")]), False)
+
+    def test_the_steps_of_successful_rows_are_dropped_if_only_results_are_kept(self, place: StorePlace) -> None:
+        store = place.open()
+        store.open(FRESH)
+        sitting = store.open_feed(facts(), FRESH, keep_results_only=True).sitting
+        rows = [new_row(place, index) for index in range(2)]
+        store.feed(sitting, rows)
+        worker = store.join({})
+        good, bad = store.take(worker, 2, 0)
+        _needs(place.steps_kept(store, good.lease) is not None, "this store keeps all steps")
+        store.commit(worker, 1, [RowChange(good.lease, (done(rows[0], "x"),), place.result("result 0", 0))])
+        store.commit(worker, 2, [RowChange(bad.lease, (turn(rows[1], "x"),), place.result("result 1", 1), "Invalid")])
+        assert (place.steps_kept(store, good.lease), place.steps_kept(store, bad.lease)) == (0, 1)
+
+    # What was spent
+
+    def test_what_sessions_spent_is_added_up_and_an_unreturned_lease_counts_as_spent(self, place: StorePlace) -> None:
+        _needs(place.ledger, "the table of shares has what was spent")
+        sessions = (
+            (Outlay(10, 0.5, (90, 0.25)), False),  # killed
+            (Outlay(20, None, None, (1, 2, 3)), True),
+            (Outlay(30, 1.0), True),
+        )
+        store = place.open()
+        for outlay, ends in sessions:
+            now = sit(place, store, how=RESUME)
+            own = store.join({"feeder": True})
+            store.commit(own, 1, [], Outlay(1, None, (1000, 9.0)))
+            store.commit(own, 2, [], outlay)
+            if ends:
+                now.close()
+            store = place.reopen(store)
+        last = sit(place, store, how=RESUME)
+        assert last.store.spent() == Outlay(140, 1.5, None, (1, 2, 3))
+
+    def test_a_lease_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(
+        self, place: StorePlace
+    ) -> None:
+        _needs(place.ledger, "the table of shares has what was spent")
+        now = sit(place, place.open())
+        now.store.commit(now.store.join({"feeder": True}), 1, [], Outlay(0, None, (500, 0.0)))
+        again = sit(place, place.reopen(now.store), how=RESUME)
+        assert again.store.spent().tokens == 500
+
+    def test_the_share_of_a_killed_worker_stays_spent_for_the_next_process(self, place: StorePlace) -> None:
+        _needs(place.keeps != "nothing", "this store keeps nothing")
+        now = sit(place, place.open())
+        granted = now.work.beat("killed", DEAD, {BUDGET_TOKENS: Claim(1000, 0, 600)}, {}, {}).grants[BUDGET_TOKENS]
+        assert granted.held == 600
+        again = sit(place, place.reopen(now.store), how=RESUME)
+        grants = again.work.beat("next", MEMBER, {BUDGET_TOKENS: Claim(1000, 0, 1000)}, {}, {}).grants
+        assert grants[BUDGET_TOKENS].held == 400
+
+    # Shares
+
+    def test_workers_that_claim_at_once_never_hold_more_than_the_limit(self, place: StorePlace) -> None:
+        work = sit(place, place.open()).work
+
+        def claim(number: int) -> int:
+            held = 0
+            for _ in range(6):
+                claims = {BUDGET_TOKENS: Claim(1000, held, held + 50, 50)}
+                held = work.beat(f"w{number}", MEMBER, claims, {}, {}).grants[BUDGET_TOKENS].held
+            return held
+
+        with ThreadPoolExecutor(4) as threads:
+            held = list(threads.map(claim, range(4)))
+        assert sum(held) == 1000
+        table, _ = work.table()
+        assert sum(member.claims[BUDGET_TOKENS].held for member in table.members.values()) == 1000
+
+    def test_a_worker_that_resigns_returns_its_slots_and_a_dead_one_loses_them(self, place: StorePlace) -> None:
+        work, everything = sit(place, place.open()).work, {SLOT_POT: Claim(8, 0, 8)}
+        first = work.beat("left", MEMBER, everything, {}, {}).grants[SLOT_POT].held
+        none = work.beat("b", MEMBER, everything, {}, {}).grants[SLOT_POT].held
+        work.resign("left")
+        again = work.beat("b", DEAD, everything, {}, {}).grants[SLOT_POT].held
+        after = work.beat("c", MEMBER, everything, {}, {}).grants[SLOT_POT].held
+        assert (first, none, again, after) == (8, 0, 8, 8)
+
+    def test_requests_reach_every_worker(self, place: StorePlace) -> None:
+        work = sit(place, place.open()).work
+        before = work.beat("a", MEMBER, {}, {"gpu": Learnt(down=True)}, {"host": "one"}).steering
+        work.steer({"do": "pause"})
+        work.steer({"do": "retry-row", "row": 7})
+        heard = work.beat("b", MEMBER, {}, {"gpu": Learnt()}, {"host": "two"})
+        table, now = work.table()
+        assert (before.number, heard.steering.paused, heard.steering.rows) == (0, True, ((2, "retry-row", "7"),))
+        assert heard.learnt == {"gpu": [Learnt(down=True)]}
+        assert [member.status for member in table.live(now).values()] == [{"host": "one"}, {"host": "two"}]
+        with pytest.raises(SpecError, match="does not support"):
+            work.steer({"do": "dance"})
+
+    # Calls that run once
+
+    def test_a_call_runs_at_one_worker_and_the_others_find_its_result(self, place: StorePlace) -> None:
+        work = sit(place, place.open()).work
+        work.beat("a", MEMBER, {}, {}, {})
+        mine = work.begin_call("a", "key", "t1", "")
+        theirs = work.begin_call("b", "key", "t2", "")
+        assert (mine.state, theirs.state, theirs.token) == ("mine", "theirs", "t1")
+        work.end_call("key", "t1", "the result", True, 60.0)
+        position, ended = work.wait_calls(theirs.position, 5.0)
+        found = work.begin_call("b", "key", "t2", theirs.token)
+        assert ended == {"key"}
+        assert (found.state, found.text, found.ok) == ("done", "the result", True)
+        assert work.begin_call("c", "key", "t3", "").text == "the result"
+        assert work.wait_calls(position, 0.001) == (position, set())
+
+    def test_a_result_that_is_not_kept_is_for_the_workers_that_waited(self, place: StorePlace) -> None:
+        work = sit(place, place.open()).work
+        work.beat("a", MEMBER, {}, {}, {})
+        work.begin_call("a", "key", "t1", "")
+        work.end_call("key", "t1", "it failed", False, 0.0)
+        waited = work.begin_call("b", "key", "t2", "t1")
+        assert (waited.state, waited.text, waited.ok) == ("done", "it failed", False)
+        assert work.begin_call("c", "key", "t3", "").state == "mine"
+
+    def test_the_call_of_a_dead_worker_is_free_and_the_worker_cannot_end_it_later(self, place: StorePlace) -> None:
+        work = sit(place, place.open()).work
+        work.beat("dead", DEAD, {}, {}, {})
+        work.begin_call("dead", "key", "t1", "")
+        taken = work.begin_call("b", "key", "t2", "t1")
+        work.end_call("key", "t1", "an old result", True, 60.0)
+        work.beat("b", MEMBER, {}, {}, {})
+        still = work.begin_call("c", "key", "t3", "")
+        work.end_call("key", "t2", None, False, 0.0)
+        free = work.begin_call("c", "key", "t3", "t2")
+        assert (taken.state, still.state, still.token, free.state) == ("mine", "theirs", "t2", "mine")
+
+    def test_a_file_is_found_by_its_name(self, place: StorePlace) -> None:
+        work = sit(place, place.open()).work
+        work.put_file("hosts.txt", "gpu-1\ngpu-2 8001\n")
+        assert work.get_file("hosts.txt") == "gpu-1\ngpu-2 8001\n"
+        assert work.get_file("others.txt") is None
+
+    def test_stages_have_rows_of_their_own_and_share_everything_else(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0))
+        stage = now.store.stage("first")
+        stage.open(FRESH)
+        sitting = stage.open_feed(facts(), FRESH).sitting
+        stage.feed(sitting, [new_row(place, 0), new_row(place, 1)])
+        worked = now.work.stage("first")
+        assert (worked.standing().counts.unstarted, now.work.standing().counts.unstarted) == (2, 1)
+        assert len(worked.take(worked.join({}), 5, 0)) == 2
+        worked.beat("a", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {})
+        assert now.work.beat("b", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {}).grants[SLOT_POT].held == 0
+        assert worked.begin_call("a", "key", "t1", "").state == "mine"
+        assert now.work.begin_call("b", "key", "t2", "").state == "theirs"
+        now.work.put_file("f", "text")
+        assert worked.get_file("f") == "text"
+        worked.close()
+        stage.close()
+
+    # Files that are cut off, damaged, or cannot be written
+
+    def test_a_commit_that_was_cut_off_is_absent_as_a_whole_and_the_earlier_ones_are_there(
+        self, place: StorePlace
+    ) -> None:
+        _needs(place.log, "this store appends to no file")
+        rows = [new_row(place, index) for index in range(4)]
+        now = sit(place, place.open(), *rows)
+        first, *others = now.take()
+        now.record(first, turn(rows[0], "kept", 1))
+        assert place.log is not None
+        before = place.log.stat().st_size
+        changes = [RowChange(row.lease, (turn(rows[n], "cut", n + 1),)) for n, row in enumerate(others, start=1)]
+        now.commit(*changes)
+        whole = place.log.read_bytes()
+        assert len(whole) > before, "a commit was not written when it returned"
+        for size in (before + 1, (before + len(whole)) // 2, len(whole) - 1):
+            place.log.write_bytes(whole[:size])
+            again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+            found = {row.lease.index: bodies(row.steps) for row in again.take()}
+            assert found == {0: bodies([turn(rows[0], "kept")]), 1: [], 2: [], 3: []}
+            place.log.write_bytes(whole)
+
+    def test_a_record_that_was_cut_off_is_continued(self, place: StorePlace) -> None:
+        _needs(place.log, "this store appends to no file")
+        rows = [new_row(place, index) for index in range(2)]
+        now = sit(place, place.open(), *rows)
+        one, two = now.take()
+        now.record(one, turn(rows[0], "first", 1))
+        now.record(two, turn(rows[1], "cut", 2))
+        assert place.log is not None
+        place.log.write_bytes(place.log.read_bytes()[:-1])
+        again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        _, two = sorted(again.take(), key=lambda row: row.lease.index)
+        again.record(two, turn(rows[1], "second", next(again.work.agent_numbers(again.worker))))
+        again.close()
+        third = sit(place, place.reopen(again.store), *rows, how=RESUME)
+        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.lease.index)]
+        assert found == [bodies([turn(rows[0], "first")]), bodies([turn(rows[1], "second")])]
+
+    def test_what_was_committed_survives_a_loss_of_power(self, place: StorePlace) -> None:
+        rows = [new_row(place, index) for index in range(2)]
+        now = sit(place, place.open(), *rows)
+        one, two = now.take()
+        now.finish(one, steps=[done(rows[0], "answer", 1)])
+        now.record(two, begun(rows[1], 2))
+        survived = place.lose_power()
+        _needs(survived, "the syncing of this store cannot be observed")
+        assert survived is not None
+        again = sit(place, survived, *rows, how=RESUME)
+        found = {row.lease.index: bodies(row.steps) for row in again.take()}
+        assert found[1] == bodies([begun(rows[1])])
+        assert again.answers[0] == "result 0" if place.keeps == "results" else found[0]
+
+    def test_a_file_of_garbage_is_refused_and_left_alone(self, place: StorePlace) -> None:
+        _needs(place.file, "this store has no file")
+        now = sit(place, place.open(), new_row(place, 0))
+        now.record(now.take()[0], turn(new_row(place, 0), "turn"))
+        now.close()
+        assert place.file is not None
+        garbage = b"this is not a record\n\xff\x00 and nothing reads it\n" * 200
+        place.file.write_bytes(garbage)
+        with pytest.raises(StoreError, match="damaged"):
+            sit(place, place.open(), new_row(place, 0), how=RESUME)
+        assert place.file.read_bytes() == garbage
+
+    def test_a_place_that_cannot_be_written_is_a_store_error(self, place: StorePlace) -> None:
+        store = place.unwritable()
+        _needs(store, "this store has no files")
+        assert store is not None
+        with pytest.raises(StoreError):
+            sit(place, store, new_row(place, 0))
+
+    def test_a_full_disk_is_a_store_error_and_nothing_of_the_commit_is_there_later(self, place: StorePlace) -> None:
+        _needs(place.log and sys.platform != "win32", "this store appends to no file whose size can be limited")
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        (held,) = now.take()
+        now.record(held, turn(row, "before"))
+        assert place.log is not None
+        with files_limited_to(place.log.stat().st_size + 2000), pytest.raises(StoreError):
+            now.record(held, turn(row, "x" * 100_000))
+        (taken,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        assert bodies(taken.steps) == bodies([turn(row, "before")])

@@ -1,0 +1,562 @@
+"""The contract suite finds what is wrong with a store: a correct toy passes it, and each broken variant fails."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from test_run_stores import NAMES, Clock
+from toy_store import RECORD, Kept, ToyStore
+
+from batch_agent.messages import JsonObject
+from batch_agent.record.base import Outlay
+from batch_agent.record.store import (
+    KeptStep,
+    LeasedRow,
+    NewRow,
+    Resuming,
+    RowChange,
+    RowLease,
+    RunStanding,
+    RunStore,
+    SharedCall,
+    SharedResult,
+)
+from batch_agent.share.table import Allotment
+from batch_agent.testing.run_store_contract import RunStoreContract
+from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, SyncedFiles, copied
+
+
+class ToyPlace(StorePlace):
+    ledger = True
+
+    def __init__(self, folder: Path, kind: type[ToyStore]) -> None:
+        super().__init__()
+        self.folder, self.kind, self.clock, self.disk = folder, kind, Clock(), SyncedFiles()
+        self.file = self.log = folder / "run" / RECORD
+
+    def at(self, folder: Path) -> ToyStore:
+        return self.opened(self.kind(folder, clock=self.clock, sync=self.disk.sync))
+
+    def open(self) -> RunStore:
+        return self.at(self.folder / "run")
+
+    def reopen(self, killed: RunStore) -> RunStore:
+        return self.at(copied(cast(ToyStore, killed).folder, self.folder / next(NAMES)))
+
+    def lose_power(self) -> RunStore:
+        after = self.folder / next(NAMES)
+        self.disk.copy(self.folder / "run", after)
+        return self.at(after)
+
+    def unwritable(self) -> RunStore:
+        (self.folder / "file").touch()
+        return self.at(self.folder / "file" / "run")
+
+    def expire(self) -> None:
+        self.clock.ahead += 2 * LEASE_SECONDS
+
+    def close(self) -> None:
+        for store in self._opened:
+            for stage in cast(ToyStore, store).stages.values():
+                stage.close()
+        super().close()
+
+
+class TestToyStore(RunStoreContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[StorePlace]:
+        with closing(ToyPlace(tmp_path, ToyStore)) as place:
+            yield place
+
+
+# What a kill, a loss of power or a full disk shows
+
+
+class NotFlushed(ToyStore):
+    """Lines stay in memory until there are several."""
+
+    pending = b""
+
+    def write(self, name: str, content: object) -> None:
+        self.pending += (json.dumps([name, content]) + "\n").encode()
+        if len(self.pending) > 2000:
+            self.close_pending()
+
+    def close_pending(self) -> None:
+        if self.file is not None:
+            os.write(self.file, self.pending)
+            self.sync(self.file)
+            self.pending = b""
+
+    def close(self) -> None:
+        self.close_pending()
+        super().close()
+
+
+class NotSynced(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        sync, self.sync = self.sync, lambda _: None
+        try:
+            super().write(name, content)
+        finally:
+            self.sync = sync
+
+
+class SyncedTooEarly(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        assert self.file is not None
+        sync, self.sync = self.sync, lambda _: None
+        try:
+            sync(self.file)
+            super().write(name, content)
+        finally:
+            self.sync = sync
+
+
+class SyncsOnlyResults(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        sync = self.sync
+        if name == "commit" and not any(each["result"] for each in cast(Any, content)["changes"]):
+            self.sync = lambda _: None
+        try:
+            super().write(name, content)
+        finally:
+            self.sync = sync
+
+
+class HalfACommit(ToyStore):
+    """Each row of a commit is a line of its own."""
+
+    def write(self, name: str, content: object) -> None:
+        if name != "commit":
+            return super().write(name, content)
+        changes = cast(Any, content)["changes"]
+        for change in changes[:-1]:
+            super().write("commit", {"changes": [change], "outlay": None})
+        super().write("commit", {**cast(Any, content), "changes": changes[-1:]})
+
+
+class TornLineIsFatal(ToyStore):
+    def read(self, file: int) -> Kept:
+        data = os.pread(file, os.fstat(file).st_size, 0)
+        for line in data.splitlines():
+            json.loads(line)
+        return super().read(file)
+
+
+class TornLineIsKept(ToyStore):
+    """The next line is appended to the torn one."""
+
+    def read(self, file: int) -> Kept:
+        data = os.pread(file, os.fstat(file).st_size, 0)
+        kept = super().read(file)
+        os.ftruncate(file, 0)
+        os.write(file, data)
+        return kept
+
+
+class GarbageIsEmpty(ToyStore):
+    def read(self, file: int) -> Kept:
+        try:
+            return super().read(file)
+        except Exception:
+            return Kept()
+
+
+class SkipsDamagedLines(ToyStore):
+    def read(self, file: int) -> Kept:
+        kept = Kept()
+        for line in os.pread(file, os.fstat(file).st_size, 0).splitlines():
+            try:
+                self.apply(kept, *json.loads(line))
+            except (ValueError, TypeError):
+                continue
+        return kept
+
+
+class RaisesOSError(ToyStore):
+    def open(self, resuming: Resuming) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        super().open(resuming)
+
+
+class FullDiskIsAnOSError(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        assert self.file is not None
+        os.write(self.file, (json.dumps([name, content]) + "\n").encode())
+        self.sync(self.file)
+
+
+class FullDiskIsIgnored(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        assert self.file is not None
+        data = (json.dumps([name, content]) + "\n").encode()
+        try:
+            os.write(self.file, data)
+        except OSError:
+            return
+        self.sync(self.file)
+
+
+class ForgetsStartedWrites(ToyStore):
+    """Steps are written when their row ends."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.waiting: dict[str, list[KeptStep]] = {}
+
+    def write(self, name: str, content: object) -> None:
+        if name == "commit":
+            kept = [change for change in cast(Any, content)["changes"] if change["result"] is not None]
+            content = {**cast(Any, content), "changes": kept}
+        super().write(name, content)
+
+
+class TwoProcesses(ToyStore):
+    """Without a lock."""
+
+    def open(self, resuming: Resuming) -> None:
+        folder, self.folder = self.folder, self.folder.with_name(f"{self.folder.name}.{id(self)}")
+        if (folder / RECORD).exists():
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / RECORD).write_bytes((folder / RECORD).read_bytes())
+        else:
+            self.folder = folder
+        super().open(resuming)
+        self.folder = folder
+
+
+# What a later session shows
+
+
+class LosesFacts(ToyStore):
+    def read(self, file: int) -> Kept:
+        kept = super().read(file)
+        if kept.facts is not None:
+            kept.facts = {"spec": {}}
+        return kept
+
+
+class ResumesUnasked(ToyStore):
+    def open(self, resuming: Resuming) -> None:
+        super().open(Resuming(resume=True))
+
+
+class OrderOfStepsChanges(ToyStore):
+    def apply(self, kept: Kept, name: str, content: Any) -> None:
+        super().apply(kept, name, content)
+        for steps in kept.steps.values():
+            steps.sort(key=lambda step: step.body)
+
+
+class IgnoresTheQuestion(ToyStore):
+    """A row keeps its answer under another fingerprint."""
+
+    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+        by_content = [NewRow(row.index, row.content, row.content, row.value) for row in rows]
+        return super().feed(sitting, by_content)
+
+
+class SameGeneration(ToyStore):
+    def standing(self) -> RunStanding:
+        found = super().standing()
+        return RunStanding(found.phase, 1, found.feeder, found.counts)
+
+
+class RetriesEverything(ToyStore):
+    def retries(self, error: str) -> bool:
+        return bool(error)
+
+
+class RetriesNothing(ToyStore):
+    def retries(self, error: str) -> bool:
+        return False
+
+
+class ReusesWorkerNumbers(ToyStore):
+    def read(self, file: int) -> Kept:
+        kept = super().read(file)
+        kept.workers = 0
+        return kept
+
+
+class TokensBeginAgain(ToyStore):
+    def read(self, file: int) -> Kept:
+        kept = super().read(file)
+        kept.token = 0
+        return kept
+
+
+class ForgetsLeasedBudget(ToyStore):
+    def spent(self) -> Outlay:
+        found = self.kept.outlays
+        learnt = [each.learnt for each in found if each.learnt]
+        cost = sum(each.cost or 0.0 for each in found)
+        return Outlay(sum(each.tokens for each in found), cost, None, learnt[-1] if learnt else None)
+
+
+class KeepsBudgetOnlyWithSteps(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        if name != "commit" or cast(Any, content)["changes"]:
+            super().write(name, content)
+
+
+class SharesInMemory(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        if name != "table":
+            super().write(name, content)
+
+
+# What workers show
+
+
+class TokenDoesNotGrow(ToyStore):
+    def next_token(self) -> int:
+        return 1
+
+
+class ExpiredLeaseCommits(ToyStore):
+    def holds(self, worker: int, lease: RowLease) -> bool:
+        row = self.rows.get(lease.place)
+        return row is not None and row.order > 0
+
+
+class LeasesNeverEnd(ToyStore):
+    def end_leases(self) -> None: ...
+
+
+class RenewsNothing(ToyStore):
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+        with self.changed:
+            return {each.place for each in leases if not self.holds(worker, each)}, self.standing()
+
+
+class RepeatedCommitCountsTwice(ToyStore):
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        self.commits.clear()
+        return super().commit(worker, number, changes, outlay)
+
+
+class CommitIsAllOrNothing(ToyStore):
+    """One lost row refuses the whole commit."""
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        if any(not self.holds(worker, change.lease) for change in changes):
+            return {change.lease.place for change in changes}
+        return super().commit(worker, number, changes, outlay)
+
+
+class LosesHandedBackRows(ToyStore):
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        for lease in leases:
+            if self.holds(worker, lease):
+                self.rows[lease.place].until = float("inf")
+
+
+class HandsBackForOthers(ToyStore):
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        for lease in leases:
+            self.rows[lease.place].lease = None
+
+
+class LosesResults(ToyStore):
+    """Only the latest result can be read."""
+
+    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        return super().results(sitting, after, 1000, wait)[-1:]
+
+
+class DeliversTwice(ToyStore):
+    def end(self, change: RowChange) -> None:
+        super().end(change)
+        if len(self.ended) == 3:
+            last = self.ended[-1]
+            self.ended.append(SharedResult("4", last.row, last.index, last.result, True))
+
+
+class PagesOverlap(ToyStore):
+    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        return super().results(sitting, str(max(0, int(after) - 1)) if int(after) % 2 else after, most, wait)
+
+
+class ResultsInOrderOfRows(ToyStore):
+    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        return sorted(super().results(sitting, after, most, wait), key=lambda result: result.index)
+
+
+class SameQuestionIsOneRow(ToyStore):
+    def feed_row(self, new: NewRow) -> object:
+        name = f"{new.key.hex()}-0"
+        if name in self.rows:
+            return None
+        return super().feed_row(new)
+
+
+class TakesLastFirst(ToyStore):
+    def free(self) -> list[str]:
+        return super().free()[::-1]
+
+
+class TakesWithoutALock(ToyStore):
+    """Two threads may see one row as free."""
+
+    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
+        free = self.free()[:most]
+        for _ in range(50):
+            os.sched_yield()
+        return [self.lease(name, worker) for name in free]
+
+
+class LosesSteps(ToyStore):
+    """A row that is taken over begins again."""
+
+    def lease(self, name: str, worker: int) -> LeasedRow:
+        taken = super().lease(name, worker)
+        return LeasedRow(taken.lease, taken.value)
+
+
+class ReplacedFeederWrites(ToyStore):
+    def check(self, sitting: int) -> None: ...
+
+
+class NeverDone(ToyStore):
+    def end_inputs(self, sitting: int) -> None: ...
+
+
+class FailuresCountAsOk(ToyStore):
+    def end(self, change: RowChange) -> None:
+        super().end(RowChange(change.lease, change.steps, change.result, ""))
+
+
+class AgentsShareNumbers(ToyStore):
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        return count(1)
+
+
+# What workers share
+
+
+class CallRunsTwice(ToyStore):
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
+        found = super().begin_call(member, key, token, seen)
+        return SharedCall("mine", token, found.position) if found.state == "theirs" else found
+
+
+class CallOfTheDeadBlocks(ToyStore):
+    def lives(self, member: str) -> bool:
+        return True
+
+
+class DeadWorkerEndsACall(ToyStore):
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        call = self.whole.calls.get(key)
+        super().end_call(key, token if call is None else call.token, text, ok, keep)
+
+
+class KeepsEveryResult(ToyStore):
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        super().end_call(key, token, text, ok, keep or 60.0)
+
+
+class SharesTooMuch(ToyStore):
+    def beat(self, member: str, seconds: float, claims: Any, learnt: Any, status: JsonObject) -> Allotment:
+        table, now = self.table()
+        answer = table.beat(member, now, seconds, claims, learnt, status)
+        self.whole.keep("table", table.to_json() if member.endswith(("0", "1", "a", "left", "killed")) else {})
+        return answer
+
+
+class StagesShareNothing(ToyStore):
+    def stage(self, name: str) -> ToyStore:
+        stage = super().stage(name)
+        stage.whole = stage
+        return stage
+
+
+# The test that must find it, by a part of its name.
+FOUND_BY: dict[type[ToyStore], str] = {
+    NotFlushed: "after_a_kill_everything",
+    NotSynced: "loss_of_power",
+    SyncedTooEarly: "loss_of_power",
+    SyncsOnlyResults: "loss_of_power",
+    HalfACommit: "cut_off_is_absent_as_a_whole",
+    TornLineIsFatal: "cut_off_is_absent_as_a_whole",
+    TornLineIsKept: "cut_off_is_continued",
+    GarbageIsEmpty: "garbage",
+    SkipsDamagedLines: "garbage",
+    RaisesOSError: "cannot_be_written",
+    FullDiskIsAnOSError: "full_disk",
+    FullDiskIsIgnored: "full_disk",
+    ForgetsStartedWrites: "a_write_that_was_begun",
+    TwoProcesses: "only_one_process",
+    LosesFacts: "resumed_only_on_request",
+    ResumesUnasked: "resumed_only_on_request",
+    OrderOfStepsChanges: "steps_keep_their_order",
+    IgnoresTheQuestion: "another_fingerprint",
+    SameGeneration: "another_fingerprint",
+    RetriesEverything: "only_the_failures_that_are_named",
+    RetriesNothing: "only_the_failures_that_are_named",
+    ReusesWorkerNumbers: "not_used_again_after_a_kill",
+    TokensBeginAgain: "a_lease_from_before_a_kill",
+    ForgetsLeasedBudget: "an_unreturned_lease",
+    KeepsBudgetOnlyWithSteps: "a_lease_of_the_budget",
+    SharesInMemory: "the_share_of_a_killed_worker",
+    TokenDoesNotGrow: "under_the_old_token",
+    ExpiredLeaseCommits: "the_old_holder_is_refused",
+    LeasesNeverEnd: "the_old_holder_is_refused",
+    RenewsNothing: "a_renewed_lease",
+    RepeatedCommitCountsTwice: "a_commit_that_is_repeated",
+    CommitIsAllOrNothing: "refuses_the_rows_that_are_lost",
+    LosesHandedBackRows: "handed_back",
+    HandsBackForOthers: "the_old_holder_is_refused",
+    LosesResults: "read_once_in_pages",
+    DeliversTwice: "read_once_in_pages",
+    PagesOverlap: "read_once_in_pages",
+    ResultsInOrderOfRows: "in_the_order_of_their_ends",
+    SameQuestionIsOneRow: "rows_of_their_own",
+    TakesLastFirst: "leased_once_in_their_order",
+    TakesWithoutALock: "never_get_one_row_twice",
+    LosesSteps: "taken_over_with_its_steps",
+    ReplacedFeederWrites: "replaced",
+    NeverDone: "in_the_order_of_their_ends",
+    FailuresCountAsOk: "in_the_order_of_their_ends",
+    AgentsShareNumbers: "no_two_agents",
+    CallRunsTwice: "a_call_runs_at_one_worker",
+    CallOfTheDeadBlocks: "the_call_of_a_dead_worker",
+    DeadWorkerEndsACall: "the_call_of_a_dead_worker",
+    KeepsEveryResult: "for_the_workers_that_waited",
+    SharesTooMuch: "never_hold_more_than_the_limit",
+    StagesShareNothing: "share_everything_else",
+}
+
+Test = Callable[[RunStoreContract, StorePlace], None]
+TESTS: dict[str, Test] = dict(inspect.getmembers(RunStoreContract, lambda member: inspect.isfunction(member)))
+
+
+def failures(kind: type[ToyStore], folder: Path, tests: Sequence[str]) -> set[str]:
+    """Return the names of the tests that a store does not pass."""
+    failed = set()
+    for number, name in enumerate(tests):
+        with closing(ToyPlace(folder / str(number), kind)) as place:
+            try:
+                TESTS[name](RunStoreContract(), place)
+            except pytest.skip.Exception:
+                continue
+            except (Exception, pytest.fail.Exception):
+                failed.add(name)
+    return failed
+
+
+@pytest.mark.parametrize("kind", FOUND_BY, ids=lambda kind: kind.__name__)
+def test_a_broken_store_fails_the_test_of_what_is_broken(kind: type[ToyStore], tmp_path: Path) -> None:
+    wanted = [name for name in TESTS if FOUND_BY[kind] in name]
+    assert wanted, "no test has such a name"
+    assert failures(kind, tmp_path, wanted)

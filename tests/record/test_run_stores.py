@@ -1,0 +1,240 @@
+"""The contract of a record, for every store of this package."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from redis_servers import needs_redis, redis_cluster, redis_server
+
+from batch_agent.job import AgentResult, BaseResult
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.directory import DirectoryStore
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.redis.connection import connect
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.row_json import encode_result
+from batch_agent.record.rundir import JOURNAL
+from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
+from batch_agent.record.store import RowLease, RunStore, WorkStore
+from batch_agent.testing.run_store_contract import RunStoreContract, sit
+from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row
+
+NAMES = (f"run-{number}" for number in count())
+
+
+class Clock:
+    """The time of this machine, and what was added to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+class MemoryPlace(StorePlace):
+    keeps = "nothing"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+
+    def open(self) -> RunStore:
+        return self.opened(MemoryStore(self.clock))
+
+    def reopen(self, killed: RunStore) -> RunStore:
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        self.clock.ahead += 2 * LEASE_SECONDS
+
+
+class DirectoryPlace(MemoryPlace):
+    keeps = "steps"
+    ledger = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.file, self.log = folder / "run" / JOURNAL, folder / "run" / f"{JOURNAL}-wal"
+
+    def open(self) -> DirectoryStore:
+        return self.opened(DirectoryStore(self.folder / "run", clock=self.clock))
+
+    def reopen(self, killed: RunStore) -> RunStore:
+        copy = copied(cast(DirectoryStore, killed).path, self.folder / next(NAMES))
+        return self.opened(DirectoryStore(copy, clock=self.clock))
+
+    def unwritable(self) -> RunStore:
+        (self.folder / "file").touch()
+        return self.opened(DirectoryStore(self.folder / "file" / "run"))
+
+
+class Served(StorePlace):
+    """Workers reach the store through a real socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.servers: list[StoreServer] = []
+        self.workers: list[ServedStore] = []
+
+    def worker(self, store: RunStore) -> WorkStore:
+        server = StoreServer(StoreDesk(cast(MemoryStore, store), schemas={}))
+        self.servers.append(server)
+        self.workers.append(open_served(server.path))
+        return self.workers[-1]
+
+    def value(self, text: str) -> object:
+        return text
+
+    def result(self, text: str, index: int) -> object:
+        result = cast("AgentResult[object]", BaseResult(index, str(index), "the input", True, text))
+        return encode_result(result, None, worker=1, messages=False)
+
+    def read_result(self, result: object) -> object:
+        return cast("AgentResult[object]", result).output
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for server in self.servers:
+            server.close()
+        super().close()
+
+
+class ServedMemoryPlace(Served, MemoryPlace): ...
+
+
+class ServedDirectoryPlace(Served, DirectoryPlace):
+    def __init__(self, folder: Path) -> None:
+        DirectoryPlace.__init__(self, folder)
+        self.servers, self.workers = [], []
+
+
+class RedisPlace(StorePlace):
+    shared = True
+
+    def __init__(self, address: StoreAddress) -> None:
+        super().__init__()
+        self.address = address
+
+    def open(self) -> RedisRunStore:
+        return self.opened(open_run(self.address))
+
+    def reopen(self, killed: RunStore) -> RunStore:
+        self.expire()
+        return self.open()
+
+    def expire(self) -> None:
+        let_time_pass(self.address)
+
+    def steps_kept(self, store: RunStore, lease: RowLease) -> int:
+        key = cast(RedisRunStore, store).key(f"steps:{lease.row}")
+        return int(cast(RedisRunStore, store).connection.call(lambda client: client.execute_command("LLEN", key)))
+
+
+def open_run(address: StoreAddress) -> RedisRunStore:
+    store = RedisRunStore.at(address)
+    store.polite = False
+    return store
+
+
+EXPIRE = """
+for _, held in ipairs(redis.call('XPENDING', KEYS[1], 'workers', '-', '+', 1000)) do
+  redis.call('XCLAIM', KEYS[1], 'workers', held[2], 0, held[1], 'IDLE', 1000000000, 'RETRYCOUNT', held[4], 'JUSTID')
+end
+redis.call('DEL', KEYS[2])
+"""
+
+
+def let_time_pass(address: StoreAddress) -> None:
+    """End every lease now."""
+    with closing(connect(address)) as client:
+        client.register_script(EXPIRE)(keys=[f"{address.prefix}queue", f"{address.prefix}feeder"])
+
+
+class TestMemoryStore(RunStoreContract):
+    @pytest.fixture
+    def place(self) -> Iterator[StorePlace]:
+        with closing(MemoryPlace()) as place:
+            yield place
+
+
+class TestDirectoryStore(RunStoreContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[StorePlace]:
+        with closing(DirectoryPlace(tmp_path)) as place:
+            yield place
+
+
+class TestServedMemoryStore(RunStoreContract):
+    @pytest.fixture
+    def place(self) -> Iterator[StorePlace]:
+        with closing(ServedMemoryPlace()) as place:
+            yield place
+
+
+class TestServedDirectoryStore(RunStoreContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[StorePlace]:
+        with closing(ServedDirectoryPlace(tmp_path)) as place:
+            yield place
+
+
+@needs_redis
+class TestRedis(RunStoreContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
+        with redis_server(tmp_path_factory.mktemp("redis")) as server:
+            yield StoreAddress("redis", "127.0.0.1", server.port)
+
+    @pytest.fixture
+    def place(self, server: StoreAddress) -> Iterator[StorePlace]:
+        with closing(RedisPlace(server.at(next(NAMES)))) as place:
+            yield place
+
+
+@needs_redis
+class TestRedisCluster(TestRedis):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
+        with redis_cluster(tmp_path_factory.mktemp("cluster")) as address:
+            yield address
+
+
+class SlowStore(MemoryStore):
+    """Its files are written when the test lets it."""
+
+    writes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.may_write = threading.Event(), threading.Event()
+
+    def _record(self, *given: Any) -> Any:
+        self.writing.set()
+        assert self.may_write.wait(10)
+        return super()._record(*given)
+
+
+def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_once() -> None:
+    store, place = SlowStore(), MemoryPlace()
+    now = sit(place, store, new_row(place, 0))
+    (row,) = now.take()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(store.commit, now.worker, 1, [now.ended(row.lease)])
+        assert store.writing.wait(10)
+        again = threads.submit(store.commit, now.worker, 1, [now.ended(row.lease)])
+        store.may_write.set()
+        assert first.result() == again.result() == set()
+    assert len(now.delivered()) == 1
