@@ -98,7 +98,7 @@ async def test_retries_and_outages_are_counted_by_their_reason() -> None:
     numbers = RunNumbers()
     failing = iter([Fail(429), Fail(503)])
     backend = ScriptedBackend(lambda request: next(failing, Say("ok")))
-    await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, sinks=[numbers])
+    await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, sinks=[numbers], control_requests=False)
     retries = read_page(numbers.page())["batch_agent_retries_total"]
     assert sum(retries.values()) == 2 and len(retries) == 2
 

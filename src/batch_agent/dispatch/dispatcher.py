@@ -336,7 +336,8 @@ class Dispatcher:
         if scope == "confirm":
             return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
-            wait = None if slot.endpoint.server.held_until else error.retry_after
+            alone = not (endpoint.server.held_until or self.endpoints.is_excessive(endpoint, error))
+            wait = error.retry_after if alone else None
             return retry_delay(1 + min(row.refused, MOST_DOUBLED), wait, self._chance())
         if verdict.move and failures == 1:
             return 0.0

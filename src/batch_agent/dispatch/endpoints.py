@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NEVER_REACHED = 30.0  # seconds after which an endpoint that was never reached is given up
 DENIED_SECONDS = 60.0  # of denials after good answers, until an endpoint is given up
+PROVEN_ANSWERS = 20  # after that many good answers, a Retry-After of one request may be chance
 EXCESSIVE = 60.0  # seconds: a Retry-After above this, after good answers, is confirmed by a second request
 SECOND_LOOK = 0.25  # seconds after which silence is checked again
 
@@ -188,7 +189,7 @@ class EndpointMonitor:
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
-        excessive = self._is_excessive(endpoint, error)
+        excessive = self.is_excessive(endpoint, error)
         attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, control, excessive)
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
@@ -295,7 +296,7 @@ class EndpointMonitor:
     def _is_doubted(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
         """Send nothing but a control request, which shows whether the endpoint or its rows are bad."""
         wait = error.retry_after or 0.0
-        if self._is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
+        if self.is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
             wait = 0.0
         endpoint.health.doubt(str(error), now)
         if error.overload and wait:
@@ -419,13 +420,14 @@ class EndpointMonitor:
     def _overloaded(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
         """Halve the limit, and send nothing until the server accepts requests again."""
         server, wait, capacity = endpoint.server, error.retry_after or 0.0, endpoint.capacity
-        if self._is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
+        excessive = self.is_excessive(endpoint, error)
+        if excessive and not self._is_confirmed(endpoint, slot, now):
             return  # the next request shows whether it concerns all rows
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
             self.say(endpoint, capacity.overloaded(slot.generation, server.inflight, wait, now))
-            if capacity.tolerates:
+            if capacity.tolerates and not excessive and (not wait or server.answers >= PROVEN_ANSWERS):
                 return  # the server takes other requests meanwhile; only this one waits
         else:
             # Even one request alone is refused: this says nothing about how many the server takes later.
@@ -442,7 +444,7 @@ class EndpointMonitor:
         if max(now, server.held_until) - server.refused_since > self._max_outage:
             self._lose_patience(endpoint, f"the server refuses every request: {error}")
 
-    def _is_excessive(self, endpoint: Endpoint, error: BackendError) -> bool:
+    def is_excessive(self, endpoint: Endpoint, error: BackendError) -> bool:
         """Return whether a refusal for load that asks for a long wait may concern only its row."""
         server, wait = endpoint.server, error.retry_after or 0.0
         may_work = server.refusals.has_answered or server.inflight > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
 R = TypeVar("R")
+logger = logging.getLogger("batch_agent")
 # How a run ends, as its record calls it.
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
@@ -52,7 +54,10 @@ def open_record(spec: BatchSpec) -> RunStore:
         return DirectoryStore(Path(spec.run_dir))
     address = StoreAddress.parse(str(spec.run_dir))
     address.refuse_stage()
-    return RedisRunStore.at(address)
+    store = RedisRunStore.at(address)
+    for danger in store.dangers():
+        logger.warning("%s: %s. See docs/cluster.md", address, danger)
+    return store
 
 
 async def open_to_feed(

@@ -30,6 +30,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.fleet.following import Hostfile
 from batch_agent.messages import JsonObject
+from batch_agent.record.journal import to_its_end
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.once import SharedOnce
@@ -90,6 +91,7 @@ class Lending:
         self._kept: dict[str, str] = {}  # path → text of the hostfiles in the store
         self._stages: dict[str, list[Callable[[], tuple[int, float | None]]]] = {}  # what runs of a stage have spent
         self._lost: asyncio.TimerHandle | None = None
+        self._beating: asyncio.Future[Allotment] | None = None  # the latest report
 
     async def begin(self, *backends: Backend) -> None:
         """Start a new sitting of the run, with this process as the feeder.
@@ -131,6 +133,8 @@ class Lending:
         finally:
             beats.cancel()
             await asyncio.wait([beats])
+            if self._beating is not None:  # a report that came after the member has left would bring it back
+                await to_its_end(self._beating)
             if self._lost is not None:
                 self._lost.cancel()
             await self._leave(shared)
@@ -154,7 +158,8 @@ class Lending:
         learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
         learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
         status, sent = _in_short(controls.status()), loop.time()
-        beat = await self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
+        self._beating = self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
+        beat = await asyncio.shield(self._beating)
         if self._lost is not None:
             self._lost.cancel()
         self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
