@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from tests.load.scenarios import SCENARIOS, play
 
-SEEDS = {"wrong metrics": (0, 1, 2, 3), "growing server": (2,), "random refusals": (5,), "two clients": (2,), "long answers": (1,)}
+SEEDS = {
+    "wrong metrics": (0, 1, 2, 3),
+    "growing server": (2,),
+    "random refusals": (5,),
+    "two clients": (2,),
+    "long answers": (1,),
+}
 
 
 @pytest.mark.parametrize(
