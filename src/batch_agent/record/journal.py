@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult
@@ -197,18 +197,23 @@ class Journal:
         results: list[tuple[RowLease, AgentResult[object]]],
         outlay: Outlay,
     ) -> set[str]:
-        steps: dict[RowLease, list[KeptStep]] = {}
+        steps: dict[tuple[str, int], tuple[RowLease, list[KeptStep]]] = {}  # by place and token
         for entry in entries:
-            identity = entry.identity
-            assert isinstance(identity, LeasedIdentity)
+            identity = cast(LeasedIdentity, entry.identity)
+            lease = identity.row_lease
             step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
-            steps.setdefault(identity.row_lease, []).append(step)
+            place = lease.place, lease.token
+            found = steps.get(place)
+            if found is None:
+                steps[place] = lease, [step]
+            else:
+                found[1].append(step)
         changes = []
         for lease, result in results:
             error = "" if result.error is None else result.error.type
-            own = tuple(steps.pop(lease, ()))
-            changes.append(RowChange(lease, own, self._encoded(result), error, result.resumed))
-        changes += [RowChange(lease, tuple(own)) for lease, own in steps.items()]
+            _, own = steps.pop((lease.place, lease.token), (lease, []))
+            changes.append(RowChange(lease, tuple(own), self._encoded(result), error, result.resumed))
+        changes += [RowChange(lease, tuple(own)) for lease, own in steps.values()]
         return self._store.commit(self._worker, number, changes, outlay)
 
     def _committed(self, commit: asyncio.Future[set[str]]) -> None:

@@ -366,9 +366,13 @@ class MemoryStore:
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
         own = worker in self._own_workers
-        if own and not self.writes:
+        if own and (self._is_alone or not self.writes):  # nobody else can take the rows meanwhile
             with self._lock:
-                return self._apply(worker, [(change, self._holder(worker, change.lease)) for change in changes])
+                holders = [(change, self._holder(worker, change.lease)) for change in changes]
+            if self.writes:
+                self._record(worker, [change for change, queued in holders if queued is not None], outlay)
+            with self._lock:
+                return self._apply(worker, holders)
         with self._lock:
             # A worker that lost the connection repeats its commit, even while the first one is being written.
             self._rows_changed.wait_for(lambda: worker not in self._committing)
@@ -413,8 +417,9 @@ class MemoryStore:
                 lost.add(change.lease.place)
                 continue
             place += 1
-            if change.result is None:  # another worker may take the row over
-                queued.steps.extend(change.steps if recorded is None else recorded[place])
+            if change.result is None:
+                if not (own and self._is_alone):  # another worker may take the row over
+                    queued.steps.extend(change.steps if recorded is None else recorded[place])
                 continue
             ended = True
             self._position += 1

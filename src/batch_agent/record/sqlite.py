@@ -303,7 +303,8 @@ class SqliteJournal:
 
 def checksum(step: KeptStep) -> int:
     """Return the checksum of a record. It covers whose record it is, so that no record is taken for another."""
-    return crc32(step.body, crc32(b"%d %d" % (step.agent, step.kind), crc32(step.key + step.content)))
+    whose = crc32(step.key + step.content, step.agent & 0xFFFF_FFFF)
+    return crc32(step.body, whose ^ step.kind)
 
 
 def _is_whole(step: KeptStep, check: int | None) -> bool:
