@@ -24,7 +24,8 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 	$(BIN)/batch-agent run examples/triage/triage.yaml --backend local:// --no-run-dir --output results/triage.jsonl
 	@$(BIN)/python examples/triage/show.py results/triage.jsonl
 
-test: $(VENV)/.ready  ## set up and pass the tests
+test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt where it is missing and apt can
+	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends redis-server; } >/dev/null 2>&1 || true
 	$(BIN)/python -m pytest -n auto
 
 test-wheel:  ## build the wheel, install it into an empty environment, and try it there

@@ -24,3 +24,10 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def url(redis: RedisServer) -> str:
     """The URL of a run that does not exist yet."""
     return f"{redis.url}/{next(NAMES)}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end how many tests were skipped because there is no Redis, so that a green run cannot hide it."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "redis-server" in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests of runs in Redis were skipped: redis-server is not installed")
