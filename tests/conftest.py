@@ -30,4 +30,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at the end how many tests were skipped because there is no Redis, so that a green run cannot hide it."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "redis-server" in str(report.longrepr)]
     if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests of runs in Redis were skipped: redis-server is not installed")
+        terminalreporter.write_line(f"{len(skipped)} tests of runs in Redis were skipped: there is no redis-server")
