@@ -78,8 +78,10 @@ def _played(seeds: Iterable[int], shapes: tuple[Shape, ...], jobs: int) -> Itera
     if jobs == 1:
         yield from map(partial(one, shapes=shapes), seeds)
         return
+    from tests.simulation import __main__ as here  # another process does not import what was started with -m
+
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(partial(one, shapes=shapes), seeds, chunksize=10)
+        yield from pool.map(partial(here.one, shapes=shapes), seeds, chunksize=10)
 
 
 def explain(seed: int, shapes: tuple[Shape, ...]) -> bool:
