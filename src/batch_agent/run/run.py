@@ -248,6 +248,11 @@ class Run(Generic[T]):
         return "" if self._leases is None else self._leases.over
 
     @property
+    def finished(self) -> int:
+        """Number of rows whose results this worker recorded."""
+        return 0 if self._leases is None else self._leases.finished
+
+    @property
     def holds_rows(self) -> bool:
         return self._leases is not None and bool(self._leases.held)
 
@@ -643,17 +648,9 @@ class Run(Generic[T]):
 
     def _shares(self, prepared: Prepared, number: int) -> Shares:
         """Return the ledger and the limits of an outermost run."""
+        own = (self.shared, self._controls, prepared.backend, self._opened, self._record)
         return Shares(
-            self.shared,
-            self._controls,
-            prepared.backend,
-            self._opened,
-            self._record,
-            lease=self._lease,
-            number=number,
-            feeder=self._feeder,
-            leases=self._leases,
-            journal=self._journal,
+            *own, lease=self._lease, number=number, feeder=self._feeder, leases=self._leases, journal=self._journal
         )
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
