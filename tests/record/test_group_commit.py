@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from batch_agent.errors import StoreError
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentResult, Success
 from batch_agent.messages import Reply, Usage
 from batch_agent.record.base import Account, Entry, Outlay
 from batch_agent.record.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal, LeasedIdentity
@@ -84,7 +84,7 @@ def entry(agent: int = 1, row: int = 0) -> Entry:
 
 
 def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
-    return AgentResult(row, str(row), "x", True, "y", resumed=resumed)
+    return Success(row, str(row), "x", True, "y", resumed=resumed)
 
 
 async def until_committing() -> None:
