@@ -388,6 +388,12 @@ class Run(Generic[T]):
             raise SpecError("the run has not begun yet, or it has ended")
         return self.serving.path
 
+    @property
+    def wants_workers(self) -> bool:
+        """Whether new rows are started. Only for a record in this process."""
+        standing = self._opened.standing()
+        return not (self._leaving or self._cannot_continue or standing.done) and standing.phase == "running"
+
     # The supervisor
 
     async def _supervise(self) -> None:
