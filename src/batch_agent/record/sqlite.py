@@ -216,7 +216,7 @@ class SqliteJournal:
         """Return the steps of a recorded agent for each row, or (). Each recorded agent is returned only once.
         ``rows`` are the indices of the rows, for warnings."""
         with _explained(self._path):
-            named = rows or [None] * len(wanted)
+            named: Sequence[int | None] = rows or [None] * len(wanted)
             return [self._claim(identity, row) for identity, row in zip(wanted, named, strict=True)]
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
