@@ -1,23 +1,17 @@
-"""Runs on a real Ray cluster of two nodes: the seam through the relay, the API, datasets. ``make test-cluster``."""
+"""Runs on a real Ray cluster of two nodes: the API, pipelines, datasets. ``make test-cluster``."""
 
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 import ray.data
-from batch_agent.ray.relay import Relay, RelayServer, relayed
-from batch_agent.ray.run import RELAY
-from batch_agent.record.shared import RowLease, RunStore
-from batch_agent.record.shared_sqlite import SHARED, SqliteRunStore
 from tests.cluster.harness import Account, Driver, RayNodes, model_server, prepare, ray_nodes, wait_for_notes
 from tests.cluster.modules.cluster_notes import write_note
 from tests.record.redis_servers import needs_redis, redis_server
-from tests.record.run_store_contract import Expire, OpenedRun, RunStoreContract
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError
@@ -57,34 +51,6 @@ def rows(count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.usefixtures("connected")
-class TestThroughTheRelay(RunStoreContract):
-    @pytest.fixture
-    def now(self) -> list[float]:
-        return [0.0]
-
-    @pytest.fixture
-    def opened_run(self, tmp_path: Path, now: list[float]) -> Iterator[OpenedRun]:
-        self.path = tmp_path / SHARED
-        store = SqliteRunStore(self.path, lambda: now[0])
-        relay = ray.remote(Relay).options(**RELAY).remote()
-        served = RelayServer(relay, store)
-        yield lambda: relayed(relay)
-        served.close()
-        store.close()
-
-    @pytest.fixture
-    def expire(self, now: list[float]) -> Expire:
-        return lambda: now.__setitem__(0, now[0] + 1e6)
-
-    def steps_kept(self, store: RunStore, lease: RowLease) -> int:
-        query = "SELECT count(*) FROM step JOIN entry ON step.entry = entry.id WHERE name = ?"
-        with sqlite3.connect(self.path) as db:
-            count = int(db.execute(query, (lease.row,)).fetchone()[0])
-        db.close()
-        return count
-
-
-@pytest.mark.usefixtures("connected")
 async def test_a_run_from_python_is_worked_on_by_actors_and_resumed_from_its_directory(
     server: str, tmp_path: Path
 ) -> None:
@@ -98,9 +64,11 @@ async def test_a_run_from_python_is_worked_on_by_actors_and_resumed_from_its_dir
     assert len((tmp_path / "notes.log").read_text().split()) == 50
     assert len((tmp_path / "run" / "results.jsonl").read_text().splitlines()) == 50
     view = look(tmp_path / "run")
-    assert (view.state, view.progress.ok) == ("complete", 50)
-    with pytest.raises(SpecError, match="holds a run of a cluster"):
-        await BatchAgent.run(inputs=rows(1), resume=True, **options)  # type: ignore[arg-type]
+    assert (view.state, view.latest.ok) == ("complete", 50)
+    asked = (tmp_path / "requests.log").read_text()
+    alone = await BatchAgent.run(inputs=rows(50), resume=True, **options)  # type: ignore[arg-type]
+    assert [result.output for result in alone] == [result.output for result in again]
+    assert (tmp_path / "requests.log").read_text() == asked
 
 
 @pytest.mark.usefixtures("connected")
@@ -123,6 +91,16 @@ async def test_a_pipeline_in_redis_is_worked_on_by_actors_and_resumed_without_th
         again = await pipeline.run(resume=True, **options)
     assert again.outputs == first.outputs and len(first.outputs) == 20
     assert (tmp_path / "requests.log").read_text() == asked
+
+
+@pytest.mark.usefixtures("connected")
+async def test_a_pipeline_without_redis_is_worked_on_by_actors(server: str, tmp_path: Path) -> None:
+    pipeline = Pipeline(rows(10)).map(name="work", task=TASK, tools=[write_note])
+    pipeline = pipeline.map(name="again", task="Again: {input}", tools=[write_note])
+    where = Ray("auto", workers=2, worker_cpus=0.5)
+    outcome = await pipeline.run(cluster=where, backend=server, model="m", run_dir=tmp_path / "run")
+    assert len(outcome.outputs) == 10
+    assert look(tmp_path / "run").state == "complete"
 
 
 @pytest.mark.usefixtures("connected")

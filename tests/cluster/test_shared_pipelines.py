@@ -17,7 +17,6 @@ from redis_servers import needs_redis
 
 from batch_agent import AgentContext, Pipeline, SpecError
 from batch_agent.files.results import to_json
-from batch_agent.ray import Ray
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.joining import WorkReport
@@ -147,7 +146,6 @@ async def test_what_cannot_travel_is_refused_before_anything_is_sent_and_the_sta
     rows = Pipeline([{"row": 1}]).map(name="first", task="Do {row}")
     refused: list[tuple[Pipeline[Any], dict[str, Any], str]] = [
         (rows.map(name="second", worker=lambda row, ctx: row), {}, "second: worker: .*<lambda> has no name"),
-        (rows, {"cluster": Ray("auto"), "run_dir": None, "lease": 15.0}, "a pipeline on Ray is kept in Redis"),
         (rows, {"run_dir": f"{url}/stage"}, "is a stage: give its run"),
     ]
     for pipeline, others, message in refused:

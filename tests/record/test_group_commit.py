@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 
 import pytest
 
 from batch_agent.errors import StoreError
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentResult, Success
 from batch_agent.messages import Reply, Usage
-from batch_agent.record.base import Account, Entry, Identity, Progress
-from batch_agent.record.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal
-from batch_agent.record.steps import Done, Past, Spent
+from batch_agent.record.base import Account, Entry, Outlay
+from batch_agent.record.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal, LeasedIdentity
+from batch_agent.record.steps import Done, Spent
+from batch_agent.record.store import KeptStep, RowChange, RowLease
 from batch_agent.record.trail import Trail
 from batch_agent.testing import virtual_clock
 
 
 class Disk:
-    """A store whose commits finish when they are let, and a log; remembers what came in which order."""
+    """A store whose commits finish when they may. It remembers what came in which order."""
 
     def __init__(self) -> None:
-        self.commits: list[list[Entry]] = []
-        self.order: list[str] = []
-        self.progress = Progress()
+        self.commits: list[list[KeptStep]] = []
+        self.numbers: list[int] = []
+        self.ended: list[RowChange] = []
+        self.lost: set[str] = set()
+        self.outlay: Outlay | None = None
         self.may_commit = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
+    def agent_numbers(self, worker: int) -> Iterator[int]:
+        return count(1)
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
         assert self.may_commit.acquire(timeout=10)
         if self.error is not None:
             raise self.error
-        self.commits.append(list(entries))
-        self.order.append("commit")
-        self.progress = progress
-
-    def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
-        return [None for _ in wanted]
-
-    def close(self) -> None: ...
-
-    def write(self, results: Sequence[AgentResult[object]]) -> None:
-        self.order += [f"line {result.index}" for result in results]
+        self.commits.append([step for change in changes for step in change.steps])
+        self.numbers.append(number)
+        self.ended += [change for change in changes if change.result is not None]
+        self.outlay = outlay
+        return self.lost
 
 
 class Purse(Account):
@@ -66,15 +66,25 @@ class Purse(Account):
 
 @asynccontextmanager
 async def journal(disk: Disk, **options: object) -> AsyncIterator[Journal]:
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        try:
-            yield Journal(disk, disk, thread, **options)  # type: ignore[arg-type]
-        finally:
-            disk.may_commit.release(100)
+    book = Journal(disk, 1, **options)  # type: ignore[arg-type]
+    try:
+        yield book
+    finally:
+        disk.may_commit.release(100)
+        book.close()
 
 
-def entry(agent: int = 1) -> Entry:
-    return Entry(agent, Identity(b"k", b"r"), Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5)))
+def lease(row: int = 0) -> RowLease:
+    return RowLease(str(row), str(row), 1, row)
+
+
+def entry(agent: int = 1, row: int = 0) -> Entry:
+    identity = LeasedIdentity(b"k", b"r", lease(row))
+    return Entry(agent, identity, Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5)))
+
+
+def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
+    return Success(row, str(row), "x", True, "y", resumed=resumed)
 
 
 async def until_committing() -> None:
@@ -116,14 +126,40 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
         assert (await asyncio.gather(one, return_exceptions=True))[0].__class__ is asyncio.CancelledError
 
 
-async def test_a_line_is_written_after_the_commit_that_made_it_durable() -> None:
+async def test_a_result_and_the_steps_before_it_are_one_change_of_one_commit() -> None:
     disk = Disk()
-    async with journal(disk) as book:
-        book.add(entry())
-        book.publish(AgentResult(4, "4", "x", True, "y"))
+    ends: list[tuple[set[str], list[RowLease]]] = []
+    async with journal(disk, on_committed=lambda lost, ended: ends.append((lost, list(ended)))) as book:
+        book.add(entry(1, row=4))
+        book.add(entry(2, row=5))
+        book.publish(lease(4), result(4, resumed=True))
+        await until_committing()
+        assert ends == []
         disk.may_commit.release()
         await book.flush()
-    assert disk.order == ["commit", "line 4"]
+    [change] = disk.ended
+    assert (change.lease, change.error, change.resumed) == (lease(4), "", True)
+    assert [step.agent for step in change.steps] == [1]
+    assert [step.agent for step in disk.commits[0]] == [1, 2]
+    assert ends == [(set(), [lease(4)])]
+
+
+async def test_rows_that_other_workers_have_now_are_reported_with_the_commit() -> None:
+    disk, lost = Disk(), list[set[str]]()
+    disk.lost = {"4"}
+    disk.may_commit.release()
+    async with journal(disk, on_committed=lambda places, ended: lost.append(places)) as book:
+        book.publish(lease(4), result(4))
+        await book.flush()
+    assert lost == [{"4"}]
+
+
+async def test_a_store_in_memory_is_called_at_once() -> None:
+    disk = Disk()
+    disk.may_commit.release()
+    async with journal(disk, in_memory=True) as book:
+        book.publish(lease(4), result(4))
+        assert [change.lease for change in disk.ended] == [lease(4)]
 
 
 async def test_a_failed_commit_reaches_everyone_who_waits_and_everyone_after() -> None:
@@ -191,14 +227,16 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
     disk.may_commit.release(10)
     account = Purse()
     async with journal(disk, account=account) as book:
-        trail = Trail(book, Identity(b"k", b"r"))
+        trail = Trail(book, LeasedIdentity(b"k", b"r", lease()))
         trail.add(entry().step)
         await trail.settle()
-        assert (disk.progress, account.told) == (Progress(tokens=45, cost=0.75, lease=(100, 1.0)), [None])
+        assert (disk.outlay, account.told) == (Outlay(45, 0.75, (100, 1.0)), [None])
         book.touch()
         await book.flush()
         assert (disk.commits[1:], account.told) == ([[]], [None, None])
-        assert book.progress == Progress(tokens=45, cost=0.75)  # at its end a session returns its lease
+        assert await book.end() is None
+        assert disk.outlay == Outlay(45, 0.75)  # at its end a session returns its lease
+    assert disk.numbers == sorted(set(disk.numbers))
 
 
 async def test_an_account_is_told_that_its_lease_will_never_be_on_disk() -> None:
@@ -228,28 +266,20 @@ async def test_a_commit_that_takes_long_is_overdue_until_it_is_done() -> None:
     assert told == [True, False]
 
 
-async def test_rows_that_come_from_the_record_show_in_the_progress() -> None:
-    disk = Disk()
-    disk.may_commit.release(10)
-    async with journal(disk) as book:
-        book.publish(AgentResult(0, "0", "x", True, "y", resumed=True))
-        await book.flush()
-    assert disk.progress == Progress(ok=1, resumed=1)
-
-
 async def test_after_a_failed_commit_nothing_counts_as_durable_any_more() -> None:
     disk = Disk()
     disk.error = StoreError("the disk is full")
     async with journal(disk) as book:
         number = book.add(entry())
-        book.publish(AgentResult(0, "0", "x", True, "y"))
+        book.publish(lease(0), result(0))
         disk.may_commit.release(10)
         with pytest.raises(StoreError, match="full"):
             await book.flush()
         disk.error = None
         with pytest.raises(StoreError, match="full"):
-            book.publish(AgentResult(1, "1", "x", True, "y"))
+            book.publish(lease(1), result(1))
         with pytest.raises(StoreError, match="full"):
             await book.wait(number)
-        assert book.progress == Progress()
-    assert disk.order == []
+        failure = await book.end()
+        assert isinstance(failure, StoreError)
+    assert (disk.commits, disk.ended) == ([], [])

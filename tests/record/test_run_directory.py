@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_agent.record.session import Resuming, Session
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import Usage
+from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import OVERDUE
 from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.reader import look
 from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, _overwrite, read_run
 from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.run.recording import open_to_feed
+from batch_agent.spec import BatchSpec
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 
 
@@ -316,13 +318,14 @@ async def test_two_runs_in_one_process_share_nothing(tmp_path: Path) -> None:
 
 async def test_a_run_cancelled_while_its_directory_is_opened_lets_go_of_it(tmp_path: Path) -> None:
     for turns in range(6):
-        opening = asyncio.ensure_future(Session.open(tmp_path, Resuming(resume=True)))
+        spec = BatchSpec(task="{input}", inputs=[], run_dir=tmp_path, resume=True)
+        opening = asyncio.ensure_future(open_to_feed(spec, lambda _: DirectoryStore(tmp_path), None, ""))
         for _ in range(turns):
             await asyncio.sleep(0)
         opening.cancel()
         [outcome] = await asyncio.gather(opening, return_exceptions=True)
-        if isinstance(outcome, Session):
-            await outcome.end("interrupted", "", {})
+        if isinstance(outcome, DirectoryStore):
+            outcome.close()
         assert not is_locked(tmp_path / LOCK)
 
 

@@ -107,10 +107,14 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key."""
     # A worker does not see all rows, so it cannot know what they share.
-    if is_store_url(spec.run_dir) or spec.cluster is not None or spec.processes is not None or spec.feed_only:
+    fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
+    if is_store_url(spec.run_dir) or spec.cluster is not None or spec.processes is not None or fed:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
-        raise SpecError(f"{alone} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME")
+        raise SpecError(
+            f"{alone} is for a run that several processes share: give processes=N, or run_dir as "
+            "redis://host:6379/0/NAME"
+        )
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:

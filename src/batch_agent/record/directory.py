@@ -54,6 +54,7 @@ class DirectoryStore(MemoryStore):
         self._directory: RunDir | None = None
         self._disk = ThreadLock()  # held while files are read or written
         self._has_past = False
+        self._forced = False  # answers are kept by force, whatever the session before did
         self._outlay = Outlay()
         self._shares = False  # several workers share the budget
         self._numbers = count(1)  # of agents in the journal
@@ -61,7 +62,7 @@ class DirectoryStore(MemoryStore):
 
     def open(self, resuming: Resuming) -> None:
         with self._disk:
-            resume = resuming.resume or resuming.force
+            resume, self._forced = resuming.resume or resuming.force, resuming.force
             self._directory = RunDir.open(self.path, resume=resume, open_journal=self._open_journal)
 
     def close(self) -> None:
@@ -123,6 +124,9 @@ class DirectoryStore(MemoryStore):
                 logger.warning("%s; its copy in the journal is used", error)
                 return cast(JsonObject, from_json(kept.encode()))
             if isinstance(error, SpecError) or self._journal.next_agent() == 1:  # run.json is missing
+                return None
+            if self._forced:
+                logger.warning("%s", error)
                 return None
             raise StoreError(
                 f"{self.path / 'run.json'} is damaged, and says whether the recorded answers were kept by "
@@ -187,7 +191,9 @@ class DirectoryStore(MemoryStore):
         if not self._has_past:
             return None
         with self._disk:
-            found = self._journal.claim_steps([Identity(row.key, row.content) for row in rows])
+            found = self._journal.claim_steps(
+                [Identity(row.key, row.content) for row in rows], [row.index for row in rows]
+            )
             return [list(steps) for steps in found]
 
     def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:

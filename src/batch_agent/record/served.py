@@ -219,16 +219,12 @@ class StoreServer:
         if worker is None:
             return
         with self._lock:
-            if method in ("leave", "resign"):
-                for workers in self._open.values():
-                    workers.discard((stage, worker))
-            else:
-                self._open[connection].add((stage, worker))
+            self._open[connection].add((stage, worker))
         self.on_change()
 
     @property
     def is_used(self) -> bool:
-        """Whether a worker has joined and not left, or its process is still connected."""
+        """Whether a process that joined is still connected. It closes its connections when it has left."""
         with self._lock:
             return any(self._open.values())
 

@@ -212,16 +212,18 @@ class SqliteJournal:
             f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
         )
 
-    def claim_steps(self, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
-        """Return the steps of a recorded agent for each row, or (). Each recorded agent is returned only once."""
+    def claim_steps(self, wanted: Sequence[Identity], rows: Sequence[int] = ()) -> list[tuple[KeptStep, ...]]:
+        """Return the steps of a recorded agent for each row, or (). Each recorded agent is returned only once.
+        ``rows`` are the indices of the rows, for warnings."""
         with _explained(self._path):
-            return [self._claim(identity) for identity in wanted]
+            named: Sequence[int | None] = rows or [None] * len(wanted)
+            return [self._claim(identity, row) for identity, row in zip(wanted, named, strict=True)]
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
         """Return the record of each row, or None. Each recorded agent is returned only once."""
         return [self._read(steps) if steps else None for steps in self.claim_steps(wanted)]
 
-    def _claim(self, identity: Identity) -> tuple[KeptStep, ...]:
+    def _claim(self, identity: Identity, row: int | None) -> tuple[KeptStep, ...]:
         for sought in (identity.key, identity.row) if self._by_row else (identity.key,):
             while (agent := self._unclaimed(sought)) is not None:
                 steps = self.kept_steps(agent)
@@ -230,7 +232,10 @@ class SqliteJournal:
                     return steps
                 # One unreadable record must not block the others.
                 logger.warning(
-                    "%s: the record of one row is unreadable and is ignored: %s", self._path, past.unreadable
+                    "%s: the record of %s is unreadable and is ignored: %s",
+                    self._path,
+                    "one row" if row is None else f"row {row}",
+                    past.unreadable,
                 )
         return ()
 

@@ -39,6 +39,11 @@ class Served(Protocol):
         SpecError if other processes cannot work on the run."""
         ...
 
+    @property
+    def wants_workers(self) -> bool:
+        """Whether new rows are started."""
+        ...
+
 
 def count_of(processes: int | str) -> int:
     """Return the number of processes that ``processes=`` means."""
@@ -70,7 +75,7 @@ class ProcessCrew:
         """Let the processes work on the run. When this ends, they leave."""
         path = run.serve()
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._watch(path))
+            watching = tasks.create_task(self._watch(run, path))
             try:
                 yield
             except BaseException:
@@ -81,19 +86,20 @@ class ProcessCrew:
                 self._ending = True
                 await self._leave(watching)
 
-    async def _watch(self, path: Path) -> None:
+    async def _watch(self, run: Served, path: Path) -> None:
         reasons: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._count):
-                tasks.create_task(self._keep(number, path, reasons.append))
-        if not self._ending:
-            raise RunRejected(f"every worker process of the run has ended: {reasons[-1] if reasons else 'unknown'}")
+                tasks.create_task(self._keep(number, run, path, reasons.append))
+        if reasons and run.wants_workers and not self._ending:
+            raise RunRejected(f"every worker process of the run has ended: {reasons[-1]}")
 
-    async def _keep(self, number: int, path: Path, give_up: Callable[[str], None]) -> None:
-        """Keep one process running. ``give_up`` is called with the reason if it is not started again."""
+    async def _keep(self, number: int, run: Served, path: Path, give_up: Callable[[str], None]) -> None:
+        """Keep one process running while the run wants workers. ``give_up`` is called with the reason if it is not
+        started again."""
         for attempt in range(1 + STARTS):
             status, said = await self._run_one(number, path)
-            if status == 0 or self._ending:
+            if self._ending or (status == 0 and not run.wants_workers):
                 return
             why = said or (f"it was ended by signal {-status}" if status < 0 else f"its exit status was {status}")
             if status == REFUSED or attempt == STARTS:
@@ -102,6 +108,8 @@ class ProcessCrew:
                 return
             logger.warning("worker process %d is started again: %s", number, why)
             await asyncio.sleep(PAUSE)
+            if not run.wants_workers:
+                return
 
     async def _run_one(self, number: int, path: Path) -> tuple[int, str]:
         """Run one process. Returns its exit status, and the last line of its messages."""

@@ -95,7 +95,7 @@ class JoinedWorker:
         await run.finish()
         if stages is not None:
             return self._report(stages.finished, stages.over)
-        return self._report(run.statistics().done, run.over)
+        return self._report(run.finished, run.over)
 
     def _report(self, rows: int, why: Over) -> WorkReport:
         if why == "no feeder":
@@ -216,7 +216,7 @@ class WorkedStages:
                 await run.finish()
             finally:
                 del self._runs[stage]
-                self.finished += run.statistics().done
+                self.finished += run.finished
             if run.shared.dispatcher.over is not None or outer.shared.spending.exhausted:
                 return  # the feeder ends the stage
 

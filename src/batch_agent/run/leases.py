@@ -101,6 +101,7 @@ class Leases:
         self.store, self.worker = store, worker
         self.held: dict[int, HeldRow] = {}  # by index: rows that this worker works on
         self.ending: set[int] = set()  # held rows whose results are not committed yet
+        self.finished = 0  # rows whose results this worker recorded
         self.over: Over = ""
         self.alone = True  # no other process works on the run
         self.on_lost: Callable[[int], None] = lambda _: None
@@ -220,6 +221,7 @@ class Leases:
         """Forget rows whose results are recorded, and drop rows that other workers have."""
         self.lose(lost)
         for lease in ended:
+            self.finished += lease.place not in lost
             self.held.pop(lease.index, None)
             self.ending.discard(lease.index)
 

@@ -248,6 +248,11 @@ class Run(Generic[T]):
         return "" if self._leases is None else self._leases.over
 
     @property
+    def finished(self) -> int:
+        """Number of rows whose results this worker recorded."""
+        return 0 if self._leases is None else self._leases.finished
+
+    @property
     def holds_rows(self) -> bool:
         return self._leases is not None and bool(self._leases.held)
 
@@ -382,6 +387,12 @@ class Run(Generic[T]):
         if self.serving is None:
             raise SpecError("the run has not begun yet, or it has ended")
         return self.serving.path
+
+    @property
+    def wants_workers(self) -> bool:
+        """Whether new rows are started. Only for a record in this process."""
+        standing = self._opened.standing()
+        return not (self._leaving or self._cannot_continue or standing.done) and standing.phase == "running"
 
     # The supervisor
 
@@ -643,17 +654,9 @@ class Run(Generic[T]):
 
     def _shares(self, prepared: Prepared, number: int) -> Shares:
         """Return the ledger and the limits of an outermost run."""
+        own = (self.shared, self._controls, prepared.backend, self._opened, self._record)
         return Shares(
-            self.shared,
-            self._controls,
-            prepared.backend,
-            self._opened,
-            self._record,
-            lease=self._lease,
-            number=number,
-            feeder=self._feeder,
-            leases=self._leases,
-            journal=self._journal,
+            *own, lease=self._lease, number=number, feeder=self._feeder, leases=self._leases, journal=self._journal
         )
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:

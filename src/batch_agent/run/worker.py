@@ -78,7 +78,8 @@ class Worker:
             finally:
                 self._feed.set_reading(False)
             if not rows:
-                self._feed.end()
+                if self._leases.over == "done":  # else rows are left
+                    self._feed.end()
                 return
             for held, job in zip(rows, await self._jobs(rows), strict=True):
                 if not await self._feed.wait_room():

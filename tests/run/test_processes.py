@@ -1,0 +1,302 @@
+"""Runs with worker processes on this machine: real processes, a real socket, and kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run.process_work import NOTES, note, notes
+
+from batch_agent import BatchAgent, Pipeline, SpecError, Tool
+from batch_agent.errors import RunRejected
+from batch_agent.messages import Usage
+from batch_agent.record.reader import look
+from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+
+ROOT = Path(__file__).parents[2]
+USAGE = Usage(60, completion_tokens=30)
+EACH = USAGE.prompt_tokens + USAGE.completion_tokens
+
+
+@pytest.fixture(autouse=True)
+def notes_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
+
+
+def row_of(request: Request) -> str:
+    """The name of the row is the last word of its task."""
+    text = next(message["content"] for message in request.messages if message["role"] == "user")
+    return str(text).split()[-1]
+
+
+def echo(request: Request) -> Say:
+    return Say(f"said {row_of(request)}", usage=USAGE, latency=0.02)
+
+
+def options(server: ScriptedServer, rows: int, **others: Any) -> dict[str, Any]:
+    plain = {"task": "Do {input}", "inputs": [f"row-{n}" for n in range(rows)], "backend": server.backend_url}
+    return {**plain, "model": "m", "progress": False, **others}
+
+
+def expected(rows: int) -> list[str]:
+    return [f"said row-{n}" for n in range(rows)]
+
+
+def workers_of(parent: int) -> list[int]:
+    """The worker processes that a process has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                started_by = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if started_by == parent and b"unix:" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:  # it has ended meanwhile
+                continue
+    return found
+
+
+@asynccontextmanager
+async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+
+
+def feeder(directory: Path, server: ScriptedServer, rows: int, **others: object) -> tuple[str, ...]:
+    """The words of a process that feeds a run; ``others`` are options of the run."""
+    return ("-m", "tests.run.test_processes", str(directory), server.backend_url, str(rows), json.dumps(others))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_two_processes_do_every_row_once(tmp_path: Path, recorded: bool) -> None:
+    run_dir = tmp_path / "run" if recorded else None
+    async with ScriptedServer(echo, models=["m"]) as server:
+        results = await BatchAgent.run(**options(server, 40, processes=2, run_dir=run_dir))
+    assert [result.output for result in results] == expected(40)
+    assert Counter(map(row_of, server.requests)) == Counter(f"row-{n}" for n in range(40))
+    assert results.summary.statistics.usage.completion_tokens == 40 * USAGE.completion_tokens
+    if run_dir is not None:
+        assert (look(run_dir).state, look(run_dir).latest.ok) == ("complete", 40)
+        assert len((run_dir / "results.jsonl").read_text().splitlines()) == 40
+
+
+async def test_two_processes_do_every_stage_of_a_pipeline(tmp_path: Path) -> None:
+    async with ScriptedServer(echo, models=["m"]) as server:
+        rows = Pipeline([f"row-{n}" for n in range(10)])
+        stages = rows.map(name="first", task="Do {input}").map(name="second", task="Check {input}")
+        outcome = await stages.run(backend=server.backend_url, model="m", processes=2, run_dir=tmp_path / "run")
+    assert outcome.outputs == expected(10)
+    assert server.received == 20
+
+
+async def test_a_worker_process_that_is_killed_loses_no_row_and_no_write(tmp_path: Path) -> None:
+    """One process is killed while its rows wait for their second answer, after their writes."""
+    go_on = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if request.turn == 0:
+            return CallTools(ToolUse("note", {"row": row_of(request)}))
+        await go_on.wait()
+        return Say(f"said {row_of(request)}")
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        given = options(server, 8, processes=2, tools=[note], max_turns=3, run_dir=tmp_path / "run", lease=2.0)
+        running = asyncio.ensure_future(BatchAgent.run(**given))
+        waiting = asyncio.ensure_future(
+            server.wait_until(lambda: sum(request.turn > 0 for request in server.requests) >= 8)
+        )
+        await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+        victims = workers_of(os.getpid())
+        assert len(victims) == 2
+        os.kill(victims[0], signal.SIGKILL)
+        go_on.set()
+        results = await running
+    assert [result.output for result in results] == expected(8)
+    assert Counter(notes()) == Counter(f"row-{n}" for n in range(8))
+
+
+async def test_a_function_that_workers_cannot_import_is_refused_by_name_before_anything_starts(tmp_path: Path) -> None:
+    def closure(row: str) -> str:
+        """Return the row and the directory."""
+        return f"{row} {tmp_path}"
+
+    def main(row: str) -> str:
+        """Return the row."""
+        return row
+
+    main.__module__, main.__qualname__ = "__main__", "main"
+    async with ScriptedServer(echo, models=["m"]) as server:
+        refused = ((closure, "closure"), (main, "main is defined in the main script"), (Tool.define(main), "'main'"))
+        for tool, why in refused:
+            with pytest.raises(SpecError, match=why):
+                await BatchAgent.run(**options(server, 1, processes=2, tools=[tool]))
+        with pytest.raises(SpecError, match="lambda"):
+            await BatchAgent.run(**options(server, 1, processes=2, worker=lambda row, ctx: row))
+    assert server.received == 0
+
+
+async def test_the_budget_is_one_for_all_processes(tmp_path: Path) -> None:
+    async with ScriptedServer(echo, models=["m"]) as server:
+        limited = options(server, 60, processes=2, max_total_tokens=20 * EACH, max_tokens=40, run_dir=tmp_path / "run")
+        results = await BatchAgent.run(**limited)
+        assert results.summary.statistics.ended == "out of budget"
+        assert 0 < server.received * EACH <= 20 * EACH
+        before = server.received
+        assert look(tmp_path / "run").latest.tokens <= 20 * EACH
+        again = await BatchAgent.run(**{**limited, "max_total_tokens": None, "resume": True})
+    assert [result.output for result in again] == expected(60)
+    assert server.received == 60 and before < 60
+
+
+async def test_after_a_kill_of_the_feeder_only_what_is_not_recorded_is_asked(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    go_on = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if request.number >= 10:
+            await go_on.wait()
+        return echo(request)
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        async with process(*feeder(run_dir, server, 20, processes=2, max_inflight=4)) as fed:
+            await server.wait_requests(14)
+            results = run_dir / "results.jsonl"
+            while not results.exists() or results.read_text().count("\n") < 10:
+                await asyncio.sleep(0.01)
+            workers = workers_of(fed.pid)
+            fed.kill()
+            await fed.wait()
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        sent = server.received
+        go_on.set()
+        again = await BatchAgent.run(**options(server, 20, processes=2, run_dir=run_dir, resume=True))
+    assert [result.output for result in again] == expected(20)
+    assert sum(result.resumed for result in again) == 10
+    assert server.received == sent + 10
+
+
+@pytest.mark.parametrize("limit", [1000, 15])
+async def test_a_worker_joins_a_run_that_was_started_alone(tmp_path: Path, limit: int) -> None:
+    """The limit is that of both processes, in requests."""
+    run_dir = tmp_path / "run"
+    joined = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if request.number >= 4:
+            await joined.wait()
+        return Say(f"said {row_of(request)}", usage=USAGE, latency=0.05)
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        given = options(server, 150, run_dir=run_dir, max_inflight=4, max_tokens=40)
+        running = asyncio.ensure_future(BatchAgent.run(**given, max_total_tokens=limit * EACH))
+        await server.wait_requests(5)
+        async with process("-m", "batch_agent", "work", str(run_dir), "--import-from", str(ROOT)) as worker:
+            while not looks_joined(run_dir, worker):
+                await asyncio.sleep(0.05)
+            joined.set()
+            results = await running
+            said, _ = await worker.communicate()
+    assert worker.returncode == 0, said.decode()
+    assert max(Counter(map(row_of, server.requests)).values()) == 1
+    if limit < 150:
+        assert results.summary.statistics.ended == "out of budget"
+        assert 4 < server.received <= limit
+        assert server.received * EACH <= look(run_dir).latest.tokens <= limit * EACH
+    else:
+        assert [result.output for result in results] == expected(150)
+        assert (server.received, look(run_dir).latest.tokens) == (150, 150 * EACH)
+        assert b" 0 rows" not in said, said.decode()
+
+
+def looks_joined(run_dir: Path, worker: asyncio.subprocess.Process) -> bool:
+    """Whether the journal has the table of shares, which it gets when the first worker joins."""
+    from batch_agent.record.sqlite import TABLE, connect_to_read
+
+    assert worker.returncode is None
+    db = connect_to_read(run_dir / "journal.db")
+    try:
+        return db.execute("SELECT count(*) FROM fact WHERE name = ?", (TABLE,)).fetchone()[0] > 0
+    finally:
+        db.close()
+
+
+async def test_a_worker_cannot_join_a_run_with_a_function_that_only_the_main_script_has(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        await go_on.wait()
+        return echo(request)
+
+    async with (
+        ScriptedServer(script, models=["m"]) as server,
+        process(*feeder(tmp_path / "run", server, 2, own_tool=True)) as fed,
+    ):
+        await server.wait_requests(1)
+        async with process("-m", "batch_agent", "work", str(tmp_path / "run")) as worker:
+            said, _ = await worker.communicate()
+        go_on.set()
+        assert await fed.wait() == 0
+    assert worker.returncode == 2
+    assert "only_here is defined in the main script" in said.decode() or "'only_here'" in said.decode()
+    assert server.received == 2
+
+
+async def test_the_reason_is_shown_when_every_worker_process_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_once.py").write_text(
+        "import os\n"
+        'assert os.environ.get("ONLY_ONCE") == "1", "this module is for the first process"\n'
+        "def tool(row: str) -> str:\n"
+        '    """Return the row."""\n'
+        "    return row\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ONLY_ONCE", "1")
+    import only_once  # type: ignore[import-not-found]
+
+    monkeypatch.delenv("ONLY_ONCE")
+    async with ScriptedServer(echo, models=["m"]) as server:
+        with pytest.raises(RunRejected, match=r"only_once:tool cannot be imported.*for the first process"):
+            await BatchAgent.run(**options(server, 2, processes=2, tools=[only_once.tool]))
+    assert server.received == 0
+
+
+def only_here(row: str) -> str:
+    """Return the row."""
+    return row
+
+
+async def feed(directory: str, url: str, rows: str, others: str) -> None:
+    given = json.loads(others)
+    tools = {"tools": [only_here]} if given.pop("own_tool", False) else {}
+    await BatchAgent.run(
+        task="Do {input}",
+        inputs=[f"row-{n}" for n in range(int(rows))],
+        backend=url,
+        model="m",
+        run_dir=directory,
+        **tools,
+        **given,
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(feed(*sys.argv[1:]))
