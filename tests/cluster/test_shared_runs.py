@@ -122,6 +122,50 @@ async def test_a_resumed_run_asks_only_what_is_not_done_and_delivers_everything_
     assert server.received == asked + 2 + failed
 
 
+async def test_forced_rows_keep_their_answers_under_another_task_and_schema_and_the_old_ones_stay(url: str) -> None:
+    def script(request: Request) -> Say:
+        if "row 3" in str(request.messages[-1]["content"]):
+            return Say("no", finish_reason="content_filter")
+        return Say('{"label": "good"}')
+
+    async with ScriptedServer(script, models=["m"]) as server:
+
+        async def run(rows: int, **others: Any) -> list[Any]:
+            return list(await BatchAgent.run(**options(server, url, rows, **others), progress=False))
+
+        plain = await run(4)
+        asked = server.received
+        new: dict[str, Any] = {"task": "Now do {row}", "output_schema": Verdict, "retry_failed": False}
+        forced = await run(5, force_resume=True, **new)
+        assert [result.output for result in forced if result.ok] == [Verdict(label="good")] * 4
+        assert [result.resumed for result in forced] == [True] * 4 + [False]
+        assert not forced[3].ok and server.received == asked + 1
+
+        again = await run(5, resume=True, **new)
+        assert all(result.resumed for result in again) and server.received == asked + 1
+        back = await run(4, resume=True, retry_failed=False)
+    assert [result.output for result in back] == [result.output for result in plain]
+    assert server.received == asked + 1
+
+
+async def test_each_forced_answer_is_used_once(server: ScriptedServer, url: str) -> None:
+    same = {"inputs": [{"row": "same"}] * 2}
+    await BatchAgent.run(**options(server, url, 0, **same), progress=False)
+    more = {"inputs": [{"row": "same"}] * 3, "task": "Now do {row}", "force_resume": True}
+    results = await BatchAgent.run(**options(server, url, 0, **more), progress=False)
+    assert sorted(result.output for result in results) == ["said: Do same", "said: Do same", "said: Now do same"]
+
+
+async def test_forced_rows_of_which_only_the_result_was_kept_are_answered_from_it(
+    server: ScriptedServer, url: str
+) -> None:
+    await BatchAgent.run(**options(server, url, 3, keep="results"), progress=False)
+    changed = {"task": "Now do {row}", "force_resume": True, "keep": "results"}
+    results = await BatchAgent.run(**options(server, url, 3, **changed), progress=False)
+    assert [result.output for result in results] == [f"said: Do row {row}" for row in range(3)]
+    assert server.received == 3
+
+
 async def test_a_worker_that_lost_its_lease_records_and_delivers_nothing_and_the_write_runs_once(
     url: str, redis: RedisServer
 ) -> None:
@@ -163,7 +207,6 @@ async def test_what_cannot_travel_is_refused_before_anything_is_sent(server: Scr
         ({"worker": lambda row, ctx: row}, "has no name that another process can import"),
         ({"backend": {"url": server.backend_url, "api_key": "secret"}}, "api_key would be stored"),
         ({"backend": "openai://me:secret@host/v1"}, "a password in the URL would be stored"),
-        ({"force_resume": True, "resume": True}, "force_resume works only for run directories"),
     ]
     for others, message in refused:
         with pytest.raises(SpecError, match=message) as error:

@@ -65,6 +65,8 @@ def encode_result(
 
 def _record(result: AgentResult[object], *, messages: bool) -> dict[str, object]:
     record = {**result_record(result), "input": result.input, "raw_text": result.raw_text}
+    if result.resumed:  # a worker computed it from the record
+        record["resumed"] = True
     if messages:
         record["messages"] = [from_message(message) for message in result.messages]
     return record
@@ -92,7 +94,7 @@ def decode_result(
         raw_text=record["raw_text"],
         repaired=record.get("repaired", False),
         truncated=record.get("truncated", False),
-        resumed=resumed,
+        resumed=resumed or record.get("resumed", False),
         chunks=record.get("chunks", 1),
         shortened=record.get("shortened", False),
         artifacts={name: Path(path) for name, path in record.get("artifacts", {}).items()},

@@ -373,6 +373,8 @@ class Feeder:
         """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
         now = self._clock()
         self._emit(JobStarted(now, self._run, result.index, result.job_id))
+        if result.resumed:
+            return  # an earlier session counted them
         for turn in range(1, result.turns + 1):
             last = turn == result.turns
             usage, cost = (result.usage, result.cost) if last else (Usage(), None)

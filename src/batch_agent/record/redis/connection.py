@@ -26,6 +26,9 @@ logger = logging.getLogger("batch_agent")
 PATIENCE = 600.0  # seconds of outage after which a run fails
 PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts, doubled each time
 TIMEOUT = 5.0  # seconds for an answer, in addition to the wait of a blocking command
+# How an answer begins with which a server refuses for a while: it runs a long script, has too few replicas, could not
+# save, loads, or is a replica during a failover. It refuses before the first write of a script, which can be repeated.
+REFUSALS = ("BUSY ", "NOREPLICAS", "MISCONF", "LOADING", "READONLY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN")
 MISSING = "a run in Redis needs the package redis (the extra redis)"
 
 
@@ -108,12 +111,11 @@ class RedisConnection:
                   else client.execute_command("PING"), patience=0.0)  # fmt: skip
 
     def call(self, function: Callable[[Client], T], *, patience: float | None = None) -> T:
-        """Return the result of ``function``. It is retried while the server is unreachable or refuses writes."""
+        """Return the result of ``function``. It is retried while the server is unreachable or refuses
+        for a while."""
         redis = _redis()
-        # A script is refused before its first write or not at all, so it can be repeated.
-        unwritable = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError)
-        away = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.exceptions.ClusterDownError,
-                redis.exceptions.RedisClusterException, *unwritable, OSError)  # fmt: skip
+        away = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ClusterDownError,
+                redis.exceptions.RedisClusterException, OSError)  # fmt: skip
         began: float | None = None
         pause = PAUSE
         try:
@@ -130,16 +132,15 @@ class RedisConnection:
                         f"{self.address} refused the login: {str(error).rstrip('.')}. Set the password in "
                         f"{PASSWORD_VARIABLE} or in the URL"
                     ) from None
-                except away as error:
+                except (*away, redis.RedisError) as error:
                     if "CERTIFICATE_VERIFY_FAILED" in str(error):
                         raise SpecError(
                             f"{self.address} has a certificate that is not trusted here: {str(error).rstrip('.')}. Set "
                             "SSL_CERT_FILE to the certificate of its CA"
                         ) from None
-                    trouble = f"is unreachable: {error}"
-                    if isinstance(error, unwritable):
-                        full = isinstance(error, redis.exceptions.OutOfMemoryError)
-                        trouble = "is full: its memory has reached maxmemory" if full else f"refuses writes: {error}"
+                    trouble = _refusal(error) or (f"is unreachable: {error}" if isinstance(error, away) else "")
+                    if not trouble:
+                        raise StoreError(f"the run cannot be recorded in {self.address}: {error}") from None
                     now, limit = time.monotonic(), self.patience if patience is None else patience
                     if began is None and limit > 0:
                         began = now
@@ -147,8 +148,6 @@ class RedisConnection:
                     if began is None or now - began >= limit or self._closing.wait(pause):
                         raise StoreError(f"{self.address} {trouble}") from None
                     pause = min(2 * pause, LONGEST_PAUSE)
-                except redis.RedisError as error:
-                    raise StoreError(f"the run cannot be recorded in {self.address}: {error}") from None
         finally:
             if began is not None:
                 self._count(-1)
@@ -192,6 +191,18 @@ class RedisConnection:
             self.on_away(True)
         elif not before + change:
             self.on_away(False)
+
+
+def _refusal(error: Exception) -> str:
+    """Return in words that the server refuses for a while; "" if it does not."""
+    exceptions = _redis().exceptions
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return "is full: its memory has reached maxmemory"
+    if isinstance(error, exceptions.BusyLoadingError):
+        return f"is loading its data: {error}"
+    if isinstance(error, exceptions.ReadOnlyError) or str(error).startswith(REFUSALS):
+        return f"refuses for now: {error}"
+    return ""
 
 
 def _redis() -> Any:

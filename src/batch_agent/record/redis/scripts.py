@@ -6,13 +6,13 @@ hash tag. ``design/cluster.md`` describes the content of each key.
 
 from __future__ import annotations
 
-KEYS = ("run", "feeder", "queue", "rows", "results", "again")
+KEYS = ("run", "feeder", "queue", "rows", "results", "again", "contents")
 GROUP = "workers"  # the consumer group of the queue
 RETURNED = "returned"  # the consumer that holds returned rows
 REPLACED, TAKEN, HELD = b"REPLACED", b"TAKEN", b"HELD"
 
 _HEAD = f"""
-local run, feeder, queue, rows, results, again = unpack(KEYS, 1, 6)
+local run, feeder, queue, rows, results, again, contents = unpack(KEYS, 1, 7)
 local group = '{GROUP}'
 local function replaced(sitting)
   return redis.call('HGET', run, 'sitting') ~= sitting
@@ -89,16 +89,21 @@ return standing()
 """.replace("{RETURNED}", RETURNED)
 )
 
-# sitting, number of the call, what is retried ('*', or the types between bars), prefix of steps; then for each row:
-# index, key, value
+# sitting, number of the call, what is retried ('*', or the types between bars), prefix of steps, '1' if rows keep their
+# answers by force; then for each row: index, key, content, value
 FEED = (
     _HEAD
     + """
-local sitting, number, retry, prefix = unpack(ARGV, 1, 4)
+local sitting, number, retry, prefix, force = unpack(ARGV, 1, 5)
 if replaced(sitting) then return 'REPLACED' end
-local function add(row, index, value)
+force = force == '1'
+local function retried(state, error)
+  return state == 'f' and (retry == '*' or string.find(retry, '|' .. error .. '|', 1, true))
+end
+local function add(row, index, value, ended)
   if redis.call('EXISTS', prefix .. row) == 1 then
-    return redis.call('XADD', queue, '*', 'row', row, 'index', index, 'value', value, 'past', '1')
+    local past = force and (ended and 'ended' or 'forced') or 'checked'
+    return redis.call('XADD', queue, '*', 'row', row, 'index', index, 'value', value, 'past', past)
   end
   return redis.call('XADD', queue, '*', 'row', row, 'index', index, 'value', value)
 end
@@ -106,14 +111,55 @@ local function drop(place)
   redis.call('XACK', queue, group, place)
   redis.call('XDEL', queue, place)
 end
+-- The rows with one content: field C has the first, C:1 and so on the next, C# their number without the first.
+local function remember(content, row)
+  if redis.call('HSETNX', contents, content, row) == 0 then
+    redis.call('HSET', contents, content .. ':' .. redis.call('HINCRBY', contents, content .. '#', 1), row)
+  end
+end
+-- Return the field of the newest row of earlier sessions with this content that was not fed again. Each is found once.
+local function earlier(content)
+  local last = redis.call('HGET', again, content .. ':') or redis.call('HGET', contents, content .. '#') or '0'
+  for n = tonumber(last), 0, -1 do
+    local at = n > 0 and content .. ':' .. n or content
+    local row = redis.call('HGET', contents, at)
+    local fed = row and describe(row)
+    if fed and fed ~= sitting then
+      redis.call('HSET', again, content .. ':', n - 1)
+      return at, row
+    end
+  end
+  redis.call('HSET', again, content .. ':', -1)
+end
 local answers = {}
-for i = 5, #ARGV, 3 do
-  local index, key, value = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+for i = 6, #ARGV, 4 do
+  local index, key, content, value = unpack(ARGV, i, i + 3)
   local row, copies, answer = key, 0, false
   while true do
     local fed, at, state, place, error = describe(row)
     if not fed then
-      keep(row, sitting, index, 'q', add(row, index, value), '')
+      local slot, old = nil, nil
+      if force then slot, old = earlier(content) end
+      if not old then
+        remember(content, row)
+        keep(row, sitting, index, 'q', add(row, index, value), '')
+        break
+      end
+      redis.call('HSET', contents, slot, row)
+      local _, _, was, from, why = describe(old)
+      local ended = was ~= 'q' and not retried(was, why)
+      if redis.call('EXISTS', prefix .. old) == 1 then
+        redis.call('COPY', prefix .. old, prefix .. row)
+      elseif ended then  -- only its result was kept
+        local entry = redis.call('XRANGE', results, from, from)[1]
+        if entry then
+          answer = field(entry, 'result')
+          redis.call('HINCRBY', run, was == 'k' and 'ok' or 'failed', 1)
+          keep(row, sitting, index, was, from, why)
+          break
+        end
+      end
+      keep(row, sitting, index, 'q', add(row, index, value, ended), '')
       break
     elseif fed == sitting and at == index then  -- a repeated call: its first answer was lost
       if state ~= 'q' then
@@ -124,13 +170,12 @@ for i = 5, #ARGV, 3 do
     elseif fed ~= sitting then
       local entry = nil
       if state == 'q' then
-        if at ~= index or not redis.call('XRANGE', queue, place, place)[1] then
+        if force or at ~= index or not redis.call('XRANGE', queue, place, place)[1] then
           drop(place)
           place = add(row, index, value)
         end
       else
-        local again = state == 'f' and (retry == '*' or string.find(retry, '|' .. error .. '|', 1, true))
-        entry = not again and redis.call('XRANGE', results, place, place)[1]
+        entry = not retried(state, error) and redis.call('XRANGE', results, place, place)[1]
         if entry then
           answer = field(entry, 'result')
           redis.call('HINCRBY', run, state == 'k' and 'ok' or 'failed', 1)
@@ -219,7 +264,8 @@ local function give(entries)
     local row = field(entry, 'row')
     local steps = {{}}
     if token > 1 or field(entry, 'past') then steps = redis.call('LRANGE', prefix .. row, 0, -1) end
-    taken[#taken + 1] = {{entry[1], token, row, field(entry, 'index'), field(entry, 'value'), steps}}
+    local past = field(entry, 'past') or ''
+    taken[#taken + 1] = {{entry[1], token, row, field(entry, 'index'), field(entry, 'value'), steps, past}}
   end
 end
 local back = redis.call('XPENDING', queue, group, '-', '+', count, '{RETURNED}')

@@ -129,6 +129,12 @@ class RedisRunStore(RedisShares):
         if not self.address.stage:
             self._command("SADD", RUNS, self.address.name)
         sitting, previous, position = answer
+        if resuming.force and previous:
+            logger.warning(
+                "force_resume=True (--force-resume): rows of %s keep the answers they have, even if the task, model, "
+                "schema or tools changed",
+                self.address,
+            )
         return FeederSitting(
             int(sitting), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
         )
@@ -142,9 +148,9 @@ class RedisRunStore(RedisShares):
     def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
         retry = self._resuming.retry
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
-        arguments: list[object] = [sitting, next(self._calls), again, self._steps]
+        arguments: list[object] = [sitting, next(self._calls), again, self._steps, int(self._resuming.force)]
         for row in rows:
-            arguments += (row.index, row.key.hex(), row.value)
+            arguments += (row.index, row.key.hex(), row.content.hex(), row.value)
         return cast("list[object]", self._fenced(scripts.FEED, *arguments))
 
     def end_inputs(self, sitting: int) -> None:
@@ -204,8 +210,9 @@ class RedisRunStore(RedisShares):
         taken = []
         for place, fields in entries(read):
             row = fields[b"row"]
-            steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if b"past" in fields else []
-            taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps))
+            past = fields.get(b"past", b"")
+            steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if past else []
+            taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps, past))
         return taken
 
     def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
@@ -329,9 +336,12 @@ def _standing(answer: Sequence[Any]) -> RunStanding:
     return RunStanding(cast(Phase, phase.decode()), int(generation), bool(feeder), counts)
 
 
-def _leased(place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes]) -> LeasedRow:
+def _leased(
+    place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes], past: bytes
+) -> LeasedRow:
     lease = RowLease(row.decode(), place.decode(), int(token), int(index))
-    return LeasedRow(lease, value, tuple(map(unpack_step, steps)))
+    checks, retry = past not in (b"forced", b"ended"), past != b"ended"
+    return LeasedRow(lease, value, tuple(map(unpack_step, steps)), checks=checks, retry=retry)
 
 
 def _places(leases: Sequence[RowLease]) -> list[object]:
