@@ -77,10 +77,6 @@ class RedisRunStore(RedisShares):
         return self.address.prefix + name
 
     def open(self, resuming: Resuming) -> None:
-        if resuming.force:  # rows are found by their question, so all of them would be asked again
-            raise SpecError(
-                "force_resume works only for run directories: copy the run into one with batch-agent copy URL DIR"
-            )
         if not (resuming.resume or resuming.force) and self.facts() is not None:
             raise self._taken()
 
