@@ -375,8 +375,8 @@ async def test_a_run_directory_that_was_deleted_is_not_said_to_be_kept(tmp_path:
     directory = tmp_path / "run"
 
     def script(request: Request) -> Say:
-        if request.text == "5":
-            shutil.rmtree(directory)
+        while request.text == "5" and directory.exists():  # the journal may create a file meanwhile
+            shutil.rmtree(directory, ignore_errors=True)
         return Say("ok")
 
     with pytest.raises(StoreError, match="is gone") as raised:
