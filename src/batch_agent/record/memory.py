@@ -366,7 +366,7 @@ class MemoryStore:
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
         own = worker in self._own_workers
-        if own and (self._is_alone or not self.writes):  # nobody else can take the rows meanwhile
+        if own and (self._is_alone or not self.writes):  # no other worker can take the rows meanwhile
             with self._lock:
                 holders = [(change, self._holder(worker, change.lease)) for change in changes]
             if self.writes:
