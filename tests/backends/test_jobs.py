@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from tests.backends.job_server import JobServer, ServedJob
+from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
@@ -129,6 +130,31 @@ async def test_a_provider_that_is_away_for_a_while_costs_nothing_but_time() -> N
         server.refuse = []
     assert all(results)
     assert len(server.jobs) == 1
+
+
+@needs_redis
+async def test_a_stopped_run_in_redis_finds_its_job_and_buys_nothing_again(redis: RedisServer) -> None:
+    async with JobServer(echo, looks=1_000_000) as server:
+        given = {"backend": url(server)["url"], "api_key": "k", "run_dir": f"{redis.url}/jobs", "lease": 5.0}
+        stopped = asyncio.create_task(ask(server, "a", "b", **given))
+        while not (server.jobs and server.jobs[0].looked):
+            await asyncio.sleep(0.01)
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+        assert server.jobs[0].status == "in_progress"
+        server._looks = 1
+        results = await ask(server, "a", "b", "c", **given, resume=True)
+    assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
+    assert [len(job.requests) for job in server.jobs] == [2, 1]
+
+
+async def test_a_worker_that_leaves_does_not_end_the_waves_of_another(tmp_path: Path) -> None:
+    mine, theirs = JobLedger(tmp_path), JobLedger(tmp_path)
+    await mine.read()
+    await theirs.intend("w", ["a"])
+    await mine.close({})
+    assert [entry.wave for entry in await JobLedger(tmp_path).read()] == ["w"]
 
 
 async def test_a_job_whose_submission_was_never_answered_is_found_again() -> None:

@@ -149,6 +149,14 @@ class Probe:
     models: tuple[str, ...] | None = None  # the models it serves; None: not reported
 
 
+class JobLines(Protocol):
+    """Lines that are only appended, and survive this process. The calls block."""
+
+    def job_lines(self) -> list[bytes]: ...
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None: ...
+
+
 class Backend(ABC):
     """Base class of all backends. A run enters it once; entering it again shares what is open."""
 
@@ -254,9 +262,10 @@ class Backend(ABC):
 
     # Answers that take hours
 
-    def keep(self, directory: Path | None) -> None:
-        """Set where a ``patient`` backend records what it has sent, so that a resumed run finds it again. None: it
-        records nothing. Called before the backend is entered."""
+    def keep(self, place: Path | JobLines | None) -> None:
+        """Set where a ``patient`` backend records what it has sent, so that a resumed run finds it again: in a run
+        directory, or in a record outside this machine. None: it records nothing. Called before the backend is
+        entered."""
 
     def has_bought(self, request: ModelRequest) -> bool:
         """Return whether the answer was already paid for, in an earlier session or by a cancelled turn. If the answer

@@ -11,6 +11,7 @@ from batch_agent.backends.base import (
     Backend,
     Capabilities,
     Facts,
+    JobLines,
     Listener,
     Load,
     ModelRequest,
@@ -84,8 +85,8 @@ class ForwardingBackend(Backend):
     async def locate(self, model: str) -> None:
         await self.inner.locate(model)
 
-    def keep(self, directory: Path | None) -> None:
-        self.inner.keep(directory)
+    def keep(self, place: Path | JobLines | None) -> None:
+        self.inner.keep(place)
 
     def has_bought(self, request: ModelRequest) -> bool:
         return self.inner.has_bought(request)

@@ -277,7 +277,7 @@ class Leases:
                 self.leave("no feeder")
 
     async def _renew(self) -> None:
-        while True:
+        while not self._closed:  # wait_for of Python 3.11 ignores a cancellation when the event is set in the same step
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._lease / RENEWALS)
             if self._changed.is_set():

@@ -410,7 +410,7 @@ class Run(Generic[T]):
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
-            self.shared.keep_jobs(self._prepared.backend)
+            self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
                 async with backend:

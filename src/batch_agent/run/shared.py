@@ -21,7 +21,8 @@ from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
-from batch_agent.record.store import RunStore
+from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
 from batch_agent.scheduler.endpoint import Endpoint
@@ -72,11 +73,12 @@ class Shared:
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
 
-    def keep_jobs(self, backend: Backend) -> None:
-        """Let a backend whose answers take hours record its jobs in the run directory."""
+    def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
+        """Let a backend whose answers take hours record its jobs in the record of the run."""
         if backend.capabilities.patient:
-            backend.keep(self.directory)
-            if self.directory is None:
+            place = store if isinstance(store, RedisRunStore) else self.directory
+            backend.keep(place)
+            if place is None:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_rates(self, spec: BatchSpec) -> None:

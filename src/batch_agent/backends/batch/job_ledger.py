@@ -1,4 +1,4 @@
-"""Records what was sent to a batch API in the run directory: lines of JSON, each on disk before the next step.
+"""Records what was sent to a batch API in the record of the run: lines of JSON, each kept before the next step.
 
     {"wave": name, "requests": [id, …], "at": seconds}    will be sent now
     {"wave": name, "job": id}                             the provider accepted it
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import orjson
 
+from batch_agent.backends.base import JobLines
 from batch_agent.blocking import in_thread
 
 FILE = "jobs.jsonl"
@@ -34,25 +35,33 @@ class Entry:
 
 
 class JobLedger:
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / FILE
+    """``place`` is the run directory, or a record outside this machine. Other workers may use the same record."""
+
+    def __init__(self, place: Path | JobLines) -> None:
+        self._lines: JobLines = JobFile(place / FILE) if isinstance(place, Path) else place
+        self._known: set[str] = set()  # waves that this ledger returned or wrote
 
     async def read(self) -> list[Entry]:
         """Return the waves with undelivered answers, oldest first."""
-        return await in_thread(self._read)
+        found = await in_thread(self._read)
+        self._known.update(entry.wave for entry in found)
+        return found
 
     async def intend(self, wave: str, requests: Iterable[str]) -> None:
+        self._known.add(wave)
         await self._note({"wave": wave, "requests": [*requests], "at": time.time()})
 
     async def sent(self, wave: str, job: str) -> None:
         await self._note({"wave": wave, "job": job})
 
     async def close(self, left: Mapping[str, Sequence[str]]) -> None:
-        """Mark every wave as over except these, with their remaining requests."""
+        """Mark every wave that this ledger knows as over, except these, with their remaining requests."""
 
         def close() -> None:
             lines: list[dict[str, object]] = []
             for entry in self._read():
+                if entry.wave not in self._known:
+                    continue  # of another worker
                 if entry.wave not in left:
                     lines.append({"wave": entry.wave, "over": True})
                 elif len(left[entry.wave]) < len(entry.requests):
@@ -66,11 +75,7 @@ class JobLedger:
 
     def _read(self) -> list[Entry]:
         entries: dict[str, Entry] = {}
-        try:
-            lines = self._path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        for line in lines:
+        for line in self._lines.job_lines():
             try:
                 note = orjson.loads(line)
                 entry = entries.setdefault(note["wave"], Entry(note["wave"]))
@@ -83,9 +88,24 @@ class JobLedger:
         return [entry for entry in entries.values() if not entry.over]
 
     def _append(self, lines: Sequence[dict[str, object]]) -> None:
-        if not lines:
-            return
-        data = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+        if lines:
+            self._lines.add_job_lines([orjson.dumps(line) for line in lines])
+
+
+class JobFile:
+    """The lines in a file of the run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def job_lines(self) -> list[bytes]:
+        try:
+            return self._path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        data = b"".join(line + b"\n" for line in lines)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             # End a line that was cut short before the next one is appended.

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, JobLines, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.batch.job_ledger import JobLedger
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
@@ -207,9 +207,9 @@ class JobBackend(Backend):
             price=PRICE,
         )
 
-    def keep(self, directory: Path | None) -> None:
+    def keep(self, place: Path | JobLines | None) -> None:
         """Set where jobs are recorded, so that a resumed run finds them. None: nowhere."""
-        self._ledger = None if directory is None else JobLedger(directory)
+        self._ledger = None if place is None else JobLedger(place)
 
     async def __aenter__(self) -> Self:
         await self._wire.__aenter__()

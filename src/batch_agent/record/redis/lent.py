@@ -5,6 +5,7 @@
     K call:…   hash: one tool call or model answer, while it runs and while its result is kept
     K ended    stream: keys of calls that ended, the latest thousand
     K files    hash: name → text
+    K jobs     list: what was sent to batch APIs, as lines of JSON
     K watched  sorted set: row that a viewer follows → until when, in seconds of Redis' clock
     K live:…   string: the conversation of such a row, as its worker last reported it; expires
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from batch_agent.files.results import to_json
@@ -187,6 +188,16 @@ class RedisShares:
     def get_file(self, name: str) -> str | None:
         found = self.connection.call(lambda client: client.execute_command("HGET", self._share_key("files"), name))
         return None if found is None else cast(bytes, found).decode()
+
+    # What was sent to batch APIs (``JobLines``)
+
+    def job_lines(self) -> list[bytes]:
+        key = self._share_key("jobs")
+        return cast("list[bytes]", self.connection.call(lambda client: client.execute_command("LRANGE", key, 0, -1)))
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        key = self._share_key("jobs")
+        self.connection.call(lambda client: client.execute_command("RPUSH", key, *lines))
 
     # Rows that viewers follow
 
