@@ -44,7 +44,7 @@ ARGUMENTS: dict[str, object] = {
     "endpoint": "",
     "listener": Listening(),
     "server": Server(),
-    "directory": None,
+    "place": None,
     "on_tool_call": None,
 }
 

@@ -86,7 +86,7 @@ from batch_agent.run.shared import Shared, labelled, open_dispatcher
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.spec_json import schema_json
+from batch_agent.run.spec_json import schema_json, spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
 from batch_agent.run.workshop import Workshop
@@ -122,9 +122,8 @@ class Run(Generic[T]):
         tool loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record
         of a run that another process feeds: this one works on rows for as long as it is fed, and ``patience`` is how
         many seconds it waits for a feeder. ``within`` is the state of an outer run, of which this run is the ``stage``;
-        ``row_schema`` is the class of its rows, if they are outputs of another stage. ``inside`` are the stages of a
-        pipeline, around which this run is. ``controls`` is what the control socket controls and the summary counts, if
-        not this run."""
+        ``row_schema`` is the class of its rows, if they are outputs of another stage. ``inside`` are the stages of the
+        pipeline that this run is. ``controls`` is what the control socket controls and the summary counts."""
         spec, feeds = prepared.spec, work_on is None
         self.id = secrets.token_hex(8)
         self._prepared, self._command, self._function = prepared, command, worker
@@ -133,8 +132,9 @@ class Run(Generic[T]):
         self._row_schema, self._inside, self._patience = row_schema, inside, patience
         self._crew = crew_of(spec) if feeds else None
         feeds_only = feeds and (spec.feed_only or self._crew is not None)
-        self._works = inside is None and not feeds_only
-        self._is_shared = feeds_only or not feeds
+        self._works, self._is_shared = inside is None and not feeds_only, feeds_only or not feeds
+        if feeds and (feeds_only or self._is_url):
+            spec_json(prepared)  # raises before anything starts, if workers cannot use an option
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
         self._controls = controls or self

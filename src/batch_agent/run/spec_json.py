@@ -132,7 +132,9 @@ def _tool(tool: object) -> str:
     function: Callable[..., object] = tool.function
     module = sys.modules.get(getattr(function, "__module__", ""))
     named = next((name for name, value in vars(module).items() if value is tool), None) if module is not None else None
-    if module is None or named is None or module.__name__ == "__main__":
+    if module is not None and module.__name__ == "__main__":
+        raise SpecError(f"tools: {tool.name!r} is defined in the main script, which workers cannot import; {HINT}")
+    if module is None or named is None:
         raise SpecError(f"tools: no module has a variable with the tool {tool.name!r}; {HINT}")
     return f"{module.__name__}:{named}"
 
