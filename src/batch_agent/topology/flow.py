@@ -104,7 +104,8 @@ class Flow:
         run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self)
         for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
             schema = self._row_schemas.get(node.name)
-            node.run = Run(node.prepared, record=record, within=run.shared, stage=node.name, row_schema=schema)
+            with _named(node.name):
+                node.run = Run(node.prepared, record=record, within=run.shared, stage=node.name, row_schema=schema)
         return run
 
     def facts(self, prepared: Prepared) -> JsonObject:
