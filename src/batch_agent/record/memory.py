@@ -47,7 +47,6 @@ from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, s
 
 T = TypeVar("T")
 
-FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can still find
 
 
@@ -116,8 +115,6 @@ class MemoryStore:
         self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
         self._call_position = 0
         self._files: dict[str, str] = {}
-        self._followed: dict[str, float] = {}  # row → until when a viewer follows it
-        self._reported: dict[str, JsonObject] = {}
 
     # What a store with files does in addition
 
@@ -547,22 +544,10 @@ class MemoryStore:
         with self._lock:
             return self._whole._files.get(name)
 
-    # Rows that viewers follow. Viewers of a run directory ask its process, which asks the workers.
-
-    def follow_row(self, row: str) -> JsonObject | None:
-        """Ask the worker of a row to report it, and return what it last reported; None if there is nothing yet."""
-        with self._lock:
-            self._followed[row] = self._clock() + FOLLOWED_SECONDS
-            return self._reported.get(row)
+    # Rows that viewers follow: viewers of a run in this process ask the process itself
 
     def followed_rows(self) -> list[str]:
-        whole = self._whole
-        with whole._lock:
-            now = whole._clock()
-            whole._followed = {row: until for row, until in whole._followed.items() if until > now}
-            whole._reported = {row: told for row, told in whole._reported.items() if row in whole._followed}
-            return list(whole._followed)
+        return []
 
     def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
-        with self._lock:
-            self._whole._reported.update(rows)
+        """Do nothing, for the same reason."""

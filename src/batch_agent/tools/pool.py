@@ -130,10 +130,6 @@ class ToolPool:
     def waiting(self) -> int:
         return self._traffic.waiting
 
-    def has(self, tools: Sequence[Tool]) -> bool:
-        """Return whether it offers exactly these tools."""
-        return {tool.name: tool for tool in tools} == {name: offer.tool for name, offer in self._offers.items()}
-
     def knows(self, name: str) -> bool:
         return name in self._offers
 
