@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from batch_agent.compiler.budget import Budget, estimate_tokens
+from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
 from batch_agent.compiler.fields import (
     ALLOWED,
@@ -247,7 +247,7 @@ def compile_plan(
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
         )
-    budget = Budget(spec.model_max_context, spec.min_response_tokens)
+    budget = ContextRoom(spec.model_max_context, spec.min_response_tokens)
     sizing = Sizing(spec.oversized, budget, spec.max_tokens, tools=bool(tools))
 
     template: TaskTemplate | None = None

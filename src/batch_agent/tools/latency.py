@@ -70,7 +70,7 @@ class ToolStatistics:
         )
 
 
-class Tally:
+class ToolTally:
     def __init__(self) -> None:
         self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
         self.prewarmed = self.prewarm_hits = self.prewarm_misses = 0
