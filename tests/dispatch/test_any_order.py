@@ -184,12 +184,14 @@ class Dispatching(RuleBasedStateMachine):
             assert row.starts - row.ends in ((0,) if isinstance(row.result, Reply | BackendError) else (0, 1))
 
     def teardown(self) -> None:
-        if self.rows:
-            self.loop.run_until_complete(self._finish())
-            self.nothing_is_wrong()
-            for row in self.rows:
-                assert row.kind == "good" or not isinstance(row.result, Reply)
-        self.loop.close()
+        try:
+            if self.rows:
+                self.loop.run_until_complete(self._finish())
+                self.nothing_is_wrong()
+                for row in self.rows:
+                    assert row.kind == "good" or not isinstance(row.result, Reply)
+        finally:
+            self.loop.close()
 
     async def _finish(self) -> None:
         for server in self.servers if self.all_heal else self.servers[:1]:
@@ -213,3 +215,13 @@ TestDispatching = Dispatching.TestCase
 TestDispatching.settings = settings(
     max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_a_row_that_breaks_beside_one_that_crashes_the_server_is_answered_without_any_retry() -> None:
+    machine = Dispatching()
+    machine.start(servers=[False], ceiling=1, max_retries=0, hedge=None, dispatchers=2, all_heal=False)
+    machine.add(1, "crashes")
+    machine.add(1, "good")
+    machine.teardown()
+    assert isinstance(machine.rows[-1].result, Reply)
+    assert isinstance(machine.rows[-2].result, BackendError)
