@@ -64,8 +64,9 @@ class ToolStatistics:
         """Return a sentence for the run's summary, or ""."""
         if not self.saveable:
             return ""
+        times = "once" if self.saveable == 1 else f"{self.saveable:,} times"
         return (
-            f"{self.name} ran {self.saveable} times more than needed: identical calls. If it only reads, declare it "
+            f"{self.name} ran {times} with arguments that it had run with before. If it only reads, declare it "
             f"with Tool.define(cacheable=True), or with effect='read' if its results change."
         )
 
