@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
@@ -25,13 +25,11 @@ from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.leases import Over
-from batch_agent.run.recording import ROWS, versions
+from batch_agent.run.recording import ROWS, in_thread, versions
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import imported, pieces, read_spec
-
-T = TypeVar("T")
 
 WAIT = 60.0  # seconds to wait for a run, or for a new feeder
 LOOK = 0.25  # seconds between two checks for a run
@@ -117,10 +115,7 @@ class JoinedWorker:
             if asyncio.get_running_loop().time() >= deadline:
                 what = "there is no run" if facts is None else "the run has no feeder"
                 raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
-            try:
-                await asyncio.wait_for(self._leaving.wait(), LOOK)
-            except TimeoutError:
-                continue
+            await wait_event(self._leaving, LOOK)
         return None
 
 
@@ -202,7 +197,7 @@ class WorkedStages:
                 lonely_since = lonely_since or now
                 if now - lonely_since >= self._patience:
                     return "no feeder"
-            await self._pause()
+            await wait_event(self._leaving, STAGE_LOOK)
         return self.over
 
     async def _work_on(self, outer: Run[object], stage: str, store: WorkStore) -> None:
@@ -229,12 +224,8 @@ class WorkedStages:
                 waits = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and not standing.done and (standing.feeder or waits):
                     return facts
-            await self._pause()
+            await wait_event(self._leaving, STAGE_LOOK)
         return None
-
-    async def _pause(self) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._leaving.wait(), STAGE_LOOK)
 
 
 def worker_run(
@@ -325,8 +316,3 @@ async def open_store(place: str, wait: float) -> WorkStore:
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None
         await asyncio.sleep(LOOK)
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking call of the store in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(None, function)
