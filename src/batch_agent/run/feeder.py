@@ -73,6 +73,8 @@ class Feeder:
         self.keys = Keys(b"")
         self.alone = store.instant
         self.worker = 0  # number of the worker in this process
+        self.joining = ""  # the command that starts a worker, if the run needs one
+        self._had_workers: bool | None = None
         self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
         self.tasks: asyncio.TaskGroup | None = None  # set while the run works
         self._keeping: list[asyncio.Task[None]] = []
@@ -305,6 +307,22 @@ class Feeder:
                 self._draining = True
                 self._news.set()
             await self.standing()
+            if self.joining and not self._draining:
+                await self._notice_workers()
+
+    async def _notice_workers(self) -> None:
+        """Say how to start a worker while a run that needs one has none."""
+        table, now = await self.run(self.store.table)
+        has_workers = len(table.live(now)) > 1  # this process is a member too
+        if has_workers == self._had_workers:
+            return
+        had, self._had_workers = self._had_workers, has_workers
+        if has_workers:
+            self.set_trouble(None, 0.0)
+            return
+        what = "the run has no worker yet" if had is None else "every worker of the run has left or is lost"
+        logger.warning("%s, so its rows wait. Start one: %s", what, self.joining)
+        self.set_trouble(f"{what}: {self.joining}", self._clock())
 
     # Results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,8 @@ from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import imported, pieces, read_spec
+
+logger = logging.getLogger("batch_agent")
 
 WAIT = 60.0  # seconds to wait for a run, or for a new feeder
 LOOK = 0.25  # seconds between two checks for a run
@@ -102,7 +105,7 @@ class JoinedWorker:
 
     async def _facts(self) -> JsonObject | None:
         """Wait for a run and return its facts. None if the run is done, or if this worker is stopped."""
-        deadline = asyncio.get_running_loop().time() + self._wait
+        deadline, said = asyncio.get_running_loop().time() + self._wait, ""
         while not self._leaving.is_set():
             facts = await in_thread(self._store.facts)
             if facts is not None:
@@ -112,9 +115,12 @@ class JoinedWorker:
                 left = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and (standing.feeder or left):
                     return facts
+            what = "there is no run" if facts is None else "the run has no feeder"
             if asyncio.get_running_loop().time() >= deadline:
-                what = "there is no run" if facts is None else "the run has no feeder"
                 raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
+            if what != said:
+                said = what
+                logger.warning("%s. This worker waits for %g s (--wait)", what, self._wait)
             await wait_event(self._leaving, LOOK)
         return None
 
@@ -298,7 +304,7 @@ async def open_store(place: str, wait: float) -> WorkStore:
 
     Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
     """
-    deadline = asyncio.get_running_loop().time() + wait
+    deadline, said = asyncio.get_running_loop().time() + wait, ""
     while True:
         try:
             if place.startswith(SERVED):
@@ -315,4 +321,7 @@ async def open_store(place: str, wait: float) -> WorkStore:
         except (StoreError, NotAlive) as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None
+            if str(error) != said:
+                said = str(error)
+                logger.warning("%s. This worker tries again for %g s (--wait)", said.rstrip("."), wait)
         await asyncio.sleep(LOOK)

@@ -75,6 +75,7 @@ from batch_agent.run.recording import (
     facts_for_workers,
     facts_of,
     in_thread,
+    joining_command,
     now_text,
     open_record,
     open_to_feed,
@@ -516,7 +517,6 @@ class Run(Generic[T]):
                 await self._share_feed(feeder)
             if self._works:
                 working = tasks.create_task(self._work_here(prepared))
-            if working is not None:
                 await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
             if feeder.alone and working is not None:
                 await asyncio.wait({working})
@@ -643,6 +643,7 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone = store.instant and not self._is_shared
+        feeder.joining = joining_command(spec) if self._crew is None and self._outer is None else ""
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
