@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-view screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 
 test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
 	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python -m pytest tests/backends/local
+
+test-docs: $(VENV)/.local $(VENV)/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model
+	BATCH_AGENT_TEST_DOCS=1 $(BIN)/python -m pytest tests/test_docs.py
 
 test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
