@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
+from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.progress import ProgressDisplay
@@ -62,8 +63,10 @@ class FlowOutcome(Generic[T]):
 
 
 class Pipeline(Generic[T]):
+    """Stages over rows. ``inputs`` are rows, a path or a table, as for ``BatchAgent.run``."""
+
     def __init__(self, inputs: Iterable[T] | AsyncIterable[T], *, stages: tuple[Stage, ...] = ()) -> None:
-        self.inputs = inputs
+        self.inputs = inputs if isinstance(inputs, list | tuple) else cast("Iterable[T]", rows_from(inputs))
         self.stages = stages
 
     @overload
