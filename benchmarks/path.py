@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -59,7 +60,7 @@ class Trace:
     @property
     def crossings(self) -> int:
         packages = [_package(code) for code, _ in self.made]
-        return sum(first != second for first, second in zip(packages, packages[1:], strict=False))
+        return sum(first != second for first, second in pairwise(packages))
 
     @property
     def nested(self) -> int:
