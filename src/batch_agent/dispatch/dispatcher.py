@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -67,35 +67,32 @@ class ModelCall:
     def heard_at(self) -> float:
         return self.request.heard_at
 
-    async def send(self, endpoint: str) -> Reply:
+    def send(self, endpoint: str) -> Awaitable[Reply]:
         request = self.request
         request.endpoint, request.heard_at = endpoint, 0.0
-        try:
-            reply = await self.backend.infer(request, self.on_tool_call)
-        except Truncated as cut:
-            reply = self.shortened(cut)
-        except BackendError as error:
-            error.text = error.text or self.text
-            raise
-        finally:
-            request.tries += 1
-            if request.on_begin is not None:
-                request.on_begin()
-        self.check(reply)
-        return reply
+        return self.backend.infer(request, self.on_tool_call)
 
-    def shortened(self, cut: Truncated) -> Reply:
-        """Return an answer that was cut at its token limit, if it is usable; else raise the error."""
+    def ended(self) -> None:
+        self.request.tries += 1
+        if self.request.on_begin is not None:
+            self.request.on_begin()
+
+    def instead(self, error: BackendError) -> Reply | None:
+        if isinstance(error, Truncated):
+            return self.shortened(error)
+        error.text = error.text or self.text
+        return None
+
+    def shortened(self, cut: Truncated) -> Reply | None:
+        """Return an answer that was cut at its token limit, if it is usable."""
         if self.request.client is None:
-            raise cut
+            return None
         # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
         return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
 
-    def check(self, reply: Reply) -> None:
-        """Raise a BackendError if the answer is unusable."""
+    def check(self, reply: Reply) -> None: ...
 
-    def lost(self) -> None:
-        """Called when another request was answered first."""
+    def lost(self) -> None: ...
 
     def again(self) -> ModelCall:
         """Return the same question for another endpoint. Only the first request may start tools early."""
@@ -281,8 +278,14 @@ class Dispatcher:
             if cancelled_by_us():
                 raise
             raise Unavailable(f"{self.name} abandoned the call: something it awaited was cancelled") from None
+        except BackendError as error:
+            if (usable := question.instead(error)) is None:
+                raise
+            reply = usable
         finally:
+            question.ended()
             self.endpoints.flights.end(slot)
+        question.check(reply)
         if reply.saved is None:
             self.endpoints.answered(slot, began, reply)
         else:

@@ -141,7 +141,7 @@ class Run(Generic[T]):
         self._controls = controls or self
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
         in_directory = feeds and spec.run_dir is not None and not self._is_url
-        own: list[Sink] = [self._metrics, self._watch] if in_directory else [self._metrics]
+        own: list[Sink] = [self._metrics, self._recorder] if in_directory else [self._metrics]
         outside = spec.sinks if within is None else (within.emit,)
         self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
