@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from batch_agent.agent.fingerprint import fingerprint_of
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.prepare import Prepared, prepare, with_model
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
@@ -278,6 +278,8 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
     prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
+    if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
+        prepared = with_model(prepared, str(facts["model"]))
     prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
     if fingerprint_of(prepared).hex() != facts["fingerprint"]:
         known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
