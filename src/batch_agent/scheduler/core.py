@@ -44,6 +44,7 @@ MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the numbe
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
 MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
 CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
+ELSEWHERE, SHORTEST_ELSEWHERE = 2.0, 1.0  # wait for another endpoint: factor over the usual wait, and seconds
 
 State = Literal["waiting", "set aside", "off the queue"]
 
@@ -357,7 +358,7 @@ class Scheduler:
 
     def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._parking.parked and (impatient := self._parking.impatient(now)) is not None:
-            impatient.anywhere = True
+            impatient.anywhere, impatient.avoid = True, frozenset()
             self._queue.add(impatient, impatient.progress.turns, first=True)
         match = self._match_parked(now) or self._lanes.take(now)
         if match is not None:
@@ -466,13 +467,20 @@ class Scheduler:
         if best is None and ticket.avoid:
             other = router.other(ticket.avoid, progress.model, progress.tokens)
             if other is not None:  # it has no slot now
-                self._park(ticket, other)
+                self._park(ticket, other, now + self._patience(ticket, other))
                 return None
             ticket.avoid = frozenset()
             best = self._best(progress, ticket.avoid, now)
         if best is None:  # the free endpoints cannot take this turn
             self._park(ticket, progress.model)
         return best
+
+    def _patience(self, ticket: Ticket, other: Endpoint) -> float:
+        """Return the seconds that a turn waits for another endpoint than the one where it failed. The other one may be
+        silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
+        if not ticket.row.tested:
+            return inf
+        return max(SHORTEST_ELSEWHERE, ELSEWHERE * self.router.wait(other, self._parking.waiting(other)))
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
         self._wait(ticket)
