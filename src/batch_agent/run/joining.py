@@ -15,12 +15,12 @@ from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.results import from_json
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.control import NotAlive, Refused, ask
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import open_served
 from batch_agent.record.store import LEASE, WorkStore
@@ -281,7 +281,8 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
     prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
-    prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
+    with suppress(SpecError):  # a row that another stage made: it fails alone
+        prepared.plan.check_first(from_json(str(facts["first"]).encode()))
     if fingerprint_of(prepared).hex() != facts["fingerprint"]:
         known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
         differ = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
@@ -302,12 +303,13 @@ async def work(place: str, *, import_from: str | Path | None = None, wait: float
         store.close()
 
 
-async def open_store(place: str, wait: float) -> WorkStore:
+async def open_store(place: str, wait: float, on_wait: Callable[[str], None] = lambda reason: None) -> WorkStore:
     """Open the record of a run: at a URL of Redis, at a socket, or in the directory of a run on this machine.
 
-    Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
+    Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds. ``on_wait`` is called once,
+    with the reason, if it is unreachable at first.
     """
-    deadline = asyncio.get_running_loop().time() + wait
+    deadline, waits = asyncio.get_running_loop().time() + wait, False
     while True:
         try:
             if place.startswith(SERVED):
@@ -322,6 +324,9 @@ async def open_store(place: str, wait: float) -> WorkStore:
             address.refuse_stage()
             return await in_thread(partial(RedisRunStore.at, address))
         except (StoreError, NotAlive) as error:
+            if not waits:
+                on_wait(str(error))
+                waits = True
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None
         await asyncio.sleep(LOOK)
