@@ -16,7 +16,7 @@ from batch_agent.cli.main import main
 from batch_agent.testing import Fail, Say, ScriptedServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
-from redis_servers import RedisServer, free_port, needs_redis, redis_server
+from redis_servers import RedisServer, needs_redis, redis_server
 
 pytestmark = [needs_redis]
 PASSWORD = "s3cret-words"
@@ -240,10 +240,3 @@ async def test_the_password_is_in_no_word_and_in_no_key(
     assert PASSWORD not in "".join(words) + copied + caplog.text
     assert PASSWORD.encode() not in kept
     assert all(f"redis://127.0.0.1:{locked.port}/0" in each for each in (words[1], words[2], words[8]))
-
-
-def test_work_says_why_it_waits_when_redis_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["work", f"redis://127.0.0.1:{free_port()}/0/x", "--wait", "0.2"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert "refused; waiting up to 0.2 s (--wait)" in said[0]
-    assert said[1].endswith("Connection refused.")

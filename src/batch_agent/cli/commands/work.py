@@ -49,10 +49,7 @@ def work_command(options: argparse.Namespace) -> int:
 
 
 async def _work(options: argparse.Namespace) -> WorkReport:
-    def waits(reason: str) -> None:
-        say(f"batch-agent: {harmless(reason.rstrip('.'))}; waiting up to {options.wait:g} s (--wait)")
-
-    store = await open_store(options.url, options.wait, waits)
+    store = await open_store(options.url, options.wait)
     directory = None if options.import_from is None else Path(options.import_from)
     worker = JoinedWorker(store, import_from=directory, wait=options.wait)
     try:
