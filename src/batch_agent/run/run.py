@@ -46,7 +46,7 @@ from batch_agent.events import (
     RunStarted,
     Sink,
 )
-from batch_agent.job import AgentResult, Placed
+from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
@@ -452,9 +452,7 @@ class Run(Generic[T]):
 
     async def _check_first(self) -> None:
         """Check, before anything is sent, that there is an input and that it has the task's fields."""
-        for value in await self._rows.peek():
-            self._first = value.value if isinstance(value, Placed) else value
-            self._prepared.plan.check_first(self._first)
+        self._first = await self._rows.first(self._prepared.plan)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
