@@ -19,7 +19,7 @@ from batch_agent.errors import BackendError, Timeout
 from batch_agent.messages import Reply
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.health import FRESH
 from batch_agent.scheduler.server import Terms
 from batch_agent.testing import VirtualClockLoop
@@ -37,7 +37,7 @@ class Asked(Row):
         super().__init__(machine.world, kind)
         self.machine, self.dispatcher = machine, dispatcher
         self.blamed = 0  # times that a server changed when it was there
-        self.progress = Progress()
+        self.progress = AgentProgress()
         self.ticket: Ticket = dispatcher.start_agent(self.progress)
 
     async def send(self, endpoint: str) -> Reply:

@@ -222,7 +222,22 @@ async def test_a_worker_joins_a_run_that_was_started_alone(tmp_path: Path, limit
     else:
         assert [result.output for result in results] == expected(150)
         assert (server.received, look(run_dir).latest.tokens) == (150, 150 * EACH)
-        assert b" 0 rows" not in said, said.decode()
+
+
+async def test_a_run_that_only_feeds_says_how_to_start_a_worker_which_does_its_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    async with ScriptedServer(echo, models=["m"]) as server:
+        running = asyncio.ensure_future(BatchAgent.run(**options(server, 5, run_dir=run_dir, feed_only=True, lease=1)))
+        while "batch-agent work" not in caplog.text:
+            await asyncio.sleep(0.05)
+        assert f"the run has no worker yet, so its rows wait. Start one: batch-agent work {run_dir}" in caplog.text
+        async with process("-m", "batch_agent", "work", str(run_dir), "--import-from", str(ROOT)) as worker:
+            results = await running
+            said, _ = await worker.communicate()
+    assert [result.output for result in results] == expected(5)
+    assert b"done; 5 rows done by this worker" in said
 
 
 def looks_joined(run_dir: Path, worker: asyncio.subprocess.Process) -> bool:

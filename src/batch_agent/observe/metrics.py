@@ -367,8 +367,8 @@ class Metrics(TypedSink):
         if (agent := self._agents.get((event.run, event.index))) is not None:
             agent.turns_open += 1
             self._move(agent, _RUNNING, event.at)
-        if self._counts[_RUNNING] > self._peak_running:
-            self._peak_running = self._counts[_RUNNING]
+            if self._counts[_RUNNING] > self._peak_running:
+                self._peak_running = self._counts[_RUNNING]
 
     def _turn_finished(self, event: TurnFinished) -> None:
         self._turns += 1
@@ -378,7 +378,9 @@ class Metrics(TypedSink):
             self._saved += event.saved
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
-            self._answered(agent, _WAITING if agent.tools_open else _QUEUED, event.at)
+            agent.turns_open -= agent.turns_open > 0
+            if not agent.turns_open:  # else another part of its row still has one in flight
+                self._move(agent, _WAITING if agent.tools_open else _QUEUED, event.at)
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
@@ -395,7 +397,9 @@ class Metrics(TypedSink):
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
             agent.tools_open = 0  # calls requested by the broken answer are abandoned
-            self._answered(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
+            agent.turns_open -= agent.turns_open > 0
+            if not agent.turns_open:
+                self._move(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
         if event.retry_in is not None:
             self._retries += 1
             name = "" if agent is None else agent.job_id
@@ -479,12 +483,6 @@ class Metrics(TypedSink):
         self._seconds[agent.state] += at - agent.since
         self._counts[state] += 1
         agent.state, agent.since = state, at
-
-    def _answered(self, agent: _Agent, state: int, at: float) -> None:
-        """Handle the end of an agent's turn; another part of its row may still have one in flight."""
-        agent.turns_open = max(0, agent.turns_open - 1)
-        if not agent.turns_open:
-            self._move(agent, state, at)
 
     def _remember(self, index: int, job_id: str, kind: str, message: str, *, retried: bool) -> None:
         message = message[:MESSAGE_CHARACTERS]

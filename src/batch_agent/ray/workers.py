@@ -212,7 +212,8 @@ class RayWorkers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._reasons: list[str] = []
+        self._refused: set[str] = set()  # nodes or numbers that get no other actor
+        self._reason = ""
 
     async def __aenter__(self) -> Self:
         if self._cluster.workers == "auto":
@@ -264,7 +265,7 @@ class RayWorkers:
         alive = [node for node in ray.nodes() if node["Alive"]]
         for node in alive:
             name, cpus = node["NodeID"], node["Resources"].get("CPU", 0)
-            if name not in self._actors and cpus >= self._cluster.worker_cpus:
+            if name not in self._actors and name not in self._refused and cpus >= self._cluster.worker_cpus:
                 self._actors[name] = self._start(affinity(name, soft=False))
         for name in self._actors.keys() - {node["NodeID"] for node in alive}:
             ray.kill(self._actors.pop(name))
@@ -279,17 +280,22 @@ class RayWorkers:
         try:
             await actor.work.remote(self._target)
         except ray_package().exceptions.RayError as error:
-            if name in self._actors:
-                self._reasons.append(reason_of(error))
-                logger.warning("a worker on Ray was lost: %s", self._reasons[-1])
-                del self._actors[name]
-                if self._cluster.workers != "auto" and not self._actors:
-                    self._lost.set()
+            if name not in self._actors:
+                return
+            self._reason = reason_of(error)
+            logger.warning("a worker on Ray was lost: %s", self._reason)
+            del self._actors[name]
+            if self._cluster.workers != "auto" or isinstance(error, ray_package().exceptions.RayTaskError):
+                self._refused.add(name)  # the worker itself failed, and another one there would too
+            else:
+                del self._tasks[name]  # the node gets another one
+            if self._refused and not self._actors:
+                self._lost.set()
 
     async def lost(self) -> None:
         """Wait until no worker is left, and none will come. Raises RunRejected with the reason."""
         await self._lost.wait()
-        raise RunRejected(f"every worker on Ray was lost: {self._reasons[-1]}")
+        raise RunRejected(f"every worker on Ray was lost: {self._reason}")
 
 
 def user_modules(specs: Sequence[JsonObject]) -> list[ModuleType]:

@@ -133,7 +133,7 @@ class StoreDesk:
             raise StoreError(f"workers cannot call {method!r}")
         store = self._store.stage(stage) if stage else self._store
         if method == "facts":
-            facts = store.facts()
+            facts = store.facts() if store.has_begun else None  # not those of a session before this one
             return facts if facts is None or stage else {**facts, **self._facts()}
         if method == "join":
             self._on_join()

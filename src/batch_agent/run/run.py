@@ -75,6 +75,7 @@ from batch_agent.run.recording import (
     facts_for_workers,
     facts_of,
     in_thread,
+    joining_command,
     now_text,
     open_record,
     open_to_feed,
@@ -140,7 +141,7 @@ class Run(Generic[T]):
         self._controls = controls or self
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
         in_directory = feeds and spec.run_dir is not None and not self._is_url
-        own: list[Sink] = [self._metrics, self._watch] if in_directory else [self._metrics]
+        own: list[Sink] = [self._metrics, self._recorder] if in_directory else [self._metrics]
         outside = spec.sinks if within is None else (within.emit,)
         self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
@@ -159,7 +160,6 @@ class Run(Generic[T]):
         self._leases: Leases | None = None
         self._workshop: Workshop | None = None
         self._ledger: Shares | None = None
-        self._tasks: asyncio.TaskGroup | None = None  # of the feeder
         self.serving: Serving | None = None  # set while an outermost run works
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
@@ -467,18 +467,22 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
-        shapes = prepared.shapes
+        self._prepared, shapes = prepared, prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
         if (outer := self._outer) is not None:
             shared.lender, shared.journal = outer.lender, outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            self.serving = Serving(store, prepared, self._first, self._inside, self.begin_sharing)
+            schemas = {"": prepared.schema} if self._inside is None else self._inside.schemas
+            url = None if store.instant else str(prepared.spec.run_dir)
+            facts, is_shared = self._facts_for_workers, self._is_shared
+            self.serving = Serving(store, url, schemas, facts, self.begin_sharing, is_shared=is_shared)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
             if self._outer is None:
-                self._ledger = self._shares(prepared, number)
+                own = (shared, self._controls, prepared.backend, store, self._record, self._lease, number)
+                self._ledger = Shares(*own, feeder=self._feeder, leases=self._leases, journal=self._journal)
                 await extent.enter_async_context(self._ledger.opened(is_shared=self._is_shared))
             elif shared.lender is not None:
                 self._lend(shared.lender)
@@ -494,28 +498,26 @@ class Run(Generic[T]):
 
     async def _work_inside(self, inside: Inside) -> None:
         async with asyncio.TaskGroup() as tasks:
-            keeping = None
-            if self._feeder is not None and self._is_shared:
-                keeping = tasks.create_task(self._feeder.keep(self._lease))
+            if self._feeder is not None:
+                self._feeder.tasks = tasks
+                if self._is_shared:
+                    await self._share_feed(self._feeder)
             complete = await inside.work(cast("Run[object]", self))
-            if keeping is not None:
-                keeping.cancel()
+            if self._feeder is not None:
+                self._feeder.stop_keeping()
         if complete and not self._feed.closed:
             self._feed.end()
 
     async def _feed_and_work(self, prepared: Prepared, feeder: Feeder) -> None:
         async with asyncio.TaskGroup() as tasks:
-            keeping = filling = working = None
-            self._tasks = tasks
+            feeder.tasks, working = tasks, None
             delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
             if self._is_shared:
                 if self._cannot_continue:  # before this stage began
                     feeder.stop()
-                keeping = tasks.create_task(feeder.keep(self._lease))
-                self._reader = filling = tasks.create_task(feeder.keep_full())
+                await self._share_feed(feeder)
             if self._works:
                 working = tasks.create_task(self._work_here(prepared))
-            if working is not None:
                 await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
             if feeder.alone and working is not None:
                 await asyncio.wait({working})
@@ -527,11 +529,14 @@ class Run(Generic[T]):
             await asyncio.wait({delivering})
             if feeder.fed and feeder.outstanding <= 0 and not self._feed.closed:
                 self._feed.end()
-            for task in filter(None, (keeping, filling)):
-                task.cancel()
-            feeder.release()
+            feeder.stop_keeping()
             if self._leases is not None:
                 self._leases.leave()
+
+    async def _share_feed(self, feeder: Feeder) -> None:
+        """Feed the rows to several workers."""
+        filling = await feeder.share(self._lease, self._facts_for_workers, has_rows=self._inside is None)
+        self._reader = self._reader if self._works else filling
 
     @property
     def _cannot_continue(self) -> bool:
@@ -639,26 +644,23 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone = store.instant and not self._is_shared
+        feeder.joining = joining_command(spec) if self._crew is None and self._outer is None else ""
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
-            facts |= facts_for_workers(prepared, self._first)
-            facts |= {"lease": spec.lease, "keep": spec.keep}
-            if self._row_schema is not None:
-                facts[ROWS] = schema_json(self._row_schema)
-            if self._inside is not None:
-                facts |= self._inside.facts(prepared)
+            facts |= self._facts_for_workers()
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
         if self._leaving:
             feeder.stop()
 
-    def _shares(self, prepared: Prepared, number: int) -> Shares:
-        """Return the ledger and the limits of an outermost run."""
-        own = (self.shared, self._controls, prepared.backend, self._opened, self._record)
-        return Shares(
-            *own, lease=self._lease, number=number, feeder=self._feeder, leases=self._leases, journal=self._journal
-        )
+    def _facts_for_workers(self) -> JsonObject:
+        """Return what workers in other processes need. Raises SpecError if they cannot work on the run."""
+        prepared, spec = self._prepared, self._prepared.spec
+        facts = facts_for_workers(prepared, self._first) | {"lease": spec.lease, "keep": spec.keep}
+        if self._row_schema is not None:
+            facts[ROWS] = schema_json(self._row_schema)
+        return facts if self._inside is None else facts | self._inside.facts(prepared)
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
@@ -673,10 +675,8 @@ class Run(Generic[T]):
             self._lend(lender)
         if self._leases is not None:
             self._leases.share()
-        if self._feeder is not None and self._tasks is not None:
-            self._feeder.alone = False
-            self._tasks.create_task(self._feeder.keep(self._lease))
-            self._tasks.create_task(self._feeder.keep_full())
+        if self._feeder is not None and self._feeder.tasks is not None:
+            await self._share_feed(self._feeder)
         if self._inside is not None and self.shared.lender is not None:
             await self._inside.begin_sharing(self.shared.lender)
 
