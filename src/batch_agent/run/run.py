@@ -172,13 +172,14 @@ class Run(Generic[T]):
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
-        prepared, on_limit, on_health = self._prepared, self._limit_changed, self._health_changed
+        prepared, on_health = self._prepared, self._health_changed
         if within is not None:
-            return within.inside(prepared, self._emit, on_limit, on_health)
+            return within.inside(prepared, self.id, self._emit, on_health)
         dispatchers: dict[str, Dispatcher] = {}
         run_dir = prepared.spec.run_dir
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
-        dispatcher = dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+        dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
+        dispatchers[prepared.backend.name] = dispatcher
         dispatcher.spending = spending = self._new_spending(dispatchers)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
@@ -784,9 +785,6 @@ class Run(Generic[T]):
         self.shared.dispatcher.set_backlogged(bool(self._backlogs))
         if where == "delivery" and self._feeder is not None:
             self._feeder.hold(full)
-
-    def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
-        self._emit(LimitChanged(self.shared.clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))
 
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
         health, wall = endpoint.health, self.shared.clock.at
