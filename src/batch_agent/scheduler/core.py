@@ -67,7 +67,7 @@ class Ticket:
     @property
     def chore(self) -> bool:
         """Whether it is an auxiliary request, not an agent's turn; it is left out of the statistics."""
-        return self.progress.turns == LAST
+        return self.progress.turns < 0
 
 
 @dataclass(slots=True, eq=False)
