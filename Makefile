@@ -63,9 +63,10 @@ test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes 
 	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
 	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
 
-soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds
+soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds and the property tests with random examples
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 	$(if $(SEED),,$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
+	$(if $(SEED),,BATCH_AGENT_TEST_RANDOM=1 $(BIN)/python -m pytest -n auto $$(grep -rl "^from hypothesis" tests --include="test_*.py"))
 
 soak-load: $(VENV)/.ready  ## simulated runs at servers that are full, refuse by chance or report wrong metrics: SEEDS=N of each
 	$(BIN)/python -m tests.load --seeds $(or $(SEEDS),200)

@@ -276,7 +276,7 @@ class BatchSpec(BaseModel):
     kvflow: Annotated[bool | Literal["auto"], Allowed('True, False or "auto"')] = Field(
         "auto",
         description="Schedule agents by the server's KV cache: an agent whose context does not fit waits between two "
-        "turns. `True`: also use the parts that showed no gain in benchmarks; `False`: off ([kv.md](kv.md)).",
+        "turns. `auto`: the parts that were measured to help; `True`: all parts; `False`: off ([kv.md](kv.md)).",
     )
     cache: Annotated[
         bool | Word | Path,

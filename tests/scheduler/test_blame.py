@@ -61,7 +61,7 @@ class Endpoint:
         control: bool = False,
     ) -> Verdict:
         sent = at if sent is None else sent
-        attempt = Attempt(row, sent, at, cast("Outcome", outcome), trial, sound, left, control)
+        attempt = Attempt(row, sent, at, cast("Outcome", outcome), trial, sound, left, control=control)
         verdict = judge(
             attempt,
             self.history,
@@ -307,6 +307,29 @@ def test_a_suspect_whose_server_was_up_before_has_crashed_it(sound: bool, trial:
     endpoint.history.go_down()
     assert [crash.proven for crash in row.crashes] == crashes
     assert row.hits == SUSPECT + (not crashes)
+
+
+@pytest.mark.parametrize(
+    ("hits", "neighbour_hits", "neighbour_ended", "unclear"),
+    [
+        (0, 0, 2.0, True),  # both broke at the same time: either may be the cause
+        (0, SUSPECT, 2.0, True),
+        (SUSPECT, 0, 2.0, False),  # it has broken before, and its neighbour has not
+        (SUSPECT, SUSPECT, 2.0, True),
+        (0, 0, 0.5, False),  # the neighbour had ended before this one was sent
+    ],
+)
+def test_rows_that_break_together_have_not_crashed_the_server_each(
+    hits: int, neighbour_hits: int, neighbour_ended: float, unclear: bool
+) -> None:
+    endpoint, row, neighbour = Endpoint(), RowHistory(hits=hits), RowHistory(hits=neighbour_hits)
+    endpoint.ends(neighbour, "broken", neighbour_ended, sent=0.0, left=1)
+    for _ in range(4):
+        endpoint.ends(RowHistory(), "broken", neighbour_ended, sent=0.0, left=9)
+    beside = endpoint.history.has_other_cause(row, 1.0)
+    assert beside == unclear
+    assert row.crash(endpoint.history, Attempt(row, 1.0, 2.0, "broken", sound=True, beside=beside)) != unclear
+    assert row.is_poison(0) != unclear
 
 
 def test_crashes_after_good_answers_fail_a_row_after_its_retries() -> None:

@@ -26,7 +26,7 @@ from batch_agent.dispatch.control import CONTROL_JOB
 from batch_agent.errors import StoreError, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
-from batch_agent.record.base import Progress
+from batch_agent.record.base import RunProgress
 from batch_agent.record.codec import decode
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
@@ -229,7 +229,7 @@ class SimulatedJournal(SqliteJournal):
 
     disk: Disk | None = None
 
-    def commit(self, steps: Sequence[KeptStep], progress: Progress) -> None:
+    def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
         if self.disk is not None and self.disk.is_full:
             raise StoreError("the disk is full")
         super().commit(steps, progress)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from batch_agent.compiler.budget import Budget, estimate_tokens
+from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
 from batch_agent.compiler.fields import (
     ALLOWED,
@@ -26,7 +26,6 @@ from batch_agent.compiler.fields import (
     value_of,
 )
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
-from batch_agent.compiler.layout import Layout, layout_of
 from batch_agent.compiler.merge import groups, merge_prompt
 from batch_agent.compiler.oversized import Sizing, longest
 from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, with_pictures
@@ -57,7 +56,7 @@ class Description:
     first_pieces: tuple[Piece, ...]  # the same, with filled-in values marked
     prefix_tokens: int  # the same for all rows, tools included
     own_tokens: int  # average tokens that a row adds, over the sample
-    layout: Layout
+    late_tokens: int  # text of the task that is the same in all rows, but comes after a field
     unusable: tuple[str, ...]  # why rows of the sample would fail before any request
     warning: str | None  # a likely mistake
 
@@ -215,7 +214,8 @@ class Plan:
                     pieces = self.template.pieces(self._seen(value)[1])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
-        layout = layout_of(self.prefix_tokens, self.head, prompts, pieces)
+        own = sum(max(0, estimate_tokens(prompt) - estimate_tokens(self.head)) for prompt in prompts)
+        first = next((place for place, (_, is_filled) in enumerate(pieces) if is_filled), len(pieces))
         return Description(
             rows=self.total,
             hoisted=tuple(self.hoisted),
@@ -223,8 +223,8 @@ class Plan:
             first_prompt=prompts[0] if prompts else "",
             first_pieces=tuple(pieces),
             prefix_tokens=self.prefix_tokens,
-            own_tokens=layout.own_tokens,
-            layout=layout,
+            own_tokens=-(-own // max(1, len(prompts))),
+            late_tokens=sum(estimate_tokens(text) for text, is_filled in pieces[first:] if not is_filled),
             unusable=tuple(unusable),
             warning=self.warning,
         )
@@ -247,7 +247,7 @@ def compile_plan(
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
         )
-    budget = Budget(spec.model_max_context, spec.min_response_tokens)
+    budget = ContextRoom(spec.model_max_context, spec.min_response_tokens)
     sizing = Sizing(spec.oversized, budget, spec.max_tokens, tools=bool(tools))
 
     template: TaskTemplate | None = None

@@ -33,7 +33,7 @@ from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.refusals import CONFIRM_AFTER, Scope
 from batch_agent.scheduler.retry import retry_delay
@@ -184,7 +184,7 @@ class Dispatcher:
         policy: Policy,
         *,
         ticket: Ticket | None = None,
-        progress: Progress | None = None,
+        progress: AgentProgress | None = None,
         observer: Observer = SILENT,
     ) -> Reply:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
@@ -192,7 +192,7 @@ class Dispatcher:
         loop = self.slots.loop
         queued, attempts = loop.time(), 0
         if ticket is None:
-            ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
+            ticket = self.slots.claim(AgentProgress(LAST) if progress is None else progress, LAST)
         while True:
             slot = ticket.slot
             if slot is None or self.slots.stopped:
@@ -392,13 +392,13 @@ class Dispatcher:
     def feed(self, on_close: Callable[[], None]) -> Feed:
         return self.slots.feed(on_close)
 
-    def start_agent(self, progress: Progress) -> Ticket:
+    def start_agent(self, progress: AgentProgress) -> Ticket:
         """Register a new agent and claim the slot of its first turn now, so that the room it takes is counted."""
         self.scheduler.start_agent()
         progress.live = True
         return self.slots.claim(progress, 0)
 
-    def end_agent(self, progress: Progress, turns: int) -> None:
+    def end_agent(self, progress: AgentProgress, turns: int) -> None:
         self.scheduler.end_agent(progress, turns)
         self.slots.pump()
 

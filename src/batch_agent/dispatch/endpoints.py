@@ -190,7 +190,9 @@ class EndpointMonitor:
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
         excessive = self.is_excessive(endpoint, error)
-        attempt = Attempt(slot.ticket.row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, control, excessive)
+        row = slot.ticket.row
+        beside = server.history.has_other_cause(row, slot.sent_at)
+        attempt = Attempt(row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, beside, control, excessive)
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
             attempt,

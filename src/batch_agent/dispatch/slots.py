@@ -16,7 +16,7 @@ from batch_agent.errors import Interrupted, JobError
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 
 
 class Watcher(Protocol):
@@ -70,7 +70,7 @@ class Slots:
     # Slots
 
     def claim(
-        self, progress: Progress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
+        self, progress: AgentProgress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
         now = self.loop.time()

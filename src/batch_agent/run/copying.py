@@ -19,7 +19,7 @@ from batch_agent.errors import StoreError
 from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, Progress
+from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.reader import RunReader, RunView, result_line_of
@@ -176,7 +176,7 @@ def _change(lease: RowLease, worker: int, row: _Row, identity: Identity) -> RowC
     return RowChange(lease, steps, to_json({"raw_text": None, **row.record, "worker": worker}), kind)
 
 
-def _note_spent(store: RunStore, latest: Progress, stage: str) -> None:
+def _note_spent(store: RunStore, latest: RunProgress, stage: str) -> None:
     """Record the spending of the run, so that its budget counts it, or of a stage."""
     cost = round((latest.cost or 0.0) * DOLLAR)
     spent = {of_stage(BUDGET_TOKENS, stage): latest.tokens, **({of_stage(BUDGET_COST, stage): cost} if cost else {})}

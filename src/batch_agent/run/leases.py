@@ -36,7 +36,7 @@ Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """The feeder of the run, if it is in this process."""
 
     fed: bool  # every input was read and fed
@@ -95,7 +95,7 @@ class Leases:
         *,
         lease: float,
         generation: int,
-        source: Source | None = None,
+        source: RowSource | None = None,
         patience: float = float("inf"),
     ) -> None:
         self.store, self.worker = store, worker

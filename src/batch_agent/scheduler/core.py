@@ -32,7 +32,7 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
 from batch_agent.scheduler.ordering import LAST, Queue, ResidentFirst
@@ -52,7 +52,7 @@ State = Literal["waiting", "set aside", "off the queue"]
 class Ticket:
     """One agent's claim to a slot for one turn. It waits in a queue, holds a slot, or backs off before a retry."""
 
-    progress: Progress  # of the agent
+    progress: AgentProgress  # of the agent
     row: RowHistory = field(default_factory=RowHistory)
     state: State = "waiting"
     slot: Slot | None = None  # the slot that it holds now
@@ -252,7 +252,7 @@ class Scheduler:
         self.agents += 1
         self.forecast.start()
 
-    def end_agent(self, progress: Progress, turns: int) -> None:
+    def end_agent(self, progress: AgentProgress, turns: int) -> None:
         """Record the end of an agent; ``turns`` is its total number of turns."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
@@ -261,7 +261,7 @@ class Scheduler:
         if self.admission.enabled:
             self.admission.end(progress)
 
-    def request(self, progress: Progress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
+    def request(self, progress: AgentProgress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
         """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
         ``pinned`` it goes only to that endpoint."""
         answered_at = progress.answered_at
@@ -278,7 +278,7 @@ class Scheduler:
 
     def control(self, endpoint: Endpoint) -> Ticket:
         """Return the claim of a control request, which ``grant`` serves before all turns."""
-        ticket = Ticket(Progress(LAST), pinned=endpoint, control=True)
+        ticket = Ticket(AgentProgress(LAST), pinned=endpoint, control=True)
         self.controls[ticket] = endpoint
         return ticket
 
@@ -482,7 +482,7 @@ class Scheduler:
         self.waiting += ticket.state != "waiting"
         ticket.state = "waiting"
 
-    def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
+    def _best(self, progress: AgentProgress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         """Return the free endpoint that will finish the turn soonest; a resting one only if there is no other."""
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import inf
 
-from batch_agent.scheduler.forecast import FIRST_GUESS, Progress, TurnForecast
+from batch_agent.scheduler.forecast import FIRST_GUESS, AgentProgress, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 MOST_AGENTS = 1 << 30
@@ -161,7 +161,7 @@ class WorkingSet:
         self.pace = EnginePace()
         self.watch = HoldWatch()
         self.margin = 1.0  # the part of the capacity that is used
-        self.members: dict[Progress, tuple[int, int]] = {}
+        self.members: dict[AgentProgress, tuple[int, int]] = {}
         self._all, self._near = _Projection(), _Projection()
 
     @property
@@ -204,21 +204,21 @@ class WorkingSet:
         self._contradictions += CONTRADICTED // 2 if self.reported is not None else 0
         self.measure()
 
-    def put(self, progress: Progress, turns: int, tokens: int) -> None:
+    def put(self, progress: AgentProgress, turns: int, tokens: int) -> None:
         self.members[progress] = turns, tokens
         self._all.changes += 1
         self._near.changes += 1
 
-    def leave(self, progress: Progress) -> None:
+    def leave(self, progress: AgentProgress) -> None:
         if self.members.pop(progress, None) is not None:
             self._all.changes += 1
             self._near.changes += 1
 
-    def is_cached(self, progress: Progress) -> bool:
+    def is_cached(self, progress: AgentProgress) -> bool:
         """Return whether the agent's context is probably in the cache."""
         return not self.tracks or self.residency.holds(progress, self.room)
 
-    def look_up(self, progress: Progress, tokens: int) -> None:
+    def look_up(self, progress: AgentProgress, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         progress.distance = None
         if not self.tracks:
@@ -239,7 +239,7 @@ class WorkingSet:
             own = max(0, tokens - self._growth.shared)
             (self.residency.sent if progress.answered_at is None else self.residency.answered)(progress, own)
 
-    def answered(self, progress: Progress, tokens: int, evicted: bool) -> bool:
+    def answered(self, progress: AgentProgress, tokens: int, evicted: bool) -> bool:
         """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
         distance, before = progress.distance, self.capacity
         if evicted and not self.tracks:
@@ -261,7 +261,7 @@ class WorkingSet:
         self.measure()
         return self.capacity != before
 
-    def use(self, progress: Progress, tokens: int) -> None:
+    def use(self, progress: AgentProgress, tokens: int) -> None:
         """Record that the agent's context is in the cache, and has ``tokens``."""
         if self.tracks:
             self.residency.answered(progress, max(0, tokens - self._growth.shared))
@@ -284,7 +284,7 @@ class WorkingSet:
         most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
         self.ample = int(room / max(1.0, most))
 
-    def keeps(self, progress: Progress, now: float) -> bool:
+    def keeps(self, progress: AgentProgress, now: float) -> bool:
         """Return whether a member may continue: the contexts in the cache fit for the next turns, or another member
         with a cached context is less advanced."""
         if self._fits_anyway or not self.watch.helps:

@@ -178,7 +178,7 @@ class Api:
 
     async def _save(self, field: BodyPartReader, part: Path, tenant: Tenant, watch: _Watch) -> None:
         size = 0
-        with await in_thread(partial(open, part, "wb", opener=private)) as file:
+        with await in_thread(partial(_created, part)) as file:
             async for chunks in _chunks(field, watch):
                 size += len(chunks)
                 if size > tenant.max_file:
@@ -372,7 +372,7 @@ class Api:
             raise RequestRefused(413, "the body is larger than 256 MB")
         digest, size = sha256(), 0
         try:
-            with await in_thread(partial(open, path, "wb", opener=private)) as file:
+            with await in_thread(partial(_created, path)) as file:
                 async with asyncio.timeout(None) as limit:
                     watch = _Watch(limit, self._limits.patience)
                     async for chunk in request.content.iter_chunked(CHUNK_BYTES):
@@ -498,6 +498,14 @@ async def _field(field: BodyPartReader, watch: _Watch) -> str:
     return text.decode("utf-8", "replace")
 
 
+def _created(path: Path) -> BinaryIO:
+    return open(path, "wb", opener=private)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
 def _to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
@@ -548,7 +556,7 @@ async def _send_files(request: web.BaseRequest, paths: list[Path], kind: str) ->
             return response
         for path, size in zip(paths, sizes, strict=True):
             if size:
-                with await in_thread(partial(path.open, "rb")) as file:
+                with await in_thread(partial(_opened, path)) as file:
                     while chunk := await in_thread(partial(file.read, CHUNK_BYTES)):
                         await response.write(chunk)
         await response.write_eof()

@@ -21,7 +21,7 @@ from batch_agent.door import RequestRefused, json_response, read_body, read_obje
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, RequestReader
 from batch_agent.messages import Conversation, Reply
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.ordering import FIRST
 from batch_agent.serve.asking import (
     ClientCall,
@@ -105,7 +105,7 @@ class Interactive:
         governor.began(clock(), turnstile.inflight)
         turnstile.touch()
         try:
-            progress = Progress(FIRST, model=asked.shape.model)
+            progress = AgentProgress(FIRST, model=asked.shape.model)
             ticket = self._dispatcher.slots.claim(progress, FIRST)
             reply = await self._dispatcher.ask(call, policy, ticket=ticket)
         except JobError as error:

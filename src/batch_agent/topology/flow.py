@@ -37,7 +37,7 @@ from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
-from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, KeyNode, Source
+from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, InputSource, KeyNode
 from batch_agent.topology.graph import graph_of
 from batch_agent.topology.items import Receiver
 from batch_agent.topology.nodes import AgentNode, Collector, JoinNode
@@ -80,7 +80,7 @@ class Flow:
         self._options, self._sends = dict(options), sends
         self._backends = SharedBackends(wrap)
         self._row_schemas: dict[str, type[object]] = {}  # of stages whose rows are instances of a class
-        self._sources: list[Source] = []
+        self._sources: list[InputSource] = []
         self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
         self._wire(inputs, stages, self.collector)
@@ -118,7 +118,7 @@ class Flow:
 
     async def work(self, run: Run[object]) -> bool:
         """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
-        beside: list[Source | FunctionNode] = [*self._sources, *self._functions]
+        beside: list[InputSource | FunctionNode] = [*self._sources, *self._functions]
         try:
             await run_together(self.nodes, [partial(node.pump, run.shared) for node in beside])
         except Exception as error:
@@ -257,7 +257,7 @@ class Flow:
                 return
             else:
                 out = self._node(stage, out)
-        self._sources.append(Source(inputs, out))
+        self._sources.append(InputSource(inputs, out))
 
     def _agents(self, stage: Agents, out: Receiver, inputs: Inputs) -> AgentNode:
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})

@@ -33,7 +33,7 @@ FOREIGN = (Exception, SystemExit, asyncio.CancelledError)
 T = TypeVar("T")
 
 
-class Source:
+class InputSource:
     """The inputs of a pipeline whose first stage is not a stage of agents."""
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver) -> None:

@@ -18,7 +18,7 @@ from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.progress import Progress
+from batch_agent.observe.progress import ProgressDisplay
 from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.topology.flow import Flow
@@ -33,7 +33,7 @@ U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Outcome(Generic[T]):
+class FlowOutcome(Generic[T]):
     """``outputs``: the output of the last stage, in order. ``results``: those of each stage that calls a model, by name
     and in index order. ``reductions``: what each reduction covers. Prints as a summary."""
 
@@ -120,7 +120,7 @@ class Pipeline(Generic[T]):
             raise SpecError("reduce is empty: say what to make of the results")
         return self.then(Reduce(name, prompt, tree, {**options, "output_schema": output_schema}))
 
-    async def run(self, *, progress: bool | None = None, **options: Any) -> Outcome[T]:
+    async def run(self, *, progress: bool | None = None, **options: Any) -> FlowOutcome[T]:
         """Run the pipeline with options for the whole and ``progress``, as in ``BatchAgent.run``. Failed rows and
         reductions are results."""
         return await finished(self.open(**options), progress)
@@ -140,9 +140,9 @@ class Pipeline(Generic[T]):
         return Pipeline(cast("Iterable[Any]", self.inputs), stages=(*self.stages, stage))
 
 
-async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
+async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]:
     """The outcome of a flow that is opened, run and left here. An exception carries what was done as ``results``."""
-    view, interruption = Progress(progress, flow.statistics), Interruption()
+    view, interruption = ProgressDisplay(progress, flow.statistics), Interruption()
     try:
         async with flow, view:
             with interruption.stopping(flow.cancel):
@@ -161,10 +161,10 @@ async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
     return outcome
 
 
-def outcome_of(flow: Flow) -> Outcome[Any]:
+def outcome_of(flow: Flow) -> FlowOutcome[Any]:
     outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
     summary = Summary(flow.statistics(), flow.tool_statistics())
-    return Outcome(outputs, {node.name: results_of(node) for node in flow.nodes}, flow.reductions, summary)
+    return FlowOutcome(outputs, {node.name: results_of(node) for node in flow.nodes}, flow.reductions, summary)
 
 
 def results_of(node: AgentNode | ReduceNode) -> Results[Any]:

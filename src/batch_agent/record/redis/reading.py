@@ -20,7 +20,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.base import Progress
+from batch_agent.record.base import RunProgress
 from batch_agent.record.control import NotAlive, Refused
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import (
@@ -123,7 +123,7 @@ class RedisReader(RunReader):
             {name: value for name, value in facts.items() if name not in INTERNAL},
             state,
             sitting,
-            Progress(ok, failed, resumed, tokens, cost / DOLLAR if cost else None),
+            RunProgress(ok, failed, resumed, tokens, cost / DOLLAR if cost else None),
             max(0, counts.ok + counts.failed - resumed),
             stages,
             summary if isinstance(summary, dict) else None,
