@@ -91,9 +91,11 @@ class Client:
             await asyncio.sleep(0.01)
 
     async def lines_of(self, file: str | None) -> list[Any]:
-        if file is None:
-            return []
-        _, content = await self.send("GET", f"/v1/files/{file}/content")
+        return [] if file is None else await self.lines_at(f"/v1/files/{file}/content")
+
+    async def lines_at(self, path: str) -> list[Any]:
+        status, content = await self.send("GET", path)
+        assert status == 200, content
         text = content if isinstance(content, bytes) else orjson.dumps(content)
         return [orjson.loads(line) for line in text.splitlines()]
 

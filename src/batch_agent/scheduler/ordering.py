@@ -16,7 +16,7 @@ estimates of that time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from batch_agent.scheduler.forecast import ENDING, TurnForecast
@@ -52,6 +52,15 @@ class Queue(Generic[Waiting]):
         del line[waiting]
         if not line:
             del self._lines[turns]
+
+    @property
+    def has_first(self) -> bool:
+        """Return whether an interactive request waits."""
+        return FIRST in self._lines
+
+    def first(self) -> Sequence[Waiting]:
+        """Return the interactive requests that wait, in their order."""
+        return tuple(self._lines.get(FIRST, ()))
 
     def newest(self) -> Iterator[Waiting]:
         """Return the newest turn for each number of turns taken. Turns that failed wait before new ones."""

@@ -84,14 +84,17 @@ class RunningBatch:
                 self._leaders[line.group] = asyncio.get_running_loop().create_future()
             group = line.group
             yield Placed(line.number, {"id": asked.custom_id, "line": line.number})
+        self._turnstile.close(self.entrant)
 
     async def _follow(self, group: bytes) -> None:
         """Wait until the first line of a group has been answered, so that the engine has its prefix."""
         leader = self._leaders.get(group)
         if leader is not None:
+            self.entrant.away = True
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(leader), LEAD_SECONDS)
             self._leaders.pop(group, None)
+            self.entrant.away = self.entrant.closed
 
     def _lead_over(self, group: bytes) -> None:
         leader = self._leaders.get(group)

@@ -144,7 +144,7 @@ class BatchServer:
         )
         dispatcher.spending = spending = Spending(spec, None, lambda short: None, lambda limit: None)
         dispatchers = {self.models.name: dispatcher}
-        return Shared(clock, lambda event: None, dispatcher, spending, dispatchers, None, None, Observers())
+        return Shared(clock, lambda event: None, dispatcher, spending, dispatchers, None, None, Observers(), paced=True)
 
     async def _close(self, dispatcher: Dispatcher) -> None:
         dispatcher.close()

@@ -18,7 +18,7 @@ from batch_agent.serve.governor import Governor
 
 PENDING = 8  # lines that were granted and have not asked for a slot yet
 TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
-DAY = 86400.0
+SOON = 8  # iterations of the event loop in which a run asks for its next line
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
 LEARN = 0.2  # the weight of the latest line in the tokens per line
 URGENT_SHARE = 0.25  # of the slots, for lines that would miss their deadline
@@ -51,6 +51,7 @@ class Entrant:
     waiting: asyncio.Future[bool] | None = None
     size: int = 0  # bytes of the line that waits
     closed: bool = False
+    away: bool = False  # it does not ask for its next line yet
     inflight: int = 0
     answered: int = 0
     per_line: float = 0.0  # tokens
@@ -102,7 +103,7 @@ class Turnstile:
 
     def close(self, entrant: Entrant) -> None:
         """Grant the batch no further line."""
-        entrant.closed = True
+        entrant.closed = entrant.away = True
         if entrant.waiting is not None and not entrant.waiting.done():
             entrant.waiting.set_result(False)
         entrant.waiting = None
@@ -188,6 +189,12 @@ class Turnstile:
         try:
             while await self._feed.wait_room():
                 self._feed.reading = True
+                for _ in range(SOON):  # a batch that was just granted a line may ask for the next one
+                    if not any(each.waiting is None and not each.away for each in self.entrants.values()):
+                        break
+                    await asyncio.sleep(0)
+                if not self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time()):
+                    continue  # it has taken the last slot meanwhile
                 entrant = self.choose()
                 if entrant is None:
                     self._changed.clear()
