@@ -146,7 +146,7 @@ class Run(Generic[T]):
         self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_reading)
-        self._feed.reading = not self._works  # it starts no agent itself
+        self._feed.reading, self._feed.paced = not self._works, self.shared.paced  # it starts no agent itself
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(spec.inputs)

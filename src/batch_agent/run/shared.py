@@ -40,7 +40,8 @@ logger = logging.getLogger("batch_agent")
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
-    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do."""
+    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
+    ``paced``: the inputs of inner runs come only when an agent may start."""
 
     clock: Clock
     emit: Sink
@@ -55,6 +56,7 @@ class Shared:
     store: RunStore | None = None
     journal: Journal | None = None
     lender: Lending | None = None
+    paced: bool = False
     _was_overdue: bool = False
 
     def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
