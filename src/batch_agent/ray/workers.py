@@ -32,6 +32,8 @@ logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report nodes that join
 REACH_SECONDS = 10.0  # for a cluster to accept a connection
+HTTP2_SETTINGS = b"\4"  # type of the frame that begins a connection, in its fourth byte
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + bytes(5)
 TOKEN_HINT = ". If the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
 BRIDGE = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 512}
@@ -115,12 +117,17 @@ class Ray:
         return True
 
     def _look(self) -> None:
-        """Raise RunUnreachable if nothing listens at the address. Ray itself would try for many minutes."""
+        """Raise RunUnreachable if nothing listens at the address, or something else than Ray, which speaks HTTP/2. Ray
+        itself would try for many minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
             return
         try:
-            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+            with socket.create_connection((host, int(port)), REACH_SECONDS) as connection:
+                if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+                    connection.sendall(HTTP2_START)
+                    if connection.recv(9)[3:4] != HTTP2_SETTINGS:
+                        raise RunUnreachable(f"what listens at {self.address} is not a Ray cluster: no HTTP/2 answer")
         except OSError as error:
             raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
 

@@ -30,6 +30,7 @@ from typing import cast
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
+from batch_agent.job import BaseResult, Job
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.memory import MemoryStore
@@ -154,7 +155,7 @@ class StoreDesk:
 def _sent(row: LeasedRow) -> LeasedRow:
     """Return a row as it is sent: its input as JSON. A row that cannot be sent fails alone, at the worker."""
     try:
-        value = encode_row(row.value)
+        value = encode_row(row.value, row.job.job_id if isinstance(row.job, Job | BaseResult) else None)
     except InputError as error:
         value = str(error).encode()
     return LeasedRow(row.lease, value, row.steps, None, b"", b"", row.more, row.retry, row.checks)

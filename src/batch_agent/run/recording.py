@@ -123,6 +123,8 @@ def facts_of(
     }
     if stages:
         facts["stages"] = list(stages)
+    if prepared.carry:
+        facts["carry"] = list(prepared.carry)
     if command is not None:
         facts["command"] = dict(command)
     return facts

@@ -46,7 +46,7 @@ from batch_agent.events import (
     RunStarted,
     Sink,
 )
-from batch_agent.job import AgentResult, Placed
+from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
@@ -172,13 +172,14 @@ class Run(Generic[T]):
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
-        prepared, on_limit, on_health = self._prepared, self._limit_changed, self._health_changed
+        prepared, on_health = self._prepared, self._health_changed
         if within is not None:
-            return within.inside(prepared, self._emit, on_limit, on_health)
+            return within.inside(prepared, self.id, self._emit, on_health)
         dispatchers: dict[str, Dispatcher] = {}
         run_dir = prepared.spec.run_dir
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
-        dispatcher = dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+        dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
+        dispatchers[prepared.backend.name] = dispatcher
         dispatcher.spending = spending = self._new_spending(dispatchers)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
@@ -452,9 +453,7 @@ class Run(Generic[T]):
 
     async def _check_first(self) -> None:
         """Check, before anything is sent, that there is an input and that it has the task's fields."""
-        for value in await self._rows.peek():
-            self._first = value.value if isinstance(value, Placed) else value
-            self._prepared.plan.check_first(self._first)
+        self._first = await self._rows.first(self._prepared.plan)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
@@ -786,9 +785,6 @@ class Run(Generic[T]):
         self.shared.dispatcher.set_backlogged(bool(self._backlogs))
         if where == "delivery" and self._feeder is not None:
             self._feeder.hold(full)
-
-    def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
-        self._emit(LimitChanged(self.shared.clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))
 
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
         health, wall = endpoint.health, self.shared.clock.at

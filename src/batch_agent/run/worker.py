@@ -114,7 +114,7 @@ class Worker:
                 continue
             index = held.lease.index
             try:
-                value = Placed(index, decode_row(held.row.value, self.row_schema))  # type: ignore[arg-type]
+                value = Placed(index, *decode_row(held.row.value, self.row_schema))  # type: ignore[arg-type]
             except InputError as error:
                 jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
             else:
