@@ -52,7 +52,7 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
 from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
-from batch_agent.record.address import is_store_url
+from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
@@ -68,7 +68,6 @@ from batch_agent.run.leases import Leases, Over
 from batch_agent.run.observers import Observers
 from batch_agent.run.recording import (
     RECORDED_STATES,
-    ROWS,
     StageAccount,
     asked_json,
     encoder,
@@ -86,7 +85,8 @@ from batch_agent.run.shared import Shared, labelled, open_dispatcher
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.spec_json import schema_json, spec_json
+from batch_agent.run.spec_json import spec_json
+from batch_agent.run.trust import join_line
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
 from batch_agent.run.workshop import Workshop
@@ -410,7 +410,7 @@ class Run(Generic[T]):
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
-            self.shared.keep_jobs(self._prepared.backend, self._opened)
+            await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
                 async with backend:
@@ -641,12 +641,9 @@ class Run(Generic[T]):
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
-            facts |= facts_for_workers(prepared, self._first)
-            facts |= {"lease": spec.lease, "keep": spec.keep}
-            if self._row_schema is not None:
-                facts[ROWS] = schema_json(self._row_schema)
-            if self._inside is not None:
-                facts |= self._inside.facts(prepared)
+            facts |= facts_for_workers(prepared, self._first, self._inside, self._row_schema)
+            if not store.instant and self._outer is None and self._crew is None:
+                logger.warning("to add a worker: %s", join_line(str(StoreAddress.parse(str(spec.run_dir))), facts))
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
         if self._leaving:

@@ -17,7 +17,7 @@ from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import WorkStore
 from batch_agent.run.control import Inside
 from batch_agent.run.recording import facts_for_workers
-from batch_agent.run.spec_json import spec_json
+from batch_agent.run.trust import fingerprint_of_things
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
@@ -52,9 +52,7 @@ class Serving:
         return self._server.path
 
     def _facts(self) -> JsonObject:
-        inside = {} if self._inside is None else self._inside.facts(self._prepared)
-        spec = self._prepared.spec
-        return {**facts_for_workers(self._prepared, self._first), **inside, "lease": spec.lease, "keep": spec.keep}
+        return facts_for_workers(self._prepared, self._first, self._inside)
 
     def _joined(self) -> None:
         """Called in a thread, before a worker joins."""
@@ -66,8 +64,13 @@ class Serving:
 
     def specs(self) -> list[JsonObject]:
         """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
-        inside = {} if self._inside is None else self._inside.facts(self._prepared).get("specs", {})
-        return [spec_json(self._prepared), *cast("dict[str, JsonObject]", inside).values()]
+        facts = self._facts()
+        return [cast(JsonObject, facts["spec"]), *cast("dict[str, JsonObject]", facts.get("specs", {})).values()]
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of what the run tells workers to use, for workers that its crew starts."""
+        return fingerprint_of_things(self._facts())
 
     @property
     def url(self) -> str | None:
