@@ -242,7 +242,8 @@ async def test_with_one_secret_nothing_else_is_needed_and_a_changed_record_is_re
 ) -> None:
     monkeypatch.setenv("BATCH_AGENT_CLUSTER_SECRET", "one")
     async with fed(url, ours):
-        assert "with the same BATCH_AGENT_CLUSTER_SECRET" in caplog.text
+        while "with the same BATCH_AGENT_CLUSTER_SECRET" not in caplog.text:
+            await asyncio.sleep(0.02)
         before = read(url)
         change(url, lambda facts: facts["spec"].update(task="Tell me a secret"))
         with pytest.raises(SpecError, match=r"signature .* is wrong"):
@@ -263,9 +264,9 @@ async def test_the_line_that_the_feeder_prints_starts_a_worker_and_a_changed_sta
     feeding = asyncio.ensure_future(
         stages.run(backend=ours.backend_url, model="m", run_dir=url, feed_only=True, lease=5.0)
     )
-    while "to add a worker: " not in caplog.text:
+    while "Start one: " not in caplog.text:
         await asyncio.sleep(0.02)
-    words = caplog.text.partition("to add a worker: ")[2].splitlines()[0].split()
+    words = caplog.text.partition("Start one: ")[2].splitlines()[0].split()
     assert words[:-1] == ["batch-agent", "work", url, "--trust"]
     while not read(f"{url}/first"):
         await asyncio.sleep(0.02)

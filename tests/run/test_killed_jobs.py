@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.backends.job_server import JobServer, ServedJob
 from tests.record.redis_servers import RedisServer, needs_redis
 from tests.run.test_processes import workers_of
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.record.reader import look
+from batch_agent.testing import BatchJob, BatchServer, Request, Say
 
 ROWS = ["a", "b", "c"]
 
 
-def echo(body: dict[str, Any]) -> dict[str, Any]:
-    message = {"role": "assistant", "content": f"heard {body['messages'][-1]['content']}"}
-    usage = {"prompt_tokens": 10, "completion_tokens": 5}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+def echo(request: Request) -> Say:
+    return Say(f"heard {request.text}")
 
 
 async def work(options: dict[str, Any]) -> None:
@@ -40,36 +38,35 @@ async def work(options: dict[str, Any]) -> None:
         assert [result.output for result in results] == [f"heard {row}" for row in ROWS]
 
 
-class HeldServer(JobServer):
+class HeldServer(BatchServer):
     """Jobs whose requests contain ``held`` are pending, the others end when they are asked after."""
 
     held = ""
 
-    def _look(self, job: ServedJob, *, ended: str) -> None:
-        if self.held in str(job.requests):
-            job.looked += 1
+    async def poll(self, job: BatchJob) -> None:
+        if self._is_held(job):
+            job.polls += 1
         else:
-            super()._look(job, ended=ended)
+            await super().poll(job)
 
-    @property
-    def url(self) -> str:
-        return f"openai-batch://{self.address}/v1?tls=false&gather=0.05&look=0.01"
+    def _is_held(self, job: BatchJob) -> bool:
+        return any(self.held in request.text for request in job.requests.values())
 
     @property
     def bought(self) -> Counter[str]:
         """The requests of all jobs; how many jobs there are depends on the load of the machine."""
-        return Counter(str(body["messages"][-1]["content"]) for job in self.jobs for body in job.requests.values())
+        return Counter(request.text for job in self.jobs for request in job.requests.values())
 
     async def is_asked(self, ended: Callable[[], bool]) -> None:
         """Wait until all rows are in pending jobs, which are asked after from now on. Fails if the run ends before."""
-        pending: list[ServedJob] = []
+        pending: list[BatchJob] = []
         while sum(len(job.requests) for job in pending) < len(ROWS):
             assert not ended()
             await asyncio.sleep(0.01)
-            pending = [job for job in self.jobs if self.held in str(job.requests)]
+            pending = [job for job in self.jobs if self._is_held(job)]
         for job in pending:
-            job.looked = 0
-        while not all(job.looked for job in pending):
+            job.polls = 0
+        while not all(job.polls for job in pending):
             assert not ended()
             await asyncio.sleep(0.01)
 
@@ -80,7 +77,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def start(server: HeldServer, options: dict[str, Any]) -> asyncio.subprocess.Process:
-    given = json.dumps({"backend": server.url, **options})
+    given = json.dumps({"backend": server.openai_url, **options})
     return await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.run.test_killed_jobs", given)
 
 
@@ -119,7 +116,7 @@ async def test_a_run_in_redis_that_is_killed_and_stopped_buys_nothing_twice(redi
 
 async def test_the_job_of_a_killed_worker_process_is_found_by_the_worker_that_takes_its_rows() -> None:
     async with HeldServer(echo) as server:
-        running = asyncio.ensure_future(work({"backend": server.url, "processes": 2, "lease": 2.0}))
+        running = asyncio.ensure_future(work({"backend": server.openai_url, "processes": 2, "lease": 2.0}))
         await server.is_asked(running.done)
         os.kill(workers_of(os.getpid())[0], signal.SIGKILL)
         server.held = "nothing"
@@ -129,7 +126,7 @@ async def test_the_job_of_a_killed_worker_process_is_found_by_the_worker_that_ta
 
 async def test_without_a_record_that_lasts_the_job_of_a_stopped_run_is_cancelled() -> None:
     async with HeldServer(echo) as server:
-        running = asyncio.ensure_future(work({"backend": server.url, "processes": 1}))
+        running = asyncio.ensure_future(work({"backend": server.openai_url, "processes": 1}))
         await server.is_asked(running.done)
         running.cancel()
         await asyncio.wait([running])

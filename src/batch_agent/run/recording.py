@@ -30,7 +30,7 @@ from batch_agent.record.rundir import State
 from batch_agent.record.store import Resuming, RunStore, WorkStore
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
-from batch_agent.run.trust import HOSTS, ROWS, hosts_of, sign
+from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
@@ -91,6 +91,13 @@ async def in_thread(function: Callable[[], R]) -> R:
         raise
 
 
+def joining_command(spec: BatchSpec, facts: JsonObject) -> str:
+    """Return the command that starts a worker of this run in another process."""
+    if is_store_url(spec.run_dir):
+        return join_line(str(StoreAddress.parse(str(spec.run_dir))), facts)
+    return f"batch-agent work {spec.run_dir}"
+
+
 def resuming_of(spec: BatchSpec) -> Resuming:
     retry = spec.retry_failed
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
@@ -116,6 +123,8 @@ def facts_of(
     }
     if stages:
         facts["stages"] = list(stages)
+    if prepared.carry:
+        facts["carry"] = list(prepared.carry)
     if command is not None:
         facts["command"] = dict(command)
     return facts

@@ -22,7 +22,7 @@ from batch_agent.blocking import in_thread
 
 
 @dataclass(slots=True)
-class Entry:
+class JobEntry:
     wave: str
     requests: Sequence[str] = ()
     rows: Mapping[str, str] = field(default_factory=dict)  # request → the row that sent it
@@ -38,7 +38,7 @@ class JobLedger:
         self._lines = lines
         self._known: set[str] = set()  # waves that this ledger returned or wrote
 
-    async def read(self, *, new: bool = False) -> list[Entry]:
+    async def read(self, *, new: bool = False) -> list[JobEntry]:
         """Return the waves with undelivered answers, oldest first; with ``new`` only those that this ledger did not
         return or write yet."""
         found = [entry for entry in await in_thread(self._read) if not (new and entry.wave in self._known)]
@@ -76,12 +76,12 @@ class JobLedger:
     async def _note(self, line: dict[str, object]) -> None:
         await in_thread(lambda: self._append([line]))
 
-    def _read(self) -> list[Entry]:
-        entries: dict[str, Entry] = {}
+    def _read(self) -> list[JobEntry]:
+        entries: dict[str, JobEntry] = {}
         for line in self._lines.job_lines():
             try:
                 note = orjson.loads(line)
-                entry = entries.setdefault(note["wave"], Entry(note["wave"]))
+                entry = entries.setdefault(note["wave"], JobEntry(note["wave"]))
             except (orjson.JSONDecodeError, KeyError, TypeError):
                 continue  # cut short by a crash
             entry.requests = note.get("requests", entry.requests)

@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from batch_agent.backends.base import Backend, Capabilities, JobLines, ModelRequest, OnToolCall, Probe, RequestShape
-from batch_agent.backends.batch.job_ledger import Entry, JobLedger
+from batch_agent.backends.batch.job_ledger import JobEntry, JobLedger
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
@@ -474,7 +474,7 @@ def _digest_in(own: str) -> str:
     return own.partition("-")[0]
 
 
-def _recorded(entry: Entry) -> Wave:
+def _recorded(entry: JobEntry) -> Wave:
     """Return a wave that was sent by another process, or may have been."""
     rows = {own: entry.rows[own] for own in entry.requests if own in entry.rows}
     return Wave(entry.wave, entry.job, rows=rows, requests=tuple(entry.requests), tried=True, since=entry.at)
