@@ -68,7 +68,6 @@ from batch_agent.run.leases import Leases, Over
 from batch_agent.run.observers import Observers
 from batch_agent.run.recording import (
     RECORDED_STATES,
-    ROWS,
     StageAccount,
     asked_json,
     encoder,
@@ -87,7 +86,7 @@ from batch_agent.run.shared import Shared, labelled, open_dispatcher
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.spec_json import schema_json, spec_json
+from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
 from batch_agent.run.workshop import Workshop
@@ -411,7 +410,7 @@ class Run(Generic[T]):
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
-            self.shared.keep_jobs(self._prepared.backend, self._opened)
+            await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
                 async with backend:
@@ -642,11 +641,15 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone = store.instant and not self._is_shared
-        feeder.joining = joining_command(spec) if self._crew is None and self._outer is None else ""
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
             facts |= self._facts_for_workers()
+        if self._crew is None and self._outer is None:
+            if spec.feed_only:  # the feeder says it while there is no worker
+                feeder.joining = joining_command(spec, facts)
+            elif not store.instant:
+                logger.warning("to add a worker: %s", joining_command(spec, facts))
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
         if self._leaving:
@@ -654,11 +657,7 @@ class Run(Generic[T]):
 
     def _facts_for_workers(self) -> JsonObject:
         """Return what workers in other processes need. Raises SpecError if they cannot work on the run."""
-        prepared, spec = self._prepared, self._prepared.spec
-        facts = facts_for_workers(prepared, self._first) | {"lease": spec.lease, "keep": spec.keep}
-        if self._row_schema is not None:
-            facts[ROWS] = schema_json(self._row_schema)
-        return facts if self._inside is None else facts | self._inside.facts(prepared)
+        return facts_for_workers(self._prepared, self._first, self._inside, self._row_schema)
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
