@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.fingerprint import fingerprint_of, under_record
 from batch_agent.agent.prepare import Prepared, prepare
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
@@ -140,7 +139,7 @@ class WorkedStages:
         import_from: Path | None,
         patience: float,
     ) -> None:
-        self.names, self.schemas = names, {}
+        self.names, self.parts = names, {}
         self._store, self._backends = store, backends
         self._import_from, self._patience = import_from, patience
         self._runs: dict[str, Run[object]] = {}  # stages that this worker works on now
@@ -148,7 +147,7 @@ class WorkedStages:
         self.over: Over = ""
         self.finished = 0
 
-    schemas: Mapping[str, OutputSchema[object] | None]
+    parts: Mapping[str, Prepared]
 
     def facts(self, prepared: Prepared) -> JsonObject:
         return {}
@@ -280,7 +279,7 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
             raise SpecError(
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
-    prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
+    prepared = under_record(prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from)), facts)
     prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
     if fingerprint_of(prepared).hex() != facts["fingerprint"]:
         known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)

@@ -47,14 +47,14 @@ class Serving:
             if not isinstance(store, MemoryStore):
                 raise SpecError("the record of this run is not in this process: workers reach it at its URL")
             facts = self._facts()  # raises before anything listens
-            schemas = {"": self._prepared.schema} if self._inside is None else self._inside.schemas
+            parts = {"": self._prepared} if self._inside is None else self._inside.parts
+            schemas = {name: part.schema for name, part in parts.items()}
             self._server = StoreServer(StoreDesk(store, schemas=schemas, facts=lambda: facts, on_join=self._joined))
         return self._server.path
 
     def _facts(self) -> JsonObject:
         inside = {} if self._inside is None else self._inside.facts(self._prepared)
-        spec = self._prepared.spec
-        return {**facts_for_workers(self._prepared, self._first), **inside, "lease": spec.lease, "keep": spec.keep}
+        return {**facts_for_workers(self._prepared, self._first, None), **inside}
 
     def _joined(self) -> None:
         """Called in a thread, before a worker joins."""

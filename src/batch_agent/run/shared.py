@@ -17,7 +17,7 @@ from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import Sink
+from batch_agent.events import Ended, Sink
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
@@ -65,6 +65,23 @@ class Shared:
             dispatcher = self.dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
             dispatcher.spending = self.spending
         return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
+
+    @property
+    def cannot_continue(self) -> bool:
+        return self.dispatcher.over is not None or bool(self.spending.exhausted)
+
+    @property
+    def slots(self) -> int | None:
+        """The slots of all backends; None: no limit."""
+        slots = [each.scheduler.slots for each in self.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    def why(self, ended: Ended) -> str:
+        """Return why a run ended in this way, or ""."""
+        if ended == "out of budget":
+            return self.spending.exhausted
+        over = self.dispatcher.over
+        return over[1] if over is not None and ended == over[0] else ""
 
     def live(self) -> LiveNumbers:
         """Return the current numbers that no event reports."""
