@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Slot
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.kvflow import KvParts
 from benchmarks import report
 
@@ -37,7 +37,7 @@ TURN_BAR, FLAT_BAR = 40e-6, 1.2
 def decisions(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
     running: deque[Slot] = deque()  # requests on their way
-    in_tool: deque[Progress] = deque()
+    in_tool: deque[AgentProgress] = deque()
     to_start, ended, now = agents, 0, 0.0
     while ended < agents:
         while len(in_tool) > TOOL_GRANTS or (in_tool and not to_start):
@@ -47,7 +47,7 @@ def decisions(agents: int) -> None:
             to_start -= 1
             scheduler.forecast.rows = to_start
             scheduler.start_agent()
-            scheduler.request(Progress(), 0, now)
+            scheduler.request(AgentProgress(), 0, now)
             _grant_all(scheduler, running)
         _grant_all(scheduler, running)
         now += 1 / INFLIGHT
@@ -58,11 +58,11 @@ def crowd(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
     scheduler.forecast.rows = 0
     running: deque[Slot] = deque()
-    in_tool: deque[Progress] = deque()
+    in_tool: deque[AgentProgress] = deque()
     now = 0.0
     for _ in range(agents):
         scheduler.start_agent()
-        scheduler.request(Progress(), 0, now)
+        scheduler.request(AgentProgress(), 0, now)
     _grant_all(scheduler, running)
     while running:
         now += 1 / INFLIGHT
@@ -71,7 +71,7 @@ def crowd(agents: int) -> None:
         _grant_all(scheduler, running)
 
 
-def _finish_turn(scheduler: Scheduler, slot: Slot, now: float, in_tool: deque[Progress]) -> bool:
+def _finish_turn(scheduler: Scheduler, slot: Slot, now: float, in_tool: deque[AgentProgress]) -> bool:
     """Whether its agent is done."""
     progress = slot.ticket.progress
     scheduler.give_back(slot)
@@ -95,12 +95,12 @@ def live(agents: int, *, tight: bool) -> float:
     scheduler.admission.has_room = scheduler.admission._takes = lambda *_: True  # type: ignore[method-assign]
     endpoint = scheduler.endpoints[0]
     scheduler.admission.set_capacity(endpoint, agents * (500 if tight else 100_000))
-    waiting: deque[tuple[Progress, int]] = deque()
+    waiting: deque[tuple[AgentProgress, int]] = deque()
     running: deque[Slot] = deque()
     turns, now, spent, counted = max(2 * agents, 4_000), 0.0, 0.0, 0
     for _ in range(agents):
         scheduler.start_agent()
-        progress = Progress()
+        progress = AgentProgress()
         progress.live = True
         waiting.append((progress, 0))
     for turn in range(agents + turns):

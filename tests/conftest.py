@@ -1,6 +1,7 @@
 """Settings of Hypothesis, and a Redis, for all tests. No test asserts a time, so a busy machine must not fail one.
 Tests that need more examples than these set their own number."""
 
+import os
 from collections.abc import Iterator
 from itertools import count
 
@@ -8,7 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.record.redis_servers import RedisServer, redis_server
 
-settings.register_profile("any machine", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine",
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="BATCH_AGENT_TEST_RANDOM" not in os.environ,  # `make test` gives one answer; `make soak` searches
+)
 settings.load_profile("any machine")
 
 NAMES = (f"run-{number}" for number in count())

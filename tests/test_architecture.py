@@ -103,12 +103,6 @@ SAME_NAME = {
     "Request": "the vocabulary of testing, for users",
     "ToolUse": "the vocabulary of testing, for users",
 }
-# Those that mean two things and shall not: their packages have yet to name one of them otherwise.
-TO_BE_RENAMED = {
-    *("Answer", "Budget", "Engine", "Entry", "Model"),
-    *("Options", "Outcome", "Progress", "Rates", "Slots", "Source", "Step"),
-    *("Tally", "View"),
-}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 800, 70
 
 
@@ -229,6 +223,5 @@ def test_no_class_name_is_there_twice_without_need() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(file)
     twice = {name: files for name, files in places.items() if len(files) > 1}
-    known = SAME_NAME.keys() | TO_BE_RENAMED
-    none_of([f"{name}: {', '.join(files)}" for name, files in twice.items() if name not in known])
-    none_of([f"{name} is there once: take it off the list" for name in known if name not in twice])
+    none_of([f"{name}: {', '.join(files)}" for name, files in twice.items() if name not in SAME_NAME])
+    none_of([f"{name} is there once: take it off the list" for name in SAME_NAME if name not in twice])

@@ -214,7 +214,7 @@ async def _collect(
 ) -> Results[R]:
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.display import with_expected
-    from batch_agent.observe.progress import Progress, show_address
+    from batch_agent.observe.progress import ProgressDisplay, show_address
     from batch_agent.results import Results, Summary, with_unfinished
     from batch_agent.run.interruption import interrupted_words
     from batch_agent.view.beside import PageBeside
@@ -230,7 +230,7 @@ async def _collect(
     def summary() -> Summary:
         return Summary(statistics(), run.tool_statistics())
 
-    view = Progress(progress, statistics)
+    view = ProgressDisplay(progress, statistics)
     taken: list[AgentResult[R]] = []
 
     try:

@@ -293,7 +293,7 @@ class Reply:
         return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning, sealed=self.sealed)
 
 
-class View(Protocol):
+class WireView(Protocol):
     """A conversation in the format of one wire. Its content belongs to the wire; it must only grow."""
 
     def extend(self, messages: Sequence[Message]) -> None:
@@ -303,7 +303,7 @@ class View(Protocol):
         """Return a copy for a conversation that continues separately."""
 
 
-V = TypeVar("V", bound=View)
+V = TypeVar("V", bound=WireView)
 
 
 class MessageView(ABC):
@@ -336,7 +336,9 @@ class Conversation:
     def __init__(self, messages: Iterable[Message] = (), parent: Conversation | None = None) -> None:
         self.messages: list[Message] = [*parent.messages, *messages] if parent is not None else list(messages)
         self.parent = parent
-        self._views: dict[Callable[[], View], tuple[View, int]] = {}  # with the number of messages each has encoded
+        self._views: dict[
+            Callable[[], WireView], tuple[WireView, int]
+        ] = {}  # with the number of messages each has encoded
 
     def append(self, message: Message) -> None:
         self.messages.append(message)
@@ -350,7 +352,7 @@ class Conversation:
             self._views[wire] = view, len(self.messages)
         return cast(V, view)
 
-    def _begin(self, wire: Callable[[], View]) -> tuple[View, int]:
+    def _begin(self, wire: Callable[[], WireView]) -> tuple[WireView, int]:
         if self.parent is None:
             return wire(), 0
         return self.parent.view(wire).fork(), len(self.parent.messages)

@@ -79,11 +79,9 @@ class BatchSpec(BaseModel):
         "dataclass. Give a list, an iterator or an async iterator (read as needed), a DataFrame, an Arrow table, a "
         "Hugging Face dataset, an open text file, or the path of a file or directory: [files.md](files.md)."
     )
-    id_column: Annotated[OptionalText, Scope.STAGE, Compared.VALUE, Unset("`id`, if the row has it"), Flag("NAME")] = (
-        Field(
-            None,
-            description="Field of a row that becomes its `job_id`. A row without a value gets its position, from 0.",
-        )
+    id_column: Annotated[OptionalText, Compared.VALUE, Unset("`id`, if the row has it"), Flag("NAME")] = Field(
+        None,
+        description="Field of a row that becomes its `job_id`. A row without a value gets its position, from 0.",
     )
     images: Annotated[Sequence[Word], Allowed("a list of names of fields")] = Field(
         (),
@@ -279,7 +277,7 @@ class BatchSpec(BaseModel):
     kvflow: Annotated[bool | Literal["auto"], Allowed('True, False or "auto"')] = Field(
         "auto",
         description="Schedule agents by the server's KV cache: an agent whose context does not fit waits between two "
-        "turns. `True`: also use the parts that showed no gain in benchmarks; `False`: off ([kv.md](kv.md)).",
+        "turns. `auto`: the parts that were measured to help; `True`: all parts; `False`: off ([kv.md](kv.md)).",
     )
     cache: Annotated[
         bool | Word | Path,

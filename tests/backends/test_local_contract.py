@@ -15,8 +15,8 @@ import jsonschema_rs
 from backends.local.ebnf_sampler import sampler
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local.backend import LocalBackend
-from batch_agent.backends.local.options import Options
-from batch_agent.backends.local.process import Answer, EngineDied, encode_line
+from batch_agent.backends.local.options import EngineOptions
+from batch_agent.backends.local.process import EngineAnswer, EngineDied, encode_line
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
 from batch_agent.testing.contract.backend import SCHEMA, BackendContract
@@ -37,7 +37,7 @@ class ToldEngine:
         self.asked = asyncio.Event()
         self.left = False
 
-    async def ask(self, request: JsonObject) -> Answer:
+    async def ask(self, request: JsonObject) -> EngineAnswer:
         self.lines.append(encode_line(request))
         self.asked.set()
         item = self._script[0]
@@ -54,7 +54,7 @@ class ToldEngine:
             raise ContextOverflow(item.message) if item.overflow else Rejected(item.message)
         raise EngineDied("the process ended")  # also the next one that is started
 
-    async def _say(self, item: Say) -> Answer:
+    async def _say(self, item: Say) -> EngineAnswer:
         if item.hold is not None:
             await item.hold.wait()
         text = item.text
@@ -62,12 +62,12 @@ class ToldEngine:
             text = f'<tool_call>{{"name": "{item.calls[0].name}", "arguments": {item.calls[0].arguments}}}</tool_call>'
         usage = item.usage
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return Answer(text, "length" if item.cut else "stop", *counts, first_token=0.0)
+        return EngineAnswer(text, "length" if item.cut else "stop", *counts, first_token=0.0)
 
 
 class ToldBackend(LocalBackend):
     def __init__(self, engine: ToldEngine) -> None:
-        super().__init__(Options("test-model", Path("test-model.gguf"), threads=1))
+        super().__init__(EngineOptions("test-model", Path("test-model.gguf"), threads=1))
         self.engine = engine
 
     @property

@@ -13,7 +13,7 @@ import orjson
 
 from batch_agent.backends.base import ModelRequest, OnToolCall
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
-from batch_agent.backends.simulated.answers import Answer
+from batch_agent.backends.simulated.answers import SimulatedAnswer
 from batch_agent.backends.simulated.tokens import ANSWER, BEGIN, END, HEADERS, encode, encode_call
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import Message, Reply, ToolCall, ToolSpec
@@ -37,15 +37,15 @@ class ToldBackend(SimulatedBackend):
         self._streamed = on_tool_call is not None
         return await super().infer(request, on_tool_call)
 
-    def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
+    def answer(self, prompt: bytes, request: ModelRequest) -> SimulatedAnswer:
         self.heard.append((prompt, request, self._streamed))
         self.asked.set()
         item = next(self._script)
         if isinstance(item, Say):
             words = encode(item.text) + b"".join(map(encode_call, item.calls))
-            return Answer(item.text, tuple(item.calls), words if item.cut else words + END, item.cut)
+            return SimulatedAnswer(item.text, tuple(item.calls), words if item.cut else words + END, item.cut)
         tokens = MODEL.context_tokens // 2 if isinstance(item, Hang) else 2 * MODEL.context_tokens
-        return Answer("", (), encode("and " * tokens), cut=False)
+        return SimulatedAnswer("", (), encode("and " * tokens), cut=False)
 
 
 def read_prompt(prompt: bytes, request: ModelRequest, streamed: bool) -> Heard:

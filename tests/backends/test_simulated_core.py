@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.backends.simulated.core import Engine, Sequence, Step
+from batch_agent.backends.simulated.core import Sequence, SimulatedEngine, SimulatedStep
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
 from batch_agent.errors import ContextOverflow, Unavailable
@@ -24,7 +24,7 @@ def tokens(count: int, kind: str = "a") -> bytes:
     return b"".join(f"{kind}{index:03d}".encode() for index in range(count))
 
 
-def run(engine: Engine) -> list[Step]:
+def run(engine: SimulatedEngine) -> list[SimulatedStep]:
     steps = []
     while (step := engine.schedule()) is not None:
         engine.complete(step)
@@ -33,7 +33,7 @@ def run(engine: Engine) -> list[Step]:
     return steps
 
 
-def run_one(engine: Engine, prompt: bytes, output: bytes) -> Sequence:
+def run_one(engine: SimulatedEngine, prompt: bytes, output: bytes) -> Sequence:
     sequence = engine.add(prompt, output)
     run(engine)
     return sequence
@@ -50,7 +50,7 @@ actions = st.lists(
 )
 
 
-def check_blocks(engine: Engine) -> None:
+def check_blocks(engine: SimulatedEngine) -> None:
     """Held blocks are exactly those of running sequences, enough for each, and shared only by equal histories."""
     size = engine.model.block_size
     held: dict[int, bytes] = {}
@@ -65,7 +65,7 @@ def check_blocks(engine: Engine) -> None:
 
 def play(model: EngineModel, script: list[tuple[str, object]]) -> list[object]:
     """Carries the script out, checks what must always hold, and returns all that could be seen."""
-    engine = Engine(model)
+    engine = SimulatedEngine(model)
     added: list[Sequence] = []
     finished: list[int] = []
     trace: list[object] = []
@@ -115,7 +115,7 @@ def test_whatever_happens_memory_is_kept_and_every_request_ends_once_and_the_sam
 
 
 def test_a_prompt_seen_before_is_found_in_whole_blocks_and_its_last_token_is_computed() -> None:
-    engine = Engine(SMALL)
+    engine = SimulatedEngine(SMALL)
     first = run_one(engine, tokens(16), tokens(1, "o"))
     again = run_one(engine, tokens(16), tokens(1, "o"))
     longer = run_one(engine, tokens(16) + tokens(6, "b"), tokens(1, "o"))
@@ -124,7 +124,7 @@ def test_a_prompt_seen_before_is_found_in_whole_blocks_and_its_last_token_is_com
 
 
 def test_what_the_model_said_is_found_when_it_comes_back_as_history() -> None:
-    engine = Engine(SMALL)
+    engine = SimulatedEngine(SMALL)
     run_one(engine, tokens(10), tokens(11, "o"))
     # The last token said was never an input: its KV does not exist.
     second = run_one(engine, tokens(10) + tokens(11, "o") + tokens(3, "b"), tokens(1, "p"))
@@ -132,7 +132,7 @@ def test_what_the_model_said_is_found_when_it_comes_back_as_history() -> None:
 
 
 def test_requests_that_start_together_compute_their_shared_prefix_once() -> None:
-    engine = Engine(replace(SMALL, max_batched_tokens=64))
+    engine = SimulatedEngine(replace(SMALL, max_batched_tokens=64))
     first = engine.add(tokens(16) + tokens(4, "b"), tokens(1, "o"))
     second = engine.add(tokens(16) + tokens(4, "c"), tokens(1, "o"))
     run(engine)
@@ -140,14 +140,14 @@ def test_requests_that_start_together_compute_their_shared_prefix_once() -> None
 
 
 def test_the_same_text_behind_another_history_is_not_found() -> None:
-    engine = Engine(SMALL)
+    engine = SimulatedEngine(SMALL)
     run_one(engine, tokens(8, "a") + tokens(8, "b"), tokens(1, "o"))
     run_one(engine, tokens(8, "c") + tokens(8, "d"), tokens(1, "o"))
     assert run_one(engine, tokens(8, "a") + tokens(8, "d") + tokens(1, "e"), tokens(1, "o")).cached_tokens == 8
 
 
 def test_a_cached_prefix_that_nobody_holds_still_takes_room_when_it_is_used() -> None:
-    engine = Engine(replace(SMALL, max_batched_tokens=64))  # 24 blocks
+    engine = SimulatedEngine(replace(SMALL, max_batched_tokens=64))  # 24 blocks
     run_one(engine, tokens(32, "b"), tokens(1, "o"))  # leaves 8 idle blocks behind
     long = engine.add(tokens(60), tokens(4, "o"))  # takes 15, of those that are not cached
     step = engine.schedule()
@@ -163,14 +163,14 @@ def test_a_cached_prefix_that_nobody_holds_still_takes_room_when_it_is_used() ->
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    engine = Engine(replace(SMALL, prefix_caching=False))
+    engine = SimulatedEngine(replace(SMALL, prefix_caching=False))
     run_one(engine, tokens(16), tokens(1, "o"))
     assert run_one(engine, tokens(16), tokens(1, "o")).cached_tokens == 0
     assert engine.counters.prefix_queries == 0
 
 
 def test_a_full_cache_evicts_what_was_used_longest_ago() -> None:
-    engine = Engine(SMALL)  # 24 blocks
+    engine = SimulatedEngine(SMALL)  # 24 blocks
     for kind in "abc":
         run_one(engine, tokens(32, kind), tokens(1, "o"))  # 8 blocks each
     run_one(engine, tokens(32, "a"), tokens(1, "o"))  # a is now younger than b
@@ -180,14 +180,14 @@ def test_a_full_cache_evicts_what_was_used_longest_ago() -> None:
 
 
 def test_the_tail_of_a_conversation_is_evicted_before_its_shared_prefix() -> None:
-    engine = Engine(SMALL)
+    engine = SimulatedEngine(SMALL)
     run_one(engine, tokens(32) + tokens(16, "b"), tokens(1, "o"))  # 12 of 24 blocks
     run_one(engine, tokens(63, "c"), tokens(1, "o"))  # 16 blocks: 4 of the first must go
     assert run_one(engine, tokens(32) + tokens(16, "b"), tokens(1, "o")).cached_tokens == 32
 
 
 def test_a_running_request_never_loses_its_blocks_to_a_new_one() -> None:
-    engine = Engine(replace(SMALL, max_batched_tokens=64))
+    engine = SimulatedEngine(replace(SMALL, max_batched_tokens=64))
     long = engine.add(tokens(60), tokens(4, "o"))
     step = engine.schedule()
     assert step is not None
@@ -203,7 +203,7 @@ def test_a_running_request_never_loses_its_blocks_to_a_new_one() -> None:
 
 
 def test_when_memory_runs_out_the_last_is_preempted_and_still_gives_its_whole_answer() -> None:
-    engine = Engine(replace(SMALL, max_batched_tokens=96))
+    engine = SimulatedEngine(replace(SMALL, max_batched_tokens=96))
     sequences = [engine.add(tokens(40, kind), tokens(20, "o")) for kind in "ab"]
     ends = []
     while (step := engine.schedule()) is not None:
@@ -222,7 +222,7 @@ def test_with_priorities_the_lower_number_goes_sooner_and_ties_by_arrival() -> N
 
 
 def order(policy: str) -> list[int]:
-    engine = Engine(replace(SMALL, max_num_seqs=1, policy=policy))
+    engine = SimulatedEngine(replace(SMALL, max_num_seqs=1, policy=policy))
     for kind, priority in zip("abc", (5, -1, 5), strict=True):
         engine.add(tokens(4, kind), tokens(2, "o"), priority)
     started: list[int] = []
@@ -233,7 +233,7 @@ def order(policy: str) -> list[int]:
 
 def test_a_step_takes_a_base_and_a_part_for_each_sequence_and_for_each_prompt_token() -> None:
     model = replace(SMALL, step_seconds=1.0, sequence_seconds=0.25, prefill_tokens_per_second=16.0)
-    engine = Engine(model)
+    engine = SimulatedEngine(model)
     engine.add(tokens(24), tokens(2, "o"))
     engine.add(tokens(4, "b"), tokens(2, "o"))
     # 16 of the first prompt; its other 8 and the second prompt; both decode.
@@ -242,7 +242,7 @@ def test_a_step_takes_a_base_and_a_part_for_each_sequence_and_for_each_prompt_to
 
 def test_more_sequences_share_a_step_than_run_one_after_the_other() -> None:
     model = EngineModel()
-    alone, together = Engine(model), Engine(model)
+    alone, together = SimulatedEngine(model), SimulatedEngine(model)
     run_one(alone, tokens(100), tokens(50, "o"))
     for kind in "abcdefgh":
         together.add(tokens(100, kind), tokens(50, "o"))
@@ -252,12 +252,12 @@ def test_more_sequences_share_a_step_than_run_one_after_the_other() -> None:
 
 def test_too_long_a_request_is_refused_like_a_real_server_would() -> None:
     with pytest.raises(ContextOverflow, match="maximum context length is 64 tokens") as caught:
-        Engine(SMALL).add(tokens(60), tokens(5, "o"))
+        SimulatedEngine(SMALL).add(tokens(60), tokens(5, "o"))
     assert caught.value.status == 400
 
 
 def test_a_full_queue_refuses_with_503_and_takes_more_when_it_has_emptied() -> None:
-    engine = Engine(replace(SMALL, max_queued=1))
+    engine = SimulatedEngine(replace(SMALL, max_queued=1))
     waiting = engine.add(tokens(4), tokens(1, "o"))
     with pytest.raises(Unavailable) as caught:
         engine.add(tokens(4), tokens(1, "o"))
@@ -267,7 +267,7 @@ def test_a_full_queue_refuses_with_503_and_takes_more_when_it_has_emptied() -> N
 
 
 def test_aborting_twice_or_after_the_end_changes_nothing() -> None:
-    engine = Engine(SMALL)
+    engine = SimulatedEngine(SMALL)
     done = run_one(engine, tokens(4), tokens(1, "o"))
     left = engine.add(tokens(4), tokens(1, "o"))
     engine.abort(done)
@@ -278,7 +278,7 @@ def test_aborting_twice_or_after_the_end_changes_nothing() -> None:
 
 
 def test_a_pinned_context_stays_until_its_time_is_over() -> None:
-    engine = Engine(SMALL)  # 24 blocks
+    engine = SimulatedEngine(SMALL)  # 24 blocks
     engine.add(tokens(16), tokens(1, "o"), order=Order("a", 60.0))
     run(engine)
     for kind in "bcdefgh":
@@ -291,7 +291,7 @@ def test_a_pinned_context_stays_until_its_time_is_over() -> None:
 
 
 def test_pins_give_way_to_a_request_that_needs_their_blocks() -> None:
-    engine = Engine(SMALL)
+    engine = SimulatedEngine(SMALL)
     for kind in "abc":
         engine.add(tokens(20, kind), tokens(1, "o"), order=Order(kind, 60.0))
         run(engine)
@@ -303,7 +303,7 @@ def test_pins_give_way_to_a_request_that_needs_their_blocks() -> None:
 def test_what_the_cache_evicted_is_loaded_from_the_slower_memory() -> None:
     model = replace(SMALL, max_batched_tokens=64, prefill_tokens_per_second=1.0, offload_tokens_per_second=4.0)
     for size, cached, seconds in ((0, 0, 40.0), (400, 36, 9.0 + 4.0), (16, 0, 40.0)):
-        engine = Engine(replace(model, offload_tokens=size))
+        engine = SimulatedEngine(replace(model, offload_tokens=size))
         run_one(engine, tokens(40), tokens(1, "x"))
         for other in "bc":
             run_one(engine, tokens(60, other), tokens(1, "x"))

@@ -16,7 +16,7 @@ from commandline import batch_agent, started
 from batch_agent.cli.commands.fleet_bench import table as bench_table
 from batch_agent.cli.commands.fleet_status import table
 from batch_agent.cli.main import main
-from batch_agent.fleet.bench import Answer, Bench, Step
+from batch_agent.fleet.bench import Bench, MeasuredAnswer, Measurement
 from batch_agent.fleet.hostfile import parse_hostfile, parse_hosts
 from batch_agent.fleet.probe import Look
 from batch_agent.fleet.told import read_told
@@ -176,7 +176,7 @@ def test_tables_stay_within_the_terminal_and_show_what_servers_say_as_text() -> 
 
 def test_the_table_of_a_bench_has_a_column_for_each_step() -> None:
     one, other = (Bench(host) for host in parse_hosts("a\nb", "test"))
-    one.steps = [Step(2, [Answer(1.0, 1.0, Usage(completion_tokens=100))] * 2)]
+    one.steps = [Measurement(2, [MeasuredAnswer(1.0, 1.0, Usage(completion_tokens=100))] * 2)]
     other.reason = "connection refused"
     head, first, second = bench_table([one, other], (2, 4), None).splitlines()
     assert head.split() == ["endpoint", "2", "4", "knee"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from batch_agent.compiler.prices import Prices, Rates, find_prices
+from batch_agent.compiler.prices import Prices, TokenPrices, find_prices
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 
@@ -40,7 +40,7 @@ def test_gpu_hours_cost_by_the_clock_and_tokens_nothing() -> None:
 
 
 def test_the_size_of_the_prompt_decides_the_tier() -> None:
-    prices = Prices("test", (Rates(1.0, 1.0, 1.0, 1.0), Rates(2.0, 2.0, 2.0, 2.0, above=1000)))
+    prices = Prices("test", (TokenPrices(1.0, 1.0, 1.0, 1.0), TokenPrices(2.0, 2.0, 2.0, 2.0, above=1000)))
     assert prices.cost(Usage(1000)) == pytest.approx(0.001)
     assert prices.cost(Usage(1001)) == pytest.approx(0.002002)
 

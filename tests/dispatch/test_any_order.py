@@ -19,7 +19,7 @@ from batch_agent.errors import BackendError, Timeout
 from batch_agent.messages import Reply
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.health import FRESH
 from batch_agent.scheduler.server import Terms
 from batch_agent.testing import VirtualClockLoop
@@ -37,7 +37,7 @@ class Asked(Row):
         super().__init__(machine.world, kind)
         self.machine, self.dispatcher = machine, dispatcher
         self.blamed = 0  # times that a server changed when it was there
-        self.progress = Progress()
+        self.progress = AgentProgress()
         self.ticket: Ticket = dispatcher.start_agent(self.progress)
 
     async def send(self, endpoint: str) -> Reply:
@@ -184,12 +184,14 @@ class Dispatching(RuleBasedStateMachine):
             assert row.starts - row.ends in ((0,) if isinstance(row.result, Reply | BackendError) else (0, 1))
 
     def teardown(self) -> None:
-        if self.rows:
-            self.loop.run_until_complete(self._finish())
-            self.nothing_is_wrong()
-            for row in self.rows:
-                assert row.kind == "good" or not isinstance(row.result, Reply)
-        self.loop.close()
+        try:
+            if self.rows:
+                self.loop.run_until_complete(self._finish())
+                self.nothing_is_wrong()
+                for row in self.rows:
+                    assert row.kind == "good" or not isinstance(row.result, Reply)
+        finally:
+            self.loop.close()
 
     async def _finish(self) -> None:
         for server in self.servers if self.all_heal else self.servers[:1]:
@@ -213,3 +215,26 @@ TestDispatching = Dispatching.TestCase
 TestDispatching.settings = settings(
     max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_a_row_that_breaks_beside_one_that_crashes_the_server_is_answered_without_any_retry() -> None:
+    machine = Dispatching()
+    machine.start(servers=[False], ceiling=1, max_retries=0, hedge=None, dispatchers=2, all_heal=False)
+    machine.add(1, "crashes")
+    machine.add(1, "good")
+    machine.teardown()
+    assert isinstance(machine.rows[-1].result, Reply)
+    assert isinstance(machine.rows[-2].result, BackendError)
+
+
+def test_rows_that_failed_at_one_server_go_back_to_it_if_the_other_is_silent() -> None:
+    machine = Dispatching()
+    machine.start(servers=[False, False], ceiling=1, max_retries=0, hedge=None, dispatchers=1, all_heal=False)
+    machine.change(1, "slow")
+    machine.change(0, "garbage")
+    machine.add(30, "good")
+    machine.wait(3.0)
+    machine.change(1, "stuck")
+    machine.wait(15.0)
+    machine.teardown()  # the first is healed
+    assert all(isinstance(row.result, Reply) for row in machine.rows)

@@ -15,7 +15,7 @@ from batch_agent.errors import BackendError, Timeout, Unavailable
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Server
 from batch_agent.testing import virtual_clock
@@ -52,7 +52,7 @@ def two(max_inflight: int = 8, **options: object) -> tuple[Dispatcher, Endpoint,
 
 
 def claim(dispatcher: Dispatcher, endpoint: Endpoint) -> Ticket:
-    return dispatcher.slots.claim(Progress(LAST), LAST, pinned=endpoint)
+    return dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=endpoint)
 
 
 async def ask(dispatcher: Dispatcher, endpoint: Endpoint, answer: Answer, policy: Policy | None = None) -> str:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from batch_agent.backends.simulated import EngineModel
-from batch_agent.fleet.bench import Answer, Bench, Step, Wanted, bench_all, knee
+from batch_agent.fleet.bench import Bench, MeasuredAnswer, Measurement, Wanted, bench_all, knee
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer, virtual_clock
@@ -26,18 +26,18 @@ def test_the_knee_is_the_fewest_in_flight_that_bring_nearly_the_most() -> None:
 def test_nothing_is_divided_by_nothing() -> None:
     assert knee({}) is None
     assert knee({16: None, 32: 0.0}) is None
-    nothing = Step(16)
+    nothing = Measurement(16)
     assert (nothing.tokens_per_second, nothing.requests_per_second, nothing.latency) == (None, None, None)
-    at_once = Step(1, [Answer(0.0, 0.0, Usage(1, completion_tokens=1))])
+    at_once = Measurement(1, [MeasuredAnswer(0.0, 0.0, Usage(1, completion_tokens=1))])
     assert at_once.tokens_per_second is None
 
 
 def test_the_first_wave_is_left_out_where_there_are_later_ones() -> None:
-    first = [Answer(4.0, 4.0, Usage(10, completion_tokens=10)) for _ in range(2)]
-    later = [Answer(5.0, 1.0, Usage(10, completion_tokens=10)) for _ in range(2)]
-    assert Step(2, first).tokens_per_second == 5.0
-    assert Step(2, first + later).tokens_per_second == 20.0
-    assert Step(2, first + later).latency == 1.0
+    first = [MeasuredAnswer(4.0, 4.0, Usage(10, completion_tokens=10)) for _ in range(2)]
+    later = [MeasuredAnswer(5.0, 1.0, Usage(10, completion_tokens=10)) for _ in range(2)]
+    assert Measurement(2, first).tokens_per_second == 5.0
+    assert Measurement(2, first + later).tokens_per_second == 20.0
+    assert Measurement(2, first + later).latency == 1.0
 
 
 async def measured(wanted: Wanted, *lines: str) -> list[Bench]:

@@ -86,7 +86,7 @@ def test_the_summary_names_failures_tokens_tools_advice_and_the_file() -> None:
         "OVERSIZED, for example row 18: too long",
         "3 requests sent again",
         "1,204 calls: 310 run, 402 shared, 492 cached",
-        "look_up ran 2 times more than needed",
+        "look_up ran 2 times with arguments that it had run with before",
         "results  out\\x1b.jsonl",
     ):
         assert fact in lines

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply
-from batch_agent.record.base import Identity, Progress
+from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import FORMAT, encode
 from batch_agent.record.sqlite import SqliteJournal, glance
 from batch_agent.record.steps import Done, Ended, Failed, Past, Spent, Step, Turn
@@ -61,7 +61,7 @@ def write(opened: Opened, *commits: list[KeptStep]) -> None:
     journal = opened()
     journal.begin(b"f", "now")
     for steps in commits:
-        journal.commit(steps, Progress(ok=len(steps)))
+        journal.commit(steps, RunProgress(ok=len(steps)))
     journal.close()
 
 
@@ -133,8 +133,8 @@ def test_what_sessions_spent_is_added_up(opened: Opened) -> None:
     for tokens, cost in ((10, 0.5), (5, None), (7, 0.25)):
         store = opened()
         store.begin(b"f", "now")
-        store.commit([], Progress(tokens=1))
-        store.commit([], Progress(tokens=tokens, cost=cost))
+        store.commit([], RunProgress(tokens=1))
+        store.commit([], RunProgress(tokens=tokens, cost=cost))
         store.close()
     store = opened()
     assert store.spent() == (22, 0.75)
@@ -145,13 +145,13 @@ def test_a_lease_that_was_not_returned_is_spent_and_what_was_learnt_is_there_for
     opened: Opened,
 ) -> None:
     for progress in (
-        Progress(tokens=10, cost=0.5, lease=(90, 0.25)),  # killed
-        Progress(tokens=20, cost=None, lease=(5, 0.0), learnt=(1, 2, 3)),
-        Progress(tokens=30, cost=1.0),  # at its end
+        RunProgress(tokens=10, cost=0.5, lease=(90, 0.25)),  # killed
+        RunProgress(tokens=20, cost=None, lease=(5, 0.0), learnt=(1, 2, 3)),
+        RunProgress(tokens=30, cost=1.0),  # at its end
     ):
         store = opened()
         store.begin(b"f", "now")
-        store.commit([], Progress(lease=(1000, 9.0)))
+        store.commit([], RunProgress(lease=(1000, 9.0)))
         store.commit([], progress)
         store.close()
     store = opened()
@@ -176,8 +176,8 @@ def test_a_glance_tells_of_the_last_session(tmp_path: Path) -> None:
 def test_another_process_may_look_while_the_journal_is_open(tmp_path: Path) -> None:
     journal = SqliteJournal.open(tmp_path / "journal.db")
     journal.begin(b"f", "now")
-    journal.commit([done(1, "a")], Progress(ok=1, tokens=12))
-    assert glance(tmp_path / "journal.db").latest == Progress(ok=1, tokens=12)
+    journal.commit([done(1, "a")], RunProgress(ok=1, tokens=12))
+    assert glance(tmp_path / "journal.db").latest == RunProgress(ok=1, tokens=12)
     journal.close()
 
 
@@ -227,10 +227,10 @@ def test_a_record_that_cannot_be_decoded_is_none_and_keeps_no_other_from_being_r
 def test_a_number_that_sqlite_cannot_hold_is_a_store_error_or_cut(tmp_path: Path) -> None:
     journal = SqliteJournal.open(tmp_path / "journal.db")
     journal.begin(b"f", "now")
-    journal.commit([done(1, "a")], Progress(ok=1, tokens=10**30))
+    journal.commit([done(1, "a")], RunProgress(ok=1, tokens=10**30))
     assert glance(tmp_path / "journal.db").latest.tokens == 2**63 - 1
     with pytest.raises(StoreError, match="cannot be recorded"):
-        journal.commit([done(10**30, "b")], Progress(ok=2))
+        journal.commit([done(10**30, "b")], RunProgress(ok=2))
     journal.close()
     assert text_of(read(at(tmp_path / "journal.db"), "a")[0]) == "answer"
 
@@ -242,7 +242,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     journal = SqliteJournal.open(here / "live.db")
     journal.begin(b"f", "now")
     for commit in range(10):
-        journal.commit([done(3 * commit + n, f"{3 * commit + n}") for n in range(1, 4)], Progress())
+        journal.commit([done(3 * commit + n, f"{3 * commit + n}") for n in range(1, 4)], RunProgress())
     for suffix in ("", "-wal"):
         shutil.copy(here / f"live.db{suffix}", here / f"journal.db{suffix}")
     journal.close()

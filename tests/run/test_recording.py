@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.agent.turn import MOST_CALLS
 from batch_agent.errors import SpecError
-from batch_agent.record.base import Progress
+from batch_agent.record.base import RunProgress
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.lock import is_locked
 from batch_agent.record.sqlite import SqliteJournal
@@ -182,7 +182,7 @@ class SlowDisk(SqliteJournal):
     may_commit: threading.Event
     reached: threading.Event
 
-    def commit(self, steps: Sequence[KeptStep], progress: Progress) -> None:
+    def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
         if steps:
             self.reached.set()
             assert self.may_commit.wait(10)

@@ -11,7 +11,7 @@ import pytest
 
 from batch_agent import AgentContext, BatchAgent, Image
 from batch_agent.backends.base import ClientBody, ModelRequest, RequestShape
-from batch_agent.compiler.prices import Prices, Rates
+from batch_agent.compiler.prices import Prices, TokenPrices
 from batch_agent.dispatch.prompt_sizes import PromptSizes, client_size
 from batch_agent.messages import IMAGE_TOKENS, Conversation, Message, Sealed, Usage
 from batch_agent.observe.metrics import Statistics
@@ -178,7 +178,7 @@ def test_the_data_of_a_file_is_no_text_but_all_else_of_a_body_is() -> None:
 
 
 def test_the_most_that_tokens_can_cost_is_the_dearest_price_of_every_tier_they_can_be_in() -> None:
-    prices = Prices("", (Rates(3, 0.3, 3.75, 15), Rates(6, 0.6, 7.5, 10, above=1_000)))
+    prices = Prices("", (TokenPrices(3, 0.3, 3.75, 15), TokenPrices(6, 0.6, 7.5, 10, above=1_000)))
     assert prices.most(Usage(1_000, completion_tokens=100)) == pytest.approx((3_750 + 1_500) / 1e6)
     assert prices.most(Usage(1_001, completion_tokens=100)) == pytest.approx((1_001 * 7.5 + 1_000) / 1e6)
     assert Prices("", per_second=1.0).most(Usage(1_000)) == 0.0

@@ -13,7 +13,7 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import Admission, kv_tokens_left
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.server import Server, Terms
 from batch_agent.scheduler.working_set import FIRST_REST, JUDGED, HoldWatch
@@ -45,8 +45,8 @@ class Agents:
         self.rest = rest
         self.now = 0.0
 
-    def start(self) -> tuple[Progress, Ticket]:
-        progress = Progress()
+    def start(self) -> tuple[AgentProgress, Ticket]:
+        progress = AgentProgress()
         self.scheduler.start_agent()
         progress.live = True
         return progress, self.scheduler.request(progress, 0, self.now)
@@ -202,7 +202,7 @@ def test_a_turn_that_waits_for_its_own_endpoint_has_to_be_admitted_too() -> None
     scheduler.use(KvParts())
     scheduler.router.prefix.learn(100, 100.0)  # computing it again takes so long that it is worth the wait
     scheduler.router.prefix.learn(100_000, 100_000.0)
-    first, second = Progress(1), Progress(1)
+    first, second = AgentProgress(1), AgentProgress(1)
     for progress in (first, second):
         progress.home, progress.tokens, progress.live = home, 5_000, True
         scheduler.start_agent()

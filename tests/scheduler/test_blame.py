@@ -61,7 +61,7 @@ class Endpoint:
         control: bool = False,
     ) -> Verdict:
         sent = at if sent is None else sent
-        attempt = Attempt(row, sent, at, cast("Outcome", outcome), trial, sound, left, control)
+        attempt = Attempt(row, sent, at, cast("Outcome", outcome), trial, sound, left, control=control)
         verdict = judge(
             attempt,
             self.history,
@@ -309,12 +309,36 @@ def test_a_suspect_whose_server_was_up_before_has_crashed_it(sound: bool, trial:
     assert row.hits == SUSPECT + (not crashes)
 
 
-def test_crashes_after_good_answers_fail_a_row_after_its_retries() -> None:
+@pytest.mark.parametrize(
+    ("hits", "neighbour_hits", "neighbour_ended", "unclear"),
+    [
+        (0, 0, 2.0, True),  # both broke at the same time: either may be the cause
+        (0, SUSPECT, 2.0, True),
+        (SUSPECT, 0, 2.0, False),  # it has broken before, and its neighbour has not
+        (SUSPECT, SUSPECT, 2.0, True),
+        (0, 0, 0.5, False),  # the neighbour had ended before this one was sent
+    ],
+)
+def test_rows_that_break_together_have_not_crashed_the_server_each(
+    hits: int, neighbour_hits: int, neighbour_ended: float, unclear: bool
+) -> None:
+    endpoint, row, neighbour = Endpoint(), RowHistory(hits=hits), RowHistory(hits=neighbour_hits)
+    endpoint.ends(neighbour, "broken", neighbour_ended, sent=0.0, left=1)
+    for _ in range(4):
+        endpoint.ends(RowHistory(), "broken", neighbour_ended, sent=0.0, left=9)
+    beside = endpoint.history.has_other_cause(row, 1.0)
+    assert beside == unclear
+    assert row.crash(endpoint.history, Attempt(row, 1.0, 2.0, "broken", sound=True, beside=beside)) != unclear
+
+
+@pytest.mark.parametrize(("max_retries", "crashes"), [(0, 2), (1, 2), (3, 4)])
+def test_crashes_after_good_answers_fail_a_row_after_its_retries(max_retries: int, crashes: int) -> None:
+    """One crash may be an outage that began while this row was in flight."""
     history, row = EndpointHistory(), RowHistory()
-    for number in range(4):
-        assert not row.is_poison(3)
+    for number in range(crashes):
+        assert not row.is_poison(max_retries)
         assert row.crash(history, Attempt(row, number, number + 0.5, "broken", sound=True))
-    assert row.is_poison(3)
+    assert row.is_poison(max_retries)
 
 
 class Judging(RuleBasedStateMachine):

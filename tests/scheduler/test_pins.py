@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.kvflow import LATE, SLACK_SECONDS, UNKNOWN_SECONDS, pin_seconds
 
 
@@ -10,7 +10,7 @@ def forecast(turns: int, request: float, tool: float, agents: int = 4) -> TurnFo
     """After some agents that each took ``turns`` turns with a tool between them."""
     learnt, now = TurnForecast(), 0.0
     for _ in range(agents):
-        progress = Progress()
+        progress = AgentProgress()
         learnt.start()
         for taken in range(turns):
             learnt.go_on(progress, taken, now)

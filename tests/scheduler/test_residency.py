@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.ordering import EVICTED_TURN, ResidentFirst
 from batch_agent.scheduler.residency import PLACES, LearntCapacity, Residency
 
 
 def test_the_contexts_used_longest_ago_are_evicted_first() -> None:
     residency = Residency()
-    first, second, third = Progress(), Progress(), Progress()
+    first, second, third = AgentProgress(), AgentProgress(), AgentProgress()
     for progress in (first, second):
         residency.answered(progress, 400)
     residency.answered(first, 450)  # used again
@@ -23,7 +23,7 @@ def test_the_contexts_used_longest_ago_are_evicted_first() -> None:
 
 def test_a_context_in_flight_is_not_evicted() -> None:
     residency = Residency()
-    flying, other, new = Progress(), Progress(), Progress()
+    flying, other, new = AgentProgress(), AgentProgress(), AgentProgress()
     residency.sent(flying, 400)
     residency.answered(other, 400)
     residency.answered(new, 400)
@@ -33,21 +33,21 @@ def test_a_context_in_flight_is_not_evicted() -> None:
 
 def test_the_distance_counts_contexts_used_since_and_those_in_flight() -> None:
     residency = Residency()
-    flying, agent, later = Progress(), Progress(), Progress()
+    flying, agent, later = AgentProgress(), AgentProgress(), AgentProgress()
     residency.sent(flying, 100)  # before the agent's turn, and it may be computed after it
     residency.answered(agent, 10)
     residency.answered(later, 1)
     assert residency.distance(agent) == 111
     residency.end(flying)
     assert residency.distance(agent) == 11
-    assert residency.distance(Progress()) is None
+    assert residency.distance(AgentProgress()) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["sent", "answered", "end"]), st.integers(0, 5), st.integers(0, 50))))
 def test_the_distance_is_the_sum_that_a_walk_over_the_list_gives(steps: list[tuple[str, int, int]]) -> None:
-    agents, residency = [Progress() for _ in range(6)], Residency()
-    order: dict[Progress, int] = {}
-    flying: set[Progress] = set()
+    agents, residency = [AgentProgress() for _ in range(6)], Residency()
+    order: dict[AgentProgress, int] = {}
+    flying: set[AgentProgress] = set()
     for what, number, tokens in steps:
         progress = agents[number]
         if what == "end":
@@ -66,11 +66,11 @@ def test_the_distance_is_the_sum_that_a_walk_over_the_list_gives(steps: list[tup
 
 
 def test_places_are_numbered_again_and_the_oldest_contexts_forgotten() -> None:
-    residency, first = Residency(), Progress()
+    residency, first = Residency(), AgentProgress()
     residency.answered(first, 1)
     for _ in range(PLACES):
-        residency.answered(Progress(), 1)
-    last = Progress()
+        residency.answered(AgentProgress(), 1)
+    last = AgentProgress()
     residency.answered(last, 1)
     assert residency.distance(first) is None
     assert residency.distance(last) == 1

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.testing.clock import run_virtual
-from batch_agent.tools.gates import Slots
+from batch_agent.tools.gates import CallSlots
 
 
 async def test_slots_are_given_in_the_order_they_were_asked_for() -> None:
-    slots, order = Slots(1), []
+    slots, order = CallSlots(1), []
 
     async def use(number: int) -> None:
         await slots.enter()
@@ -23,7 +23,7 @@ async def test_slots_are_given_in_the_order_they_were_asked_for() -> None:
 
 
 async def test_nobody_overtakes_those_who_wait() -> None:
-    slots = Slots(1)
+    slots = CallSlots(1)
     assert slots.enter_nowait()
     waiting = asyncio.create_task(slots.enter())
     await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_nobody_overtakes_those_who_wait() -> None:
 
 
 async def test_a_cancelled_waiter_gives_its_slot_back() -> None:
-    slots = Slots(1)
+    slots = CallSlots(1)
     assert slots.enter_nowait()
     waiting = [asyncio.create_task(slots.enter()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -51,7 +51,7 @@ def test_in_any_order_of_events_the_limit_holds_and_no_slot_is_lost(
     limit: int, users: list[tuple[int, int, int]]
 ) -> None:
     async def main() -> None:
-        slots = Slots(limit)
+        slots = CallSlots(limit)
         inside = 0
 
         async def use(begin: int, stay: int) -> None:

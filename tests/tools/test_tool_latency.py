@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.tools.latency import REASON_CHARACTERS, REASONS, Latency, Tally
+from batch_agent.tools.latency import REASON_CHARACTERS, REASONS, Latency, ToolTally
 
 
 def test_quantiles_are_right_within_a_percent() -> None:
@@ -29,26 +29,26 @@ def test_a_quantile_lies_between_the_fastest_and_the_slowest(seconds: list[float
 
 
 def test_repeated_calls_of_an_undeclared_tool_become_advice() -> None:
-    tally = Tally()
+    tally = ToolTally()
     for key in "abaa":
         tally.compare(key)
     statistics = tally.statistics("look")
     assert statistics.saveable == 2
     assert "look" in statistics.advice and "cacheable=True" in statistics.advice
-    assert Tally().statistics("look").advice == ""
+    assert ToolTally().statistics("look").advice == ""
 
 
 def test_the_most_frequent_reasons_of_failures_come_first() -> None:
-    tally = Tally()
+    tally = ToolTally()
     for reason in ("KeyError: 'sku'", "no such\n  city", "KeyError: 'sku'"):
         tally.fail(reason)
     statistics = tally.statistics("look")
     assert (statistics.failures, statistics.failure_reasons) == (3, (("KeyError: 'sku'", 2), ("no such city", 1)))
-    assert Tally().statistics("look").failure_reasons == ()
+    assert ToolTally().statistics("look").failure_reasons == ()
 
 
 def test_reasons_that_are_all_different_displace_neither_the_frequent_one_nor_memory() -> None:
-    tally = Tally()
+    tally = ToolTally()
     for number in range(1000):
         tally.fail("timed out")
         tally.fail(f"no row {number} " + "x" * 10_000)
@@ -59,7 +59,7 @@ def test_reasons_that_are_all_different_displace_neither_the_frequent_one_nor_me
 
 @given(st.lists(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), max_size=200))
 def test_reasons_never_add_up_to_more_than_the_failures(reasons: list[str]) -> None:
-    tally = Tally()
+    tally = ToolTally()
     for reason in reasons:
         tally.fail(reason)
     statistics = tally.statistics("look")

@@ -24,7 +24,7 @@ from batch_agent.job import AgentError, AgentResult, BaseResult, Job
 from batch_agent.messages import JsonObject, Message, content_shown
 from batch_agent.record.trail import FailedBefore, Trail
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 
 AgentWorker: TypeAlias = InnerWorker | UserWorker
 UNREADABLE = (
@@ -139,7 +139,7 @@ class Agent:
         return cast("AgentResult[object]", result)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> AgentProgress:
         return self._work.progress
 
     @property

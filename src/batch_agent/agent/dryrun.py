@@ -27,6 +27,7 @@ HEADLINE = "Plan. Nothing was sent; token counts are estimates."
 SAMPLE_ROWS = 100  # enough for a mean, few enough to be quick
 READ_DOCUMENTS = 5  # of a sample: reading one takes at least a tenth of a second
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
+WORTH_MOVING = 64  # tokens; fewer are not worth advice
 MANY_TOKENS = 128_000  # in a message; most models do not accept more
 STYLED = ("\x1b[1;36m", "\x1b[0m")  # around filled-in values, on a terminal
 MARKED = ("«", "»")  # the same elsewhere
@@ -132,8 +133,7 @@ class DryRun:
                 "own_per_row": description.own_tokens,
                 "first_requests": self.prompt_tokens,
                 "first_requests_prefix_cached": self.uncached_tokens,
-                "shared_with_nearest_sibling": description.prefix_tokens + description.layout.sibling_tokens,
-                "same_behind_a_field": description.layout.late_tokens,
+                "same_behind_a_field": description.late_tokens,
             },
             "estimated_cost": {
                 "prefix_cached": self.cost[0] if self.cost else None,
@@ -192,12 +192,14 @@ class DryRun:
         if self.prompt_tokens is not None and self.uncached_tokens is not None:
             cached = f"{amount(self.uncached_tokens)} with the prefix cached"
             yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
-        if self.sampled > 1:
-            yield from description.layout.facts(self.rows)
         span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
         yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
         if limits := self._limits():
             yield "ends at", limits
+        if description.late_tokens >= WORTH_MOVING and self.rows is not None and self.rows > 1:
+            text = f"{description.late_tokens:,} tokens of the task are the same in all rows, but come after a field"
+            saved = amount((self.rows - 1) * description.late_tokens)
+            yield "advice", f"{text}: before the first field they are computed once, which saves {saved} tokens"
         if description.warning:
             yield "warning", description.warning
         tokens, context = estimate_tokens(description.first_prompt), prepared.spec.model_max_context

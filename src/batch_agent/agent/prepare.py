@@ -77,6 +77,7 @@ class Prepared:
     summaries: tuple[Backend, str | None] | None = None  # backend and model that write summaries, if a model does
     context: int | None = None  # the model's context in tokens, from the user or the server
     where: object = None  # the backend as it was given, in the options, the environment or the record
+    carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
 
     @property
     def terms(self) -> Terms:

@@ -22,7 +22,7 @@ from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import JobError, Truncated
 from batch_agent.messages import Conversation, Message, Reply, Usage
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.tools.pool import ToolPool
 
@@ -32,11 +32,8 @@ AFTER_ALL = 1 << 20  # a priority: a touch comes after every turn
 
 
 class TouchCall(ModelCall):
-    async def send(self, endpoint: str) -> Reply:
-        try:
-            return await super().send(endpoint)
-        except Truncated as cut:  # expected after one token
-            return Reply("", usage=cut.usage or Usage())
+    def shortened(self, cut: Truncated) -> Reply:
+        return Reply("", usage=cut.usage or Usage())  # expected after one token
 
 
 class Touches:
@@ -47,7 +44,7 @@ class Touches:
 
     @asynccontextmanager
     async def during(
-        self, tools: ToolPool, names: Iterable[str], progress: Progress, asked: Conversation
+        self, tools: ToolPool, names: Iterable[str], progress: AgentProgress, asked: Conversation
     ) -> AsyncIterator[None]:
         """Touch the agent's history shortly before these tools are expected to end, unless they end sooner."""
         usual = [tools.usual_seconds(name) for name in names]
@@ -73,7 +70,7 @@ class Touches:
                 touching.cancel()
                 await asyncio.gather(touching, return_exceptions=True)
 
-    async def _touch(self, progress: Progress, history: Conversation) -> None:
+    async def _touch(self, progress: AgentProgress, history: Conversation) -> None:
         endpoint = progress.home or self._dispatcher.scheduler.endpoints[0]
         usage = await self.send(endpoint, history)
         if usage is not None:
@@ -93,7 +90,7 @@ class Touches:
         if endpoint.server.rates is not None or (spending is not None and spending.reserve_nowait(request) is None):
             return None
         policy = Policy(0, wait_out=False, timeout=LONGEST_SECONDS)
-        ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=endpoint)
+        ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=endpoint)
         try:
             reply = await dispatcher.ask(TouchCall(self._backend, request), policy, ticket=ticket)
         except JobError:

@@ -49,7 +49,7 @@ from batch_agent.record.steps import (
 )
 from batch_agent.record.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.tools.pool import ToolOutcome
 from batch_agent.value_type import value_type
 
@@ -81,7 +81,7 @@ class Work:
         self.job, self.r, self.trail = job, resources, trail
         self.worker: UserWorker | None = None
         self.tally = Tally()
-        self.progress = Progress(key=job.affinity, model=resources.shapes.first.model)
+        self.progress = AgentProgress(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = self.truncated = False
         self.failure: JobError | StoreError | None = None
@@ -100,7 +100,7 @@ class Work:
             self.worker = worker
             own = (Message("user", content_of(job)),) if job.prompt else ()
             self.conversation = Conversation(own, parent=resources.shared)
-            self._progress_of: dict[str, Progress] = {}  # for models other than the run's
+            self._progress_of: dict[str, AgentProgress] = {}  # for models other than the run's
             self._tasks: set[asyncio.Task[Any]] = set()
             self._writing: set[asyncio.Future[None]] = set()  # calls that may write
             self._calls = 0
@@ -182,7 +182,7 @@ class Work:
             return ticket
         slots, progress = self.r.dispatcher.slots, self.progress
         if self.worker is not None and model != progress.model:  # it determines the choice of server
-            progress = self._progress_of.setdefault(model, Progress(key=self.job.affinity, model=model))
+            progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
         if slots.scheduler.admission.enabled:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)

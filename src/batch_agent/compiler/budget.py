@@ -31,7 +31,7 @@ def content_tokens(content: Content) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class ContextRoom:
     """The token limit of a first request: the model's context minus the tokens reserved for the answer."""
 
     model_max_context: int | None

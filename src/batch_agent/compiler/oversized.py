@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from batch_agent.compiler.budget import Budget, estimate_tokens
+from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.chunks import head, split
 
 How = Literal["fail", "chunk", "truncate"]
@@ -28,7 +28,7 @@ class Sizing:
     """The size limit of a row that is made to fit. ``max_tokens`` is the answer's limit, if set."""
 
     how: How
-    budget: Budget
+    budget: ContextRoom
     max_tokens: int | None = None
     tools: bool = False
 

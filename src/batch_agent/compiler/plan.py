@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from batch_agent.compiler.budget import Budget, estimate_tokens
+from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
 from batch_agent.compiler.fields import (
     ALLOWED,
@@ -26,7 +26,6 @@ from batch_agent.compiler.fields import (
     value_of,
 )
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
-from batch_agent.compiler.layout import Layout, layout_of
 from batch_agent.compiler.merge import groups, merge_prompt
 from batch_agent.compiler.oversized import Sizing, longest
 from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, with_pictures
@@ -34,7 +33,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
 from batch_agent.documents.content import DocumentContent
-from batch_agent.errors import InputError, InternalError, JobError, SpecError
+from batch_agent.errors import InputError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
 from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
@@ -57,7 +56,7 @@ class Description:
     first_pieces: tuple[Piece, ...]  # the same, with filled-in values marked
     prefix_tokens: int  # the same for all rows, tools included
     own_tokens: int  # average tokens that a row adds, over the sample
-    layout: Layout
+    late_tokens: int  # text of the task that is the same in all rows, but comes after a field
     unusable: tuple[str, ...]  # why rows of the sample would fail before any request
     warning: str | None  # a likely mistake
 
@@ -112,17 +111,20 @@ class Plan:
         """Return whether an input has a document, which takes time to read."""
         return _has_document(self.spec, value)
 
-    def job(self, index: int, value: object) -> Job:
-        """Return one input as a job. Raises InputError or Oversized, which concern only this input."""
+    def job(self, index: int, value: object, name: str | None = None) -> Job:
+        """Return one input as a job. ``name`` is the id that it has from an earlier stage. Raises InputError or
+        Oversized, which concern only this input; also if ``check_first`` was not called and a field is missing."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self.template
         if template is None:
-            raise InternalError("job() was called before check_first()")
+            template = self._template_of(value)
         value, fields, images = self._seen(value)
         check_same(self.hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
-        job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
+        if name is None or (own is not None and self.spec.id_column is not None):
+            name = own
+        job = Job(index, str(index) if name is None else name, value, prompt, own, images=images)
         if self.spec.affinity is not None:
             job = replace(job, affinity=_affinity(self.spec.affinity, fields))
         tokens = self._tokens(prompt) + sum(image.tokens for image in images.values())
@@ -140,13 +142,22 @@ class Plan:
                 f"{job.job_id}#{number}",
                 part["input"] if isinstance(value, str) else {**fields_of(value), **_without(part, images)},
                 _fill(template, part),
-                job.identified,
+                None if own is None else f"{own}#{number}",
                 affinity=job.affinity,
                 images=images,
             )
             for number, part in enumerate(cut, start=1)
         ]
         return replace(job, parts=tuple(parts))
+
+    def _template_of(self, value: object) -> TaskTemplate:
+        """Return the template, parsed with a row that another stage made. Raises InputError."""
+        try:
+            self.check_first(value)
+        except SpecError as error:
+            raise Unfillable(str(error).replace("the first input", "this row")) from None
+        assert self.template is not None
+        return self.template
 
     def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
         """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
@@ -171,8 +182,9 @@ class Plan:
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
         room = self.sizing.room - self._tokens(merge_prompt(task, ()))
+        own = None if job.own_id is None else f"{job.own_id}#merge"
         return [
-            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), job.identified)
+            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), own)
             for group in groups(answers, room)
         ]
 
@@ -215,7 +227,8 @@ class Plan:
                     pieces = self.template.pieces(self._seen(value)[1])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
-        layout = layout_of(self.prefix_tokens, self.head, prompts, pieces)
+        own = sum(max(0, estimate_tokens(prompt) - estimate_tokens(self.head)) for prompt in prompts)
+        first = next((place for place, (_, is_filled) in enumerate(pieces) if is_filled), len(pieces))
         return Description(
             rows=self.total,
             hoisted=tuple(self.hoisted),
@@ -223,8 +236,8 @@ class Plan:
             first_prompt=prompts[0] if prompts else "",
             first_pieces=tuple(pieces),
             prefix_tokens=self.prefix_tokens,
-            own_tokens=layout.own_tokens,
-            layout=layout,
+            own_tokens=-(-own // max(1, len(prompts))),
+            late_tokens=sum(estimate_tokens(text) for text, is_filled in pieces[first:] if not is_filled),
             unusable=tuple(unusable),
             warning=self.warning,
         )
@@ -247,7 +260,7 @@ def compile_plan(
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
         )
-    budget = Budget(spec.model_max_context, spec.min_response_tokens)
+    budget = ContextRoom(spec.model_max_context, spec.min_response_tokens)
     sizing = Sizing(spec.oversized, budget, spec.max_tokens, tools=bool(tools))
 
     template: TaskTemplate | None = None

@@ -41,7 +41,7 @@ class _Priced(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class TokenPrices:
     """$ per million tokens, for requests of more than ``above`` prompt tokens."""
 
     input: float
@@ -56,12 +56,12 @@ class Prices:
     """Either ``tiers`` of token prices, most expensive last, or ``per_second`` for servers paid by time."""
 
     source: str  # origin of the prices, for display
-    tiers: tuple[Rates, ...] = ()
+    tiers: tuple[TokenPrices, ...] = ()
     per_second: float = 0.0
 
     def times(self, factor: float) -> Prices:
         tiers = tuple(
-            Rates(factor * t.input, factor * t.cached, factor * t.cache_write, factor * t.output, t.above)
+            TokenPrices(factor * t.input, factor * t.cached, factor * t.cache_write, factor * t.output, t.above)
             for t in self.tiers
         )
         return Prices(f"{factor:g} x {self.source}", tiers, self.per_second)
@@ -112,7 +112,7 @@ def _given(given: Mapping[str, float]) -> Prices:
         raise SpecError(f"prices: give {FORMS}")
     # Without other prices, all prompt tokens cost the same.
     fresh = given["input"]
-    rates = Rates(fresh, given.get("cached", fresh), given.get("cache_write", fresh), given["output"])
+    rates = TokenPrices(fresh, given.get("cached", fresh), given.get("cache_write", fresh), given["output"])
     return Prices("the prices given", (rates,))
 
 
@@ -152,13 +152,13 @@ def _prices(provider: str, info: _Priced) -> Prices | None:
     return Prices(f"genai-prices, {provider} {info.id}", tiers) if tiers else None
 
 
-def _tiers(fresh: object, cached: object, cache_write: object, output: object) -> tuple[Rates, ...]:
+def _tiers(fresh: object, cached: object, cache_write: object, output: object) -> tuple[TokenPrices, ...]:
     if fresh is None or output is None:
         return ()
     cached, written = (fresh if price is None else price for price in (cached, cache_write))
     starts = {0} | {tier.start for price in (fresh, cached, written, output) for tier in getattr(price, "tiers", ())}
     return tuple(
-        Rates(_rate(fresh, start), _rate(cached, start), _rate(written, start), _rate(output, start), above=start)
+        TokenPrices(_rate(fresh, start), _rate(cached, start), _rate(written, start), _rate(output, start), above=start)
         for start in sorted(starts)
     )
 

@@ -32,18 +32,18 @@ WORDS = ("time", "year", "people", "day", "thing", "life", "world", "school", "s
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MeasuredAnswer:
     at: float  # seconds since the step began
     seconds: float
     usage: Usage
 
 
 @dataclass(slots=True)
-class Step:
+class Measurement:
     """The measurement of one number of requests in flight."""
 
     inflight: int
-    answers: list[Answer] = field(default_factory=list)  # in the order of arrival
+    answers: list[MeasuredAnswer] = field(default_factory=list)  # in the order of arrival
     failures: int = 0
     reason: str = ""  # of the last failure
 
@@ -79,7 +79,7 @@ class Bench:
     endpoint: AgentEndpoint
     model: str = ""
     tokens_in: int = 0  # of a prompt, as the server counts them
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Measurement] = field(default_factory=list)
     reason: str = ""
 
     @property
@@ -137,9 +137,9 @@ class Driver:
         except Truncated as cut:  # intended
             return cut.usage or Usage()
 
-    async def keep(self, inflight: int, seconds: float) -> Step:
+    async def keep(self, inflight: int, seconds: float) -> Measurement:
         """Keep that many requests in flight for ``seconds``, then cancel the unfinished ones."""
-        step, clock = Step(inflight), asyncio.get_running_loop().time
+        step, clock = Measurement(inflight), asyncio.get_running_loop().time
         began = clock()
 
         async def one() -> None:
@@ -152,7 +152,7 @@ class Driver:
                     step.reason = without_address(str(error), self._endpoint)
                     await asyncio.sleep(PAUSE_SECONDS)
                 else:
-                    step.answers.append(Answer(clock() - began, clock() - sent, usage))
+                    step.answers.append(MeasuredAnswer(clock() - began, clock() - sent, usage))
 
         tasks = [asyncio.create_task(one()) for _ in range(inflight)]
         try:

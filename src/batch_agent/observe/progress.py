@@ -22,7 +22,7 @@ MOMENT = 1.5  # seconds after which a run is shown by default
 DUMB = ("", "dumb", "unknown")  # values of TERM
 
 
-class Progress:
+class ProgressDisplay:
     """``wanted``: True shows a run from its start, as lines without a terminal; False never; None shows it where it
     fits."""
 
@@ -54,9 +54,9 @@ class Progress:
     def _begin(self) -> None:
         """Start the view. Only now is the terminal checked, and the drawing packages are imported."""
         from batch_agent.observe.notebook import NotebookView, publisher
-        from batch_agent.observe.terminal import LiveView, PlainView, View
+        from batch_agent.observe.terminal import LiveView, PlainView, TerminalView
 
-        view: View
+        view: TerminalView
         if _in_notebook():
             view = notebook = NotebookView(publisher())
             self._conclude = lambda summary: notebook.conclude(summary.partition("\n")[0])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.text import amount, duration, share
+from batch_agent.observe.text import amount, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,6 @@ def _all(statistics: Statistics) -> Iterator[Saving]:
         at_hand,
         f"{at_hand:,} of {statistics.tool_calls:,} tool calls",
         "results shared or cached",
-    )
-    yield Saving(
-        "slot_seconds",
-        round(statistics.tool_wait_seconds, 1),
-        f"{duration(statistics.tool_wait_seconds)} of slot time released",
-        "time that agents waited for tools without a slot, summed",
     )
     tokens = statistics.saved.prompt_tokens + statistics.saved.completion_tokens
     yield Saving(

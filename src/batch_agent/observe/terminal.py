@@ -31,7 +31,7 @@ from batch_agent.observe.words import (
 FIRST_INTERVAL, LAST_INTERVAL = 5.0, 60.0  # seconds between plain lines, early and late in a run
 
 
-class View(Protocol):
+class TerminalView(Protocol):
     interval: float  # seconds between two calls of show
 
     def __enter__(self) -> Self: ...

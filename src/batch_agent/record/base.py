@@ -24,7 +24,7 @@ class Entry:
 
 
 @value_type
-class Progress:
+class RunProgress:
     """Progress of a session. ``resumed`` counts the rows, among the others, that came from the record. ``tokens`` and
     ``cost`` are what the session has spent; ``cost`` is in $, None if no price is known. ``lease`` is what it may spend
     before the next commit, in tokens and $. It is None without a limit, or after the session returned its lease at its

@@ -21,7 +21,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.job import BaseResult
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, Outlay, Progress
+from batch_agent.record.base import Identity, Outlay, RunProgress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.rundir import RunDir, read_run
 from batch_agent.record.sqlite import FACTS, TABLE, SqliteJournal
@@ -197,9 +197,9 @@ class DirectoryStore(MemoryStore):
             return [list(steps) for steps in found]
 
     def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
-        if not self._has_past:
-            return [()] * len(wanted)
         with self._disk:
+            if not self._has_past or self._directory is None:  # a closed stage: the row has its result
+                return [()] * len(wanted)
             return self._journal.claim_steps(wanted)
 
     def agent_numbers(self, worker: int) -> Iterator[int]:
@@ -235,10 +235,10 @@ class DirectoryStore(MemoryStore):
             steps.append(step)
         return tuple(steps)
 
-    def _progress(self, ended: Sequence[RowChange] = ()) -> Progress:
+    def _progress(self, ended: Sequence[RowChange] = ()) -> RunProgress:
         outlay = self._outlay
         failed = sum(1 for change in ended if change.error)
-        return Progress(
+        return RunProgress(
             self._ok + len(ended) - failed,
             self._failed + failed,
             self._resumed + sum(change.resumed for change in ended),

@@ -28,7 +28,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import index_of, record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
-from batch_agent.record.base import Identity, Progress
+from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.control import CONTROL, ask, stream
 from batch_agent.record.keys import row_of
@@ -67,7 +67,7 @@ class RunView:
     facts: JsonObject
     state: ShownState
     sessions: int
-    latest: Progress
+    latest: RunProgress
     fresh: int = 0
     stages: Mapping[str, RunView] = field(default_factory=dict)
     summary: JsonObject | None = None  # the totals of the last session, or None if it has not ended
@@ -79,7 +79,7 @@ class RunView:
         return self.stages if stage_names(self.facts) else {"": self}
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> RunProgress:
         """The finished rows, summed over the parts; tokens and cost of the whole run."""
         each = [part.latest for part in self.parts.values()]
         return replace(
@@ -374,13 +374,17 @@ def _error_type(record: Record) -> str:
     return str(error.get("type")) if isinstance(error, dict) else ""
 
 
-def row_name(value: object, index: int, id_column: object = None) -> str:
-    """Return the id of a row, or its index if it has none."""
+def row_name(value: object, index: int, id_column: object = None, name: str | None = None) -> str:
+    """Return the id of a row, or its index if it has none. ``name`` is the id from an earlier stage; a row's own id
+    comes before it only if the stage has an ``id_column``."""
+    column = id_column if isinstance(id_column, str) else None
+    if name is not None and column is None:
+        return name
     try:
-        own = own_id(fields_of(value), id_column if isinstance(id_column, str) else None)
+        own = own_id(fields_of(value), column)
     except (BatchAgentError, TypeError, ValueError):
         own = None
-    return str(index) if own is None else own
+    return own or (str(index) if name is None else name)
 
 
 # A run directory
@@ -427,7 +431,7 @@ class DirectoryReader(RunReader):
         elif state != "running" and locked is True:
             state = "starting"  # run.json is still that of an earlier session
         journal = self.path / JOURNAL
-        seen = glance(journal) if journal.exists() else Glance(0, Progress())
+        seen = glance(journal) if journal.exists() else Glance(0, RunProgress())
         session = latest = seen.latest
         if not (state == "complete" or (state in ("running", "starting") and seen.sessions == 1)) or not seen.sessions:
             # The session does not have all rows of the run: those of earlier ones are in the result files.

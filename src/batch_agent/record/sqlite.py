@@ -19,7 +19,7 @@ from typing import Literal, Self
 from zlib import crc32
 
 from batch_agent.errors import StoreError
-from batch_agent.record.base import Identity, Progress
+from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES, decode
 from batch_agent.record.private import private
 from batch_agent.record.steps import Past, read_past
@@ -79,7 +79,7 @@ class Glance:
     sessions."""
 
     sessions: int
-    latest: Progress
+    latest: RunProgress
 
 
 class SqliteJournal:
@@ -154,7 +154,7 @@ class SqliteJournal:
             found = self._db.execute(query).fetchone()
             return None if found is None else tuple(json.loads(found[0]))
 
-    def commit(self, steps: Sequence[KeptStep], progress: Progress) -> None:
+    def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
         """Write all steps, and a lease that grew, to disk before this returns, or write none of them. The progress is
         on disk at the latest together with the next steps."""
         values: list[object] = []
@@ -329,12 +329,12 @@ def glance(path: Path) -> Glance:
         db = connect_to_read(path)
         try:
             if _version(db, path) is None:
-                return Glance(0, Progress())
+                return Glance(0, RunProgress())
             sessions = db.execute("SELECT count(*) FROM session").fetchone()[0]
             tokens, cost = _spent(db, looking=True)
             row = db.execute("SELECT ok, failed, resumed FROM session ORDER BY id DESC LIMIT 1").fetchone()
             ok, failed, resumed = row or (0, 0, 0)
-            return Glance(sessions, Progress(ok, failed, resumed, tokens, cost))
+            return Glance(sessions, RunProgress(ok, failed, resumed, tokens, cost))
         finally:
             db.close()
 
@@ -376,7 +376,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _counts(progress: Progress) -> tuple[int | float | str | None, ...]:
+def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
     tokens, cost = progress.lease or (None, None)
     leased = None if tokens is None else min(tokens, LARGEST)
     learnt = None if progress.learnt is None else json.dumps(progress.learnt)

@@ -115,6 +115,14 @@ async def in_thread(function: Callable[[], R]) -> R:
         raise
 
 
+def joining_command(spec: BatchSpec) -> str:
+    """Return the command that starts a worker of a run that works on nothing itself; "" for another run."""
+    if not spec.feed_only:
+        return ""
+    place = StoreAddress.parse(str(spec.run_dir)) if is_store_url(spec.run_dir) else spec.run_dir
+    return f"batch-agent work {place} --import-from DIR"
+
+
 def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:
     spec, retry = prepared.spec, prepared.spec.retry_failed
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
@@ -144,12 +152,14 @@ def facts_of(
     facts |= {name: bound for name, bound in bounds.items() if bound is not None}
     if stages:
         facts["stages"] = list(stages)
+    if prepared.carry:
+        facts["carry"] = list(prepared.carry)
     if command is not None:
         facts["command"] = dict(command)
     return facts
 
 
-def facts_for_workers(prepared: Prepared, first: object, row_schema: type[object] | None) -> JsonObject:
+def facts_for_workers(prepared: Prepared, first: object, row_schema: type[object] | None = None) -> JsonObject:
     """Return what a worker in another process needs to prepare the same run. ``first`` is its first input,
     ``row_schema`` the class of its rows. Raises SpecError for an option that other processes cannot use."""
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.engine_load import Load
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.residency import FULL
 from batch_agent.scheduler.working_set import LONG_WAIT, ContextGrowth, WorkingSet
 
@@ -77,7 +77,7 @@ class Admission(Generic[Waiting]):
         self._forecast = forecast
         self._growth = ContextGrowth()
         self._sets: dict[Endpoint, WorkingSet] = {}
-        self._home: dict[Progress, WorkingSet] = {}
+        self._home: dict[AgentProgress, WorkingSet] = {}
         self._recheck = inf
         self._holding = False  # an agent did not fit when it was last asked for
         self.held: dict[Waiting, float] = {}  # waiting turn → time since when
@@ -152,19 +152,21 @@ class Admission(Generic[Waiting]):
         rows = self._forecast.rows
         return not working_set.pays(inf if rows is None else (self._forecast.live + rows) / len(self._sets))
 
-    def admit(self, waiting: Waiting, progress: Progress, endpoint: Endpoint, now: float) -> bool:
+    def admit(self, waiting: Waiting, progress: AgentProgress, endpoint: Endpoint, now: float) -> bool:
         """Return whether the agent's turn may go to the endpoint. If not, the turn is added to ``held``."""
         if not progress.live:
             return True
         working_set = self._set_of(endpoint)
         home = self._home.get(progress)
         tokens = max(progress.expected, progress.tokens)
-        if home is working_set and progress.turns and self.holds and not working_set.keeps(progress, now):
+        crowded = len(working_set.members) >= working_set.ample
+        if crowded and home is working_set and progress.turns and self.holds and not working_set.keeps(progress, now):
             working_set.leave(progress)
             del self._home[progress]
             home = None
-        retried = bool(self._retried) and waiting in self._retried
-        self._retried.discard(waiting)
+        retried = waiting in self._retried
+        if retried:
+            self._retried.remove(waiting)
         if home is not working_set:
             if not self._takes(working_set, now, progress.turns, tokens if progress.turns else 0):
                 self.held[waiting] = now
@@ -180,7 +182,7 @@ class Admission(Generic[Waiting]):
         working_set.look_up(progress, tokens)
         return True
 
-    def is_evicted(self, progress: Progress) -> bool:
+    def is_evicted(self, progress: AgentProgress) -> bool:
         """Return whether the agent's context has probably been evicted."""
         if not progress.tokens or not self.is_on:
             return False
@@ -188,7 +190,7 @@ class Admission(Generic[Waiting]):
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
         return home is not None and not home.is_cached(progress)
 
-    def may_touch(self, progress: Progress, waiting: int) -> bool:
+    def may_touch(self, progress: AgentProgress, waiting: int) -> bool:
         """Return whether to send a request that recomputes the agent's context while its tool runs. True if the context
         was evicted, no turn waits here or in the engine, and no other agent's context would be evicted for it."""
         home = self._home.get(progress)
@@ -201,19 +203,19 @@ class Admission(Generic[Waiting]):
         )
         return others + progress.tokens <= FULL * home.room
 
-    def seconds_to_compute(self, progress: Progress) -> float:
+    def seconds_to_compute(self, progress: AgentProgress) -> float:
         """Return the seconds that the engine needs to compute the agent's context, plus those of a turn."""
         home = self._home.get(progress)
         return 0.0 if home is None or not home.pace.rate else progress.tokens / home.pace.rate + home.pace.quick
 
-    def touched(self, progress: Progress, endpoint: Endpoint, usage: Usage) -> None:
+    def touched(self, progress: AgentProgress, endpoint: Endpoint, usage: Usage) -> None:
         """Record that the agent's context was computed again and is in the cache."""
         self.counts.touches += 1
         self.counts.touched_tokens += usage.prompt_tokens - usage.cached_tokens
         if progress.live:
             self._set_of(endpoint).use(progress, usage.prompt_tokens)
 
-    def go_on(self, progress: Progress, waited: float) -> None:
+    def go_on(self, progress: AgentProgress, waited: float) -> None:
         """Record that an agent is ready for its next turn after ``waited`` seconds at a tool. It must be admitted again
         if its context is no longer expected in the cache."""
         if self._growth.expect(progress.turns, progress.expected - progress.tokens):
@@ -229,7 +231,7 @@ class Admission(Generic[Waiting]):
             home.leave(progress)
             del self._home[progress]
 
-    def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
+    def answered(self, progress: AgentProgress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
         """Learn from the token counts of an answer."""
         tokens, cached, before = usage.prompt_tokens + usage.completion_tokens, usage.cached_tokens, progress.tokens
         growth, home = self._growth, self._home.get(progress)
@@ -258,7 +260,7 @@ class Admission(Generic[Waiting]):
             home = self._home[progress] = working_set
         home.put(progress, progress.turns + 1, tokens)
 
-    def end(self, progress: Progress) -> None:
+    def end(self, progress: AgentProgress) -> None:
         """Record that the agent has ended; its context is no longer needed."""
         progress.live = False
         home = self._home.pop(progress, None)

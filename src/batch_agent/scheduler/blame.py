@@ -15,9 +15,9 @@ A failure that either side may have caused is undecided until there is evidence:
 - A server may answer control requests and no row. If control requests alone have charged ``MOST_CONVICTED`` rows, and
   no row was answered, the endpoint counts as down while rows are left that have not failed yet.
 - If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it. If each time
-  another request had been answered since the last outage, the row fails after its retries. If only a probe had found it
-  up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server with changing faults looks the same
-  for a while.
+  another request had been answered since the last outage, the row fails after its retries, but not after the first
+  crash. If only a probe had found it up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server
+  with changing faults looks the same for a while.
 - Without control requests (they are off, or the server refuses them) a probe that finds the endpoint up charges the
   row, also not before ``LEAST_TRYING``: a probe does not show every fault of a server.
 
@@ -103,7 +103,7 @@ class RowHistory:
 
     def is_poison(self, max_retries: int) -> bool:
         """Return whether the row crashes servers, and not the servers fail by themselves."""
-        if sum(crash.proven for crash in self.crashes) > max_retries:
+        if sum(crash.proven for crash in self.crashes) > max(1, max_retries):  # one may be a coincidence
             return True
         if len(self.crashes) <= max(1, max_retries - SUSPECT):
             return False
@@ -111,11 +111,13 @@ class RowHistory:
         return lasted >= LEAST_TRYING or len({crash.endpoint for crash in self.crashes}) >= SEVERAL
 
     def crash(self, endpoint: EndpointHistory, attempt: Attempt) -> bool:
-        """Record that this request, sent alone, has crashed the endpoint; once. Returns False if it may have been down
-        before."""
-        if attempt.sound and not (self.crashes and self.crashes[-1].at == attempt.ended_at):
+        """Record that this request has crashed the endpoint; once. Returns False if there is no evidence for it: the
+        endpoint may have been down before, or another request that failed with it may be the cause."""
+        if not attempt.sound or attempt.beside:
+            return False
+        if not (self.crashes and self.crashes[-1].at == attempt.ended_at):
             self.crashes.append(Crash(endpoint, attempt.ended_at, not attempt.trial))
-        return attempt.sound
+        return True
 
     def is_too_much(self, max_retries: int) -> bool:
         """Return whether the row alone is too much for its rate limits, however long it waits."""
@@ -146,6 +148,7 @@ class Attempt:
     trial: bool = False  # the endpoint was down; this request tests it
     sound: bool = False  # the endpoint had just proved to be up when the request was sent
     left_in_flight: int = 0  # number of other requests at the endpoint
+    beside: bool = False  # a request of another row, which may have crashed the endpoint, failed meanwhile
     control: bool = False  # a control request
     excessive: bool = False  # refused for load for so long that it may concern only this row
 
@@ -171,6 +174,19 @@ class EndpointHistory:
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
     convicted: int = 0  # rows that control requests have charged since a row was last answered
+    # The latest rows that broke, with the time: two of any kind, and two suspects.
+    broken: list[tuple[RowHistory, float]] = field(default_factory=list)
+    broken_suspects: list[tuple[RowHistory, float]] = field(default_factory=list)
+
+    def has_other_cause(self, row: RowHistory, sent_at: float) -> bool:
+        """Return whether another row may have crashed the endpoint since this time. Beside a suspect only another
+        suspect counts."""
+        broken = self.broken_suspects if row.suspect else self.broken
+        return any(other is not row and at >= sent_at for other, at in broken)
+
+    def _breaks(self, row: RowHistory, at: float) -> None:
+        for broken in (self.broken, self.broken_suspects) if row.suspect else (self.broken,):
+            broken[:] = [*[each for each in broken if each[0] is not row][-1:], (row, at)]
 
     @property
     def witnesses(self) -> int:
@@ -188,6 +204,8 @@ class EndpointHistory:
             return
         if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
             self.alone.pop(row, None)
+        if attempt.outcome in ("broken", "stale"):
+            self._breaks(row, attempt.ended_at)
         row.tested = row.tested or attempt.outcome != "recalled"
         row.stale = row.stale or attempt.outcome == "stale"
         if attempt.outcome == "denied":

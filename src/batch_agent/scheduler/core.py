@@ -32,7 +32,7 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
 from batch_agent.scheduler.ordering import LAST, Queue, ResidentFirst
@@ -44,6 +44,7 @@ MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the numbe
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
 MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
 CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
+ELSEWHERE, SHORTEST_ELSEWHERE = 2.0, 1.0  # wait for another endpoint: factor over the usual wait, and seconds
 
 State = Literal["waiting", "set aside", "off the queue"]
 
@@ -52,7 +53,7 @@ State = Literal["waiting", "set aside", "off the queue"]
 class Ticket:
     """One agent's claim to a slot for one turn. It waits in a queue, holds a slot, or backs off before a retry."""
 
-    progress: Progress  # of the agent
+    progress: AgentProgress  # of the agent
     row: RowHistory = field(default_factory=RowHistory)
     state: State = "waiting"
     slot: Slot | None = None  # the slot that it holds now
@@ -158,9 +159,9 @@ class Scheduler:
     def touch(self, endpoint: Endpoint) -> None:
         """Record that the capacity of an endpoint has changed."""
         self.router.touch(endpoint)
-        if self._lanes:
+        if self._lanes.places:
             self._lanes.touch(endpoint)
-        if not self._parking:
+        if not self._parking.parked:
             return
         if endpoint in self._parking and not self.router.works(endpoint):
             self._unpark(endpoint)
@@ -169,7 +170,7 @@ class Scheduler:
     @property
     def due(self) -> float:
         """When the next waiting turn must be checked again; infinite if none waits."""
-        return min(self._parking.due if self._parking else inf, self.admission.due)
+        return min(self._parking.due if self._parking.parked else inf, self.admission.due)
 
     # Agents
 
@@ -186,7 +187,7 @@ class Scheduler:
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
-        nowhere = not self.waiting or self.waiting == len(self._parking) + len(self._lanes)
+        nowhere = not self.waiting or self.waiting == len(self._parking.parked) + len(self._lanes.places)
         if nowhere and spare > self.backing_off - (self.at_fault and self._in_their_place()):
             return True
         slots = self.slots
@@ -252,7 +253,7 @@ class Scheduler:
         self.agents += 1
         self.forecast.start()
 
-    def end_agent(self, progress: Progress, turns: int) -> None:
+    def end_agent(self, progress: AgentProgress, turns: int) -> None:
         """Record the end of an agent; ``turns`` is its total number of turns."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
@@ -261,7 +262,7 @@ class Scheduler:
         if self.admission.enabled:
             self.admission.end(progress)
 
-    def request(self, progress: Progress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
+    def request(self, progress: AgentProgress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
         """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
         ``pinned`` it goes only to that endpoint."""
         answered_at = progress.answered_at
@@ -278,7 +279,7 @@ class Scheduler:
 
     def control(self, endpoint: Endpoint) -> Ticket:
         """Return the claim of a control request, which ``grant`` serves before all turns."""
-        ticket = Ticket(Progress(LAST), pinned=endpoint, control=True)
+        ticket = Ticket(AgentProgress(LAST), pinned=endpoint, control=True)
         self.controls[ticket] = endpoint
         return ticket
 
@@ -305,13 +306,14 @@ class Scheduler:
 
     def grant(self, now: float = 0.0) -> Slot | None:
         """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
-        if self.paused or not self.wanted:
+        if self.paused or not (self.waiting or self.aside or self.suspects or self.controls):
             return None
-        if self.is_occupied:
+        most = self.max_inflight if self.allotted is None else self.allotted
+        if most is not None and self.inflight >= most:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
-        one = len(self.endpoints) == 1 and not self._lanes
+        one = len(self.endpoints) == 1 and not self._lanes.places
         match = self._match_control(now) if self.controls else None
         if match is None:
             match = self._match_one(now) if one else self._match_many(now)
@@ -322,7 +324,7 @@ class Scheduler:
         slot = self._hold(ticket, endpoint, now)
         if not one:
             self.router.touch(endpoint)
-            if self._lanes:
+            if self._lanes.places:
                 self._lanes.touch(endpoint)
         return slot
 
@@ -346,17 +348,17 @@ class Scheduler:
         return None
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
-        endpoint = self.endpoints[0]
+        endpoint, admission = self.endpoints[0], self.admission
         if not endpoint.has_slot(now):
             return None
         while (ticket := self._next(trial=endpoint.health.is_down)) is not None:
-            if self._admit(ticket, endpoint, now):
+            if not admission.enabled or admission.admit(ticket, ticket.progress, endpoint, now):
                 return ticket, endpoint
         return None
 
     def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
-        while self._parking and (impatient := self._parking.impatient(now)) is not None:
-            impatient.anywhere = True
+        while self._parking.parked and (impatient := self._parking.impatient(now)) is not None:
+            impatient.anywhere, impatient.avoid = True, frozenset()
             self._queue.add(impatient, impatient.progress.turns, first=True)
         match = self._match_parked(now) or self._lanes.take(now)
         if match is not None:
@@ -396,7 +398,7 @@ class Scheduler:
 
     def _trial(self, now: float) -> Endpoint | None:
         """Return a down endpoint that may be tried: one found worth it or, if none works, any that is due."""
-        if not (self._queue or self.aside or self.suspects):
+        if not (self._queue.size or self.aside or self.suspects):
             return None
         trials = self.router.trials
         while trials:
@@ -465,13 +467,20 @@ class Scheduler:
         if best is None and ticket.avoid:
             other = router.other(ticket.avoid, progress.model, progress.tokens)
             if other is not None:  # it has no slot now
-                self._park(ticket, other)
+                self._park(ticket, other, now + self._patience(ticket, other))
                 return None
             ticket.avoid = frozenset()
             best = self._best(progress, ticket.avoid, now)
         if best is None:  # the free endpoints cannot take this turn
             self._park(ticket, progress.model)
         return best
+
+    def _patience(self, ticket: Ticket, other: Endpoint) -> float:
+        """Return the seconds that a turn waits for another endpoint than the one where it failed. The other one may be
+        silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
+        if not ticket.row.tested:
+            return inf
+        return max(SHORTEST_ELSEWHERE, ELSEWHERE * self.router.wait(other, self._parking.waiting(other)))
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
         self._wait(ticket)
@@ -482,7 +491,7 @@ class Scheduler:
         self.waiting += ticket.state != "waiting"
         ticket.state = "waiting"
 
-    def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
+    def _best(self, progress: AgentProgress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         """Return the free endpoint that will finish the turn soonest; a resting one only if there is no other."""
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)
@@ -500,8 +509,8 @@ class Scheduler:
 
     def _next(self, *, trial: bool = False) -> Ticket | None:
         """Return the next ready ticket. A suspect runs alone; a trial is alone at its endpoint."""
-        if self._queue:
-            return self._queue.take(self.slots)
+        if self._queue.size:
+            return self._queue.take(None if self._queue.size == 1 else self.slots)
         suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
         # Trials alternate: a row that always fails must not keep a suspect from being tried.
         if self.aside and (suspect is None or self.aside[0].tried_at <= suspect.tried_at):
@@ -539,7 +548,7 @@ class Scheduler:
                 del self.admission.held[ticket]
             elif ticket in self._parking.parked:
                 self._parking.remove(ticket)
-            elif ticket in self._lanes:
+            elif ticket in self._lanes.places:
                 self._lanes.remove(ticket)
             else:
                 self._queue.remove(ticket, ticket.progress.turns)

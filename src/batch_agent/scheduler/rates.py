@@ -23,7 +23,7 @@ SLACK = 1.0  # seconds: requests arrive later than they leave, and later still i
 RESET_SLACK = 0.5  # seconds, after the reset time that a provider names
 
 
-class Budget:
+class RateWindow:
     """The limit of one kind of usage."""
 
     def __init__(self, limit: int | None = None) -> None:
@@ -185,7 +185,7 @@ NOTHING = Usage()
 
 class Rates:
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
-        self._budgets: dict[str, Budget] = {}
+        self._budgets: dict[str, RateWindow] = {}
         self.limit(rpm, tpm)
         self._expected = NOTHING  # usage of the latest request
         self._number = 0  # number of the latest request that left
@@ -194,10 +194,10 @@ class Rates:
         """Set or remove the user's limits per minute. The usage of the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
             if limit is not None or kind in self._budgets:
-                self._budgets.setdefault(kind, Budget()).limit = limit
+                self._budgets.setdefault(kind, RateWindow()).limit = limit
 
     @property
-    def shared(self) -> dict[str, Budget]:
+    def shared(self) -> dict[str, RateWindow]:
         """The budgets with a limit set by the user, by kind."""
         return {kind: budget for kind, budget in self._budgets.items() if budget.limit is not None}
 
@@ -281,7 +281,7 @@ class Rates:
         if self._expected == NOTHING:
             self._expected = used
         for kind, allowance in _allowances(quota).items():
-            budget = self._budgets.setdefault(kind, Budget())
+            budget = self._budgets.setdefault(kind, RateWindow())
             number = None if lease is None or kind not in lease.kinds else lease.number
             budget.learn(allowance, number, inflight * _amount(kind, self._expected, 1), now)
 

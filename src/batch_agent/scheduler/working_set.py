@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import inf
 
-from batch_agent.scheduler.forecast import FIRST_GUESS, Progress, TurnForecast
+from batch_agent.scheduler.forecast import FIRST_GUESS, AgentProgress, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 MOST_AGENTS = 1 << 30
@@ -150,6 +150,7 @@ class WorkingSet:
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.reported: int | None = None  # capacity of the cache in tokens, reported by the engine; None: not reported
+        self._trusts = False  # in the reported capacity
         self._contradictions = 0  # contexts that were found in the cache although they should not fit
         self._confirmed = False  # a context was evicted
         self.ample = MOST_AGENTS  # number of members that fit with contexts of any size, computed at the last answer
@@ -161,17 +162,13 @@ class WorkingSet:
         self.pace = EnginePace()
         self.watch = HoldWatch()
         self.margin = 1.0  # the part of the capacity that is used
-        self.members: dict[Progress, tuple[int, int]] = {}
+        self.members: dict[AgentProgress, tuple[int, int]] = {}
         self._all, self._near = _Projection(), _Projection()
 
     @property
     def capacity(self) -> int | None:
         """Capacity of the cache in tokens, reported by the engine or inferred from evictions; None: unknown."""
         return self.reported if self._trusts else self.learnt.tokens
-
-    @property
-    def _trusts(self) -> bool:
-        return self.reported is not None and self._contradictions < CONTRADICTED
 
     @property
     def room(self) -> float:
@@ -191,7 +188,11 @@ class WorkingSet:
         if tokens is None and self.reported is not None:
             self.learnt, self.margin = LearntCapacity(), 1.0
         self.reported = tokens
+        self._judge_report()
         self.measure()
+
+    def _judge_report(self) -> None:
+        self._trusts = self.reported is not None and self._contradictions < CONTRADICTED
 
     @property
     def tokens_in_flight(self) -> int:
@@ -202,27 +203,28 @@ class WorkingSet:
     def contradict(self) -> None:
         """Count evidence that the reported capacity is not that of the whole server."""
         self._contradictions += CONTRADICTED // 2 if self.reported is not None else 0
+        self._judge_report()
         self.measure()
 
-    def put(self, progress: Progress, turns: int, tokens: int) -> None:
+    def put(self, progress: AgentProgress, turns: int, tokens: int) -> None:
         self.members[progress] = turns, tokens
         self._all.changes += 1
         self._near.changes += 1
 
-    def leave(self, progress: Progress) -> None:
+    def leave(self, progress: AgentProgress) -> None:
         if self.members.pop(progress, None) is not None:
             self._all.changes += 1
             self._near.changes += 1
 
-    def is_cached(self, progress: Progress) -> bool:
+    def is_cached(self, progress: AgentProgress) -> bool:
         """Return whether the agent's context is probably in the cache."""
         return not self.tracks or self.residency.holds(progress, self.room)
 
-    def look_up(self, progress: Progress, tokens: int) -> None:
+    def look_up(self, progress: AgentProgress, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         progress.distance = None
         if not self.tracks:
-            if not self._trusts or 2 * len(self.members) <= self.ample:
+            if 2 * len(self.members) <= self.ample or not self._trusts:
                 return
             self._track()
         residency = self.residency
@@ -239,14 +241,17 @@ class WorkingSet:
             own = max(0, tokens - self._growth.shared)
             (self.residency.sent if progress.answered_at is None else self.residency.answered)(progress, own)
 
-    def answered(self, progress: Progress, tokens: int, evicted: bool) -> bool:
+    def answered(self, progress: AgentProgress, tokens: int, evicted: bool) -> bool:
         """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
-        distance, before = progress.distance, self.capacity
+        distance = progress.distance
         if evicted and not self.tracks:
             self._track()
         if distance is None:
-            pass
-        elif not self._trusts:
+            self.use(progress, tokens)
+            self.measure()
+            return False
+        before = self.capacity
+        if not self._trusts:
             self.learnt.learn(distance + self._growth.shared, evicted=evicted)
         elif not evicted:
             self.margin = min(1.0, self.margin + MORE)
@@ -257,11 +262,12 @@ class WorkingSet:
             self._contradictions = max(0, self._contradictions - CONFIRMS)
             if distance < FULL * self.room:  # the cache holds less than the engine reports: others use the rest
                 self.shrink()
+        self._judge_report()
         self.use(progress, tokens)
         self.measure()
         return self.capacity != before
 
-    def use(self, progress: Progress, tokens: int) -> None:
+    def use(self, progress: AgentProgress, tokens: int) -> None:
         """Record that the agent's context is in the cache, and has ``tokens``."""
         if self.tracks:
             self.residency.answered(progress, max(0, tokens - self._growth.shared))
@@ -277,14 +283,15 @@ class WorkingSet:
 
     def measure(self) -> None:
         """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
-        growth, room = self._growth, self.room
-        if room == inf or not growth.is_known:
+        growth, capacity = self._growth, self.capacity
+        if capacity is None or not growth.is_known:
             self.ample = MOST_AGENTS
             return
+        room = capacity * self.margin - growth.shared
         most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
         self.ample = int(room / max(1.0, most))
 
-    def keeps(self, progress: Progress, now: float) -> bool:
+    def keeps(self, progress: AgentProgress, now: float) -> bool:
         """Return whether a member may continue: the contexts in the cache fit for the next turns, or another member
         with a cached context is less advanced."""
         if self._fits_anyway or not self.watch.helps:

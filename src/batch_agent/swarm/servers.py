@@ -35,7 +35,7 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Server
 from batch_agent.swarm.options import above_zero, whole
@@ -209,7 +209,7 @@ class Servers:
             timeout=limit,
             wanted=request.is_worth_retrying,
         )
-        ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=self._endpoints[server])
+        ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=self._endpoints[server])
         server.waiting.add(ticket)
         try:
             return await _exchange(dispatcher, request, policy, ticket)
@@ -220,7 +220,7 @@ class Servers:
         """Send the request once, for a caller that judges failures itself. The outcome does not affect the server's
         health here."""
         dispatcher = await self.open()
-        ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=self._unjudged)
+        ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=self._unjudged)
         request = _Unjudged(dispatcher.slots, server, path, body, limit)
         return await _exchange(dispatcher, request, Policy(0), ticket)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from batch_agent.backends.simulated.backend import engine_load
-from batch_agent.backends.simulated.core import Engine
+from batch_agent.backends.simulated.core import SimulatedEngine
 from batch_agent.observe.exposition import Counter, Gauge, Values, page
 
 
@@ -29,7 +29,7 @@ class VllmMetrics:
         return page(self._families.values())
 
 
-def engine_metrics(engine: Engine) -> str:
+def engine_metrics(engine: SimulatedEngine) -> str:
     model, counters, load = engine.model, engine.counters, engine_load(engine)
     source, ended = "Prompt tokens by where their KV came from", "Requests that ended, by reason"
     told = VllmMetrics(model.name, "simulated")

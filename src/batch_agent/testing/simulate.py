@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
-from batch_agent.backends.simulated.answers import Answer, chat_answer, text_answer
+from batch_agent.backends.simulated.answers import SimulatedAnswer, chat_answer, text_answer
 from batch_agent.backends.simulated.backend import usage_of
 from batch_agent.backends.simulated.core import Sequence
 from batch_agent.backends.simulated.model import EngineModel
@@ -68,7 +68,7 @@ class SimulatedServer(ModelServer):
         finally:
             self.runner.stop(sequences)
 
-    def _work(self, request: Request) -> Iterator[tuple[bytes, Answer]]:
+    def _work(self, request: Request) -> Iterator[tuple[bytes, SimulatedAnswer]]:
         if not request.messages:
             for text in request.prompts:
                 prompt = text_prompt(text)
@@ -80,7 +80,7 @@ class SimulatedServer(ModelServer):
 
 
 async def _pieces(
-    sequences: list[Sequence], answers: list[Answer], tokens: asyncio.Queue[tuple[Sequence, int]]
+    sequences: list[Sequence], answers: list[SimulatedAnswer], tokens: asyncio.Queue[tuple[Sequence, int]]
 ) -> AsyncIterator[Piece]:
     """Yield what the answers' tokens reveal, as they are generated."""
     choices = {sequence: choice for choice, sequence in enumerate(sequences)}

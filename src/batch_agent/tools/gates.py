@@ -51,7 +51,7 @@ class Line:
         return False
 
 
-class Slots:
+class CallSlots:
     """Gate that limits the number of concurrent calls."""
 
     def __init__(self, limit: int) -> None:

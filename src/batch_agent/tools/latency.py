@@ -64,13 +64,14 @@ class ToolStatistics:
         """Return a sentence for the run's summary, or ""."""
         if not self.saveable:
             return ""
+        times = "once" if self.saveable == 1 else f"{self.saveable:,} times"
         return (
-            f"{self.name} ran {self.saveable} times more than needed: identical calls. If it only reads, declare it "
+            f"{self.name} ran {times} with arguments that it had run with before. If it only reads, declare it "
             f"with Tool.define(cacheable=True), or with effect='read' if its results change."
         )
 
 
-class Tally:
+class ToolTally:
     def __init__(self) -> None:
         self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
         self.prewarmed = self.prewarm_hits = self.prewarm_misses = 0

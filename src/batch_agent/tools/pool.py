@@ -31,8 +31,8 @@ from batch_agent.tools.boundary import run_foreign
 from batch_agent.tools.cache import Key, ResultCache
 from batch_agent.tools.context import CallTrace, ToolContext
 from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOutcome, Traffic
-from batch_agent.tools.gates import Gate, Slots
-from batch_agent.tools.latency import Tally, ToolStatistics
+from batch_agent.tools.gates import CallSlots, Gate
+from batch_agent.tools.latency import ToolStatistics, ToolTally
 from batch_agent.tools.rate import RateGate
 from batch_agent.tools.render import MAX_TOKENS, cut_tokens, render
 from batch_agent.tools.schema import Arguments
@@ -67,7 +67,7 @@ class _Offer:
 
     tool: Tool
     gates: tuple[Gate, ...]
-    tally: Tally = field(default_factory=Tally)
+    tally: ToolTally = field(default_factory=ToolTally)
     gathering: Batch | None = None
 
 
@@ -93,7 +93,7 @@ class ToolPool:
         prewarm_max_age: float | None = None,
         once: Once | None = None,
     ) -> None:
-        self._on_loop, self._in_threads = Slots(ASYNC_CALLS), Slots(THREADS)
+        self._on_loop, self._in_threads = CallSlots(ASYNC_CALLS), CallSlots(THREADS)
         self._offers: dict[str, _Offer] = {}
         self._timeout = timeout
         self._spawn = spawn
@@ -445,7 +445,7 @@ def shared_key(tool: Tool, key: Key) -> str:
 def _own_gates(tool: Tool) -> Iterator[Gate]:
     """Yield the tool's own gates. Its limit comes before its rate, so that a call starts when the rate admits it."""
     if tool.max_concurrent is not None:
-        yield Slots(tool.max_concurrent)
+        yield CallSlots(tool.max_concurrent)
     if tool.rate_limit is not None:
         yield RateGate(tool.rate_limit)
 

@@ -20,7 +20,7 @@ from batch_agent.errors import InputError, Interrupted, SpecError
 from batch_agent.job import AgentError, AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.results import Results, Summary
-from batch_agent.topology.pipeline import Outcome, Pipeline, finished
+from batch_agent.topology.pipeline import FlowOutcome, Pipeline, finished
 from batch_agent.topology.reduce import Reduction
 from batch_agent.topology.stages import OF_A_STAGE, FlatMap
 from batch_agent.topology.tree import Shape
@@ -98,7 +98,7 @@ async def run_reduced(pipeline: Pipeline[Any], options: Options, progress: bool 
     return reduced_by(outcome)
 
 
-def reduced_by(outcome: Outcome[Any]) -> Reduced[Any, Any]:
+def reduced_by(outcome: FlowOutcome[Any]) -> Reduced[Any, Any]:
     reduction = outcome.reductions.get(REDUCE)
     if reduction is None:
         unfinished = Interrupted(f"the run ended before the reduction ({outcome.statistics.ended})")
@@ -115,7 +115,7 @@ def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], di
         prefix = next((prefix for prefix, stage in PREFIXES.items() if name.startswith(prefix) and stage in each), None)
         if prefix is not None:
             prefixed[PREFIXES[prefix]][name.removeprefix(prefix)] = value
-        elif name in OF_A_STAGE:
+        elif name in OF_A_STAGE or name in ("carry", "id_column"):
             each[MAP][name] = value
         else:
             whole[name] = value

@@ -16,9 +16,10 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
+from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.progress import Progress
+from batch_agent.observe.progress import ProgressDisplay
 from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.topology.flow import Flow
@@ -33,7 +34,7 @@ U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Outcome(Generic[T]):
+class FlowOutcome(Generic[T]):
     """``outputs``: the output of the last stage, in order. ``results``: those of each stage that calls a model, by name
     and in index order. ``reductions``: what each reduction covers. Prints as a summary."""
 
@@ -62,8 +63,10 @@ class Outcome(Generic[T]):
 
 
 class Pipeline(Generic[T]):
+    """Stages over rows. ``inputs`` are rows, a path or a table, as for ``BatchAgent.run``."""
+
     def __init__(self, inputs: Iterable[T] | AsyncIterable[T], *, stages: tuple[Stage, ...] = ()) -> None:
-        self.inputs = inputs
+        self.inputs = inputs if isinstance(inputs, list | tuple) else cast("Iterable[T]", rows_from(inputs))
         self.stages = stages
 
     @overload
@@ -72,14 +75,25 @@ class Pipeline(Generic[T]):
     def map(self, *, name: str = ..., task: str = ..., output_schema: None = None, **options: Any) -> Pipeline[str]: ...
     @overload
     def map(self, *, name: str = ..., task: str = ..., output_schema: Any, **options: Any) -> Pipeline[Any]: ...
-    def map(self, *, name: str = "map", task: str = "", output_schema: Any = None, **options: Any) -> Pipeline[Any]:
+    def map(
+        self,
+        *,
+        name: str = "map",
+        task: str = "",
+        output_schema: Any = None,
+        carry: Sequence[str] = (),
+        **options: Any,
+    ) -> Pipeline[Any]:
         """Add a stage with an agent per row, with the options of ``BatchAgent.run``, including ``worker``; the next
-        stage gets its output. ``task`` is optional with a worker."""
+        stage gets its output. ``task`` is optional with a worker. The rows of all later stages of agents are then dicts
+        that also have the fields ``carry`` of this stage's rows."""
         _check_name(name)
+        if isinstance(carry, str) or not all(isinstance(field, str) for field in carry):
+            raise SpecError(f"{name}: carry must be a list of names of fields (got {carry!r})")
         if not task and options.get("worker") is None:
             raise SpecError(f"{name}: task is missing: say what to do with each row, or give a worker")
         check_stage_options(name, options)
-        return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}))
+        return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}, tuple(carry)))
 
     def flat_map(self, function: Callable[[T], Iterable[U]]) -> Pipeline[U]:
         """Add a function that returns any number of rows for each row."""
@@ -120,7 +134,7 @@ class Pipeline(Generic[T]):
             raise SpecError("reduce is empty: say what to make of the results")
         return self.then(Reduce(name, prompt, tree, {**options, "output_schema": output_schema}))
 
-    async def run(self, *, progress: bool | None = None, **options: Any) -> Outcome[T]:
+    async def run(self, *, progress: bool | None = None, **options: Any) -> FlowOutcome[T]:
         """Run the pipeline with options for the whole and ``progress``, as in ``BatchAgent.run``. Failed rows and
         reductions are results."""
         return await finished(self.open(**options), progress)
@@ -140,9 +154,9 @@ class Pipeline(Generic[T]):
         return Pipeline(cast("Iterable[Any]", self.inputs), stages=(*self.stages, stage))
 
 
-async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
+async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]:
     """The outcome of a flow that is opened, run and left here. An exception carries what was done as ``results``."""
-    view, interruption = Progress(progress, flow.statistics), Interruption()
+    view, interruption = ProgressDisplay(progress, flow.statistics), Interruption()
     try:
         async with flow, view:
             with interruption.stopping(flow.cancel):
@@ -161,10 +175,10 @@ async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
     return outcome
 
 
-def outcome_of(flow: Flow) -> Outcome[Any]:
+def outcome_of(flow: Flow) -> FlowOutcome[Any]:
     outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
     summary = Summary(flow.statistics(), flow.tool_statistics())
-    return Outcome(outputs, {node.name: results_of(node) for node in flow.nodes}, flow.reductions, summary)
+    return FlowOutcome(outputs, {node.name: results_of(node) for node in flow.nodes}, flow.reductions, summary)
 
 
 def results_of(node: AgentNode | ReduceNode) -> Results[Any]:

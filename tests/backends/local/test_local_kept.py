@@ -15,7 +15,7 @@ from tests.backends.local.test_local_process import STAND_IN, StandIn, ask, is_a
 from batch_agent.backends.local.backend import LocalBackend
 from batch_agent.backends.local.engine import LoadedEngine
 from batch_agent.backends.local.keeper import EngineKeeper
-from batch_agent.backends.local.options import Options, parse_url
+from batch_agent.backends.local.options import EngineOptions, parse_url
 from batch_agent.errors import Unavailable
 
 LONG = 3600
@@ -26,7 +26,7 @@ class Runs(StandIn):
 
     def __init__(self, path: Path, keeper: EngineKeeper, keep: int = LONG) -> None:
         self.path, self._keeper = path, keeper
-        self.options = Options("m", path, threads=1, keep=keep)
+        self.options = EngineOptions("m", path, threads=1, keep=keep)
         self.backend = LocalBackend(self.options, STAND_IN, keeper)
 
     def run(self, *texts: str) -> int:

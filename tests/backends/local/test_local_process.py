@@ -17,7 +17,7 @@ import pytest
 
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.local.backend import LocalBackend
-from batch_agent.backends.local.options import Options
+from batch_agent.backends.local.options import EngineOptions
 from batch_agent.backends.local.process import EngineProcess
 from batch_agent.errors import ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, ToolSpec, Usage
@@ -57,7 +57,7 @@ PLAIN = RequestShape(model="m")
 class StandIn:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.backend = LocalBackend(Options("m", path, threads=1), program=STAND_IN)
+        self.backend = LocalBackend(EngineOptions("m", path, threads=1), program=STAND_IN)
 
     def heard(self) -> list[str]:
         file = Path(f"{self.path}.heard")

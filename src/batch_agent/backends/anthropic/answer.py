@@ -32,7 +32,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     content = document.get("content")
     if not isinstance(content, list):
         raise naming.faults.bad(f"the answer has no content: {naming.faults.clean(body.decode('utf-8', 'replace'))}")
-    answer = Answer(naming)
+    answer = MessageAnswer(naming)
     for block in content:
         if isinstance(block, dict):
             answer.add(block, arguments_of(block))
@@ -45,7 +45,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
 class AnswerStream(EventReader):
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         super().__init__(naming, on_tool_call, clock, said)
-        self._answer = Answer(naming, on_tool_call)
+        self._answer = MessageAnswer(naming, on_tool_call)
         self._open: dict[object, OpenBlock] = {}  # by the server's index
 
     def finish(self) -> Reply:
@@ -125,7 +125,7 @@ class OpenBlock:
         return block, arguments
 
 
-class Answer:
+class MessageAnswer:
     """The blocks of one answer, as they are completed."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from batch_agent.backends.anthropic.models import Model, model_of
+from batch_agent.backends.anthropic.models import ModelRules, model_of
 from batch_agent.backends.anthropic.request import thinking_budget
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import SpecError
@@ -45,7 +45,7 @@ def _check_texts(shape: RequestShape) -> None:
             )
 
 
-def _check_sampling(shape: RequestShape, model: Model, given: Mapping[str, float]) -> None:
+def _check_sampling(shape: RequestShape, model: ModelRules, given: Mapping[str, float]) -> None:
     changed = [name for name, value in given.items() if value != _DEFAULT]
     if changed and not model.samples:
         raise SpecError(f"{changed[0]}: {shape.model} takes no sampling parameters; leave it out")

@@ -26,7 +26,7 @@ FILE = "jobs.jsonl"
 
 
 @dataclass(slots=True)
-class Entry:
+class JobEntry:
     wave: str
     requests: Sequence[str] = ()
     job: str | None = None
@@ -41,7 +41,7 @@ class JobLedger:
         self._lines: JobLines = JobFile(place / FILE) if isinstance(place, Path) else place
         self._known: set[str] = set()  # waves that this ledger returned or wrote
 
-    async def read(self) -> list[Entry]:
+    async def read(self) -> list[JobEntry]:
         """Return the waves with undelivered answers, oldest first."""
         found = await in_thread(self._read)
         self._known.update(entry.wave for entry in found)
@@ -73,12 +73,12 @@ class JobLedger:
     async def _note(self, line: dict[str, object]) -> None:
         await in_thread(lambda: self._append([line]))
 
-    def _read(self) -> list[Entry]:
-        entries: dict[str, Entry] = {}
+    def _read(self) -> list[JobEntry]:
+        entries: dict[str, JobEntry] = {}
         for line in self._lines.job_lines():
             try:
                 note = orjson.loads(line)
-                entry = entries.setdefault(note["wave"], Entry(note["wave"]))
+                entry = entries.setdefault(note["wave"], JobEntry(note["wave"]))
             except (orjson.JSONDecodeError, KeyError, TypeError):
                 continue  # cut short by a crash
             entry.requests = note.get("requests", entry.requests)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from botocore.eventstream import EventStreamBuffer, ParserError
 from pydantic import JsonValue
 
-from batch_agent.backends.anthropic.answer import Answer, AnswerStream, OpenBlock, arguments_of
+from batch_agent.backends.anthropic.answer import AnswerStream, MessageAnswer, OpenBlock, arguments_of
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.http.wire import Naming, mapping, object_of
 from batch_agent.messages import JsonObject, Reply
@@ -31,7 +31,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     content = message.get("content")
     if not isinstance(content, list):
         raise naming.faults.bad(f"the answer has no content: {naming.faults.clean(body.decode('utf-8', 'replace'))}")
-    answer = Answer(naming)
+    answer = MessageAnswer(naming)
     for block in content:
         named = _named(mapping(block))
         answer.add(named, arguments_of(named))

@@ -24,8 +24,8 @@ from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToo
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.keeper import KEPT, EngineKeeper
-from batch_agent.backends.local.options import Options, parse_url
-from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
+from batch_agent.backends.local.options import EngineOptions, parse_url
+from batch_agent.backends.local.process import ENGINE_PROGRAM, EngineAnswer, EngineDied, EngineProcess
 from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call, split_thinking
 from batch_agent.backends.local.toolgrammar import OPEN, compile_turn
 from batch_agent.blocking import in_thread
@@ -55,7 +55,7 @@ class LocalBackend(Backend):
     """The embedded engine. ``async with`` starts its process, or reuses the idle process of an earlier run. Entering
     again shares the process. The last exit keeps it loaded for ``keep`` seconds, or ends it."""
 
-    def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
+    def __init__(self, options: EngineOptions, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options
         self._keeper = keeper
         self._program = program
@@ -206,7 +206,7 @@ class LocalBackend(Backend):
         )
         return _reply(answer)
 
-    async def _ask(self, request: JsonObject) -> Answer:
+    async def _ask(self, request: JsonObject) -> EngineAnswer:
         """Send the request, and again to a new process if the process died."""
         deaths: list[str] = []
         while len(deaths) < STARTS:
@@ -257,7 +257,7 @@ def _sampling(shape: RequestShape) -> JsonObject:
     return out
 
 
-def _reply(answer: Answer) -> Reply:
+def _reply(answer: EngineAnswer) -> Reply:
     usage = Usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
     if answer.finish == "length":
         message = f"the answer was cut off after {answer.completion_tokens} tokens: raise max_tokens"

@@ -53,7 +53,7 @@ class Request:
     ignored: bool = False  # the KV cache had no room for it
 
 
-class Engine:
+class EmbeddedEngine:
     """``schedule → step → report`` around the pipeline. Everything here runs in one thread."""
 
     def __init__(self, config: JsonObject, wire: BinaryIO) -> None:
@@ -263,9 +263,9 @@ def main() -> NoReturn:
     os.dup2(2, 1)
     inbox: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
-    engine: Engine | None = None
+    engine: EmbeddedEngine | None = None
     try:
-        engine = Engine(config, wire)
+        engine = EmbeddedEngine(config, wire)
         engine.serve(inbox)
     except BaseException as error:
         suspects = engine.suspects() if engine else []

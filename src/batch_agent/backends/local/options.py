@@ -16,7 +16,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineOptions:
     """``path`` is None for a model that is downloaded by name."""
 
     model: str
@@ -31,7 +31,7 @@ class Options:
         return f"local://{self.model if self.path is None else self.path}"
 
 
-def parse_url(url: str) -> Options:
+def parse_url(url: str) -> EngineOptions:
     """Return the options of a ``local://…`` URL. Raises SpecError."""
     parts = urlsplit(url)
     if parts.scheme != "local":
@@ -39,7 +39,7 @@ def parse_url(url: str) -> Options:
     model = unquote(parts.netloc + parts.path) or weights.SMOLLM2.name
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     check_known(given, ("threads", "kv_gb", "max_seqs", "keep"), "local:// has no option")
-    return Options(
+    return EngineOptions(
         model=model,
         path=_path(model),
         threads=_positive(given, "threads", physical_cores()),

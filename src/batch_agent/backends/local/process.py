@@ -36,7 +36,7 @@ class EngineDied(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineAnswer:
     text: str
     finish: str
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _InFlight:
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[EngineAnswer]
     sent: float
     first_token: float | None = None
 
@@ -108,7 +108,7 @@ class EngineProcess(asyncio.Protocol):
         if not await asyncio.shield(self._ready):
             raise EngineDied(self._fatal)
 
-    async def ask(self, request: JsonObject) -> Answer:
+    async def ask(self, request: JsonObject) -> EngineAnswer:
         """Send a request and return its answer. Cancelling this cancels the request in the engine."""
         if not self.alive:
             raise EngineDied(self._fatal)
@@ -216,4 +216,4 @@ def _settle(entry: _InFlight, message: JsonObject) -> None:
     if "error" in message:
         entry.answer.set_exception(ERRORS[str(message["error"])](str(message["message"])))
         return
-    entry.answer.set_result(Answer(first_token=entry.first_token, **cast("dict[str, Any]", message)))
+    entry.answer.set_result(EngineAnswer(first_token=entry.first_token, **cast("dict[str, Any]", message)))

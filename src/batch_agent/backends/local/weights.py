@@ -100,7 +100,7 @@ HUB_FORM = "hf:owner/repo/file.gguf"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ListedModel:
     """A model in the list. ``backend`` is the URL that uses it."""
 
     name: str
@@ -132,9 +132,9 @@ def is_present(weights: AnyWeights) -> bool:
     return weights.path.is_file() and weights.path.stat().st_size == weights.size_bytes
 
 
-def available() -> list[Model]:
+def available() -> list[ListedModel]:
     """Return the models known by name, then other GGUF files in the cache. Verifies the hash of the known ones."""
-    listed = [Model(w.name, f"local://{w.name}", w.description, w.path, w.size_bytes, _state(w)) for w in KNOWN]
+    listed = [ListedModel(w.name, f"local://{w.name}", w.description, w.path, w.size_bytes, _state(w)) for w in KNOWN]
     known = {model.path for model in listed}
     others = sorted(path for path in (cache_dir() / "models").rglob("*.gguf") if path not in known)
     return listed + [_other(path) for path in others]
@@ -156,8 +156,8 @@ def _is_whole(weights: AnyWeights) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == expected
 
 
-def _other(path: Path) -> Model:
-    listed = partial(Model, path.stem, f"local://{path}", path=path, size_bytes=path.stat().st_size)
+def _other(path: Path) -> ListedModel:
+    listed = partial(ListedModel, path.stem, f"local://{path}", path=path, size_bytes=path.stat().st_size)
     try:
         return listed(description=f"context of {gguf.context_length(path):,} tokens", state="ready")
     except gguf.NotGGUF as error:

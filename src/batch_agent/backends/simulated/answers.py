@@ -22,7 +22,7 @@ WORDS = ("sim", "ula", "ted", "ans", "wer", "tok", "ens", "and", "the", "rest", 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SimulatedAnswer:
     """``output`` is its tokens, including END; ``cut``: ``max_tokens`` ended it before END."""
 
     text: str
@@ -47,7 +47,7 @@ class Answer:
         return complete
 
 
-def chat_answer(model: EngineModel, prompt: bytes, messages: Sequence[Message], shape: RequestShape) -> Answer:
+def chat_answer(model: EngineModel, prompt: bytes, messages: Sequence[Message], shape: RequestShape) -> SimulatedAnswer:
     digest = hashlib.blake2b(b"%d" % model.seed + prompt, digest_size=8).hexdigest()
     tool = _chosen_tool(model, digest, messages, shape)
     if tool is not None:
@@ -60,7 +60,7 @@ def chat_answer(model: EngineModel, prompt: bytes, messages: Sequence[Message], 
     return text_answer(model, prompt, max_tokens=shape.max_tokens)
 
 
-def text_answer(model: EngineModel, prompt: bytes, *, max_tokens: int | None = None) -> Answer:
+def text_answer(model: EngineModel, prompt: bytes, *, max_tokens: int | None = None) -> SimulatedAnswer:
     """Return an answer of ``answer_tokens`` tokens, or fewer if ``max_tokens`` requires it."""
     length = min(model.answer_tokens, max_tokens or model.answer_tokens)
     start = hashlib.blake2b(b"%d" % model.seed + prompt, digest_size=32).digest()
@@ -84,9 +84,11 @@ def _chosen_tool(model: EngineModel, digest: str, messages: Sequence[Message], s
     return tools[int(digest, 16) % len(tools)]
 
 
-def _cut(text: str, calls: tuple[ToolCall, ...], max_tokens: int | None) -> Answer:
+def _cut(text: str, calls: tuple[ToolCall, ...], max_tokens: int | None) -> SimulatedAnswer:
     whole = encode(text) + b"".join(map(encode_call, calls)) + END
     if max_tokens is None or count_tokens(whole) <= max_tokens:
-        return Answer(text, calls, whole, cut=False)
-    answer = Answer(text, calls, whole[: max_tokens * TOKEN_BYTES], cut=True)
-    return Answer(answer.text_until(max_tokens), calls[: answer.calls_until(max_tokens)], answer.output, cut=True)
+        return SimulatedAnswer(text, calls, whole, cut=False)
+    answer = SimulatedAnswer(text, calls, whole[: max_tokens * TOKEN_BYTES], cut=True)
+    return SimulatedAnswer(
+        answer.text_until(max_tokens), calls[: answer.calls_until(max_tokens)], answer.output, cut=True
+    )

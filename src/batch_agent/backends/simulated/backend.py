@@ -11,8 +11,8 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.engines.pin_orders import PinOrders
 from batch_agent.backends.http.wire import CallIds
-from batch_agent.backends.simulated.answers import Answer, chat_answer
-from batch_agent.backends.simulated.core import Engine, Sequence
+from batch_agent.backends.simulated.answers import SimulatedAnswer, chat_answer
+from batch_agent.backends.simulated.core import Sequence, SimulatedEngine
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
@@ -75,12 +75,17 @@ class SimulatedBackend(Backend):
             raise Truncated(message, text=answer.text, usage=reply.usage, in_call=bool(answer.calls))
         return reply
 
-    def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
+    def answer(self, prompt: bytes, request: ModelRequest) -> SimulatedAnswer:
         """Return what the model answers; the engine decides how long that takes."""
         return chat_answer(self.model, prompt, request.conversation.messages, request.shape)
 
     async def _generate(
-        self, prompt: bytes, answer: Answer, priority: int, order: Order | None, on_tool_call: OnToolCall | None
+        self,
+        prompt: bytes,
+        answer: SimulatedAnswer,
+        priority: int,
+        order: Order | None,
+        on_tool_call: OnToolCall | None,
     ) -> Reply:
         loop = asyncio.get_running_loop()
         sent, first, reported = loop.time(), 0.0, 0
@@ -122,7 +127,7 @@ class SimulatedBackend(Backend):
         return tokens
 
 
-def engine_load(engine: Engine) -> Load:
+def engine_load(engine: SimulatedEngine) -> Load:
     counters, pool = engine.counters, engine.pool
     return Load(
         running=len(engine.running),

@@ -53,7 +53,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SimulatedStep:
     seconds: float
     shares: tuple[Share, ...]
 
@@ -73,7 +73,7 @@ class Counters:
     aborted: int = 0
 
 
-class Engine:
+class SimulatedEngine:
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.pool = BlockPool(model.blocks)
@@ -127,7 +127,7 @@ class Engine:
             sequence.ended = True
             self._waiting -= 1
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> SimulatedStep | None:
         """Return the next forward pass; None if there is nothing to compute."""
         if self.pins.blocks:
             self._make_room()
@@ -150,9 +150,9 @@ class Engine:
             + prefill / self.model.prefill_tokens_per_second
             + loaded / self.model.offload_tokens_per_second
         )
-        return Step(seconds, tuple(shares))
+        return SimulatedStep(seconds, tuple(shares))
 
-    def complete(self, step: Step) -> list[Sequence]:
+    def complete(self, step: SimulatedStep) -> list[Sequence]:
         """Apply the step's results. Returns the sequences that got a token; finished ones are ``ended``."""
         advanced = []
         self.counters.steps += 1

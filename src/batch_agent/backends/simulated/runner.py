@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from batch_agent.backends.simulated.core import Engine, Sequence, Step
+from batch_agent.backends.simulated.core import Sequence, SimulatedEngine, SimulatedStep
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.vllm_pin import Order
 
@@ -21,7 +21,7 @@ class EngineRunner:
     """Serves any number of callers of one event loop at a time."""
 
     def __init__(self, model: EngineModel) -> None:
-        self.engine = Engine(model)
+        self.engine = SimulatedEngine(model)
         self._listeners: dict[Sequence, OnToken] = {}
         self._timer: asyncio.Handle | None = None
 
@@ -66,7 +66,7 @@ class EngineRunner:
         else:
             self._timer = loop.call_soon(self._complete, step)
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: SimulatedStep) -> None:
         self.engine.now = asyncio.get_running_loop().time()
         for sequence in self.engine.complete(step):
             listener = self._listeners.get(sequence)

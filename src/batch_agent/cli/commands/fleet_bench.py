@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from batch_agent.cli.commands.fleet import read_hosts
 from batch_agent.cli.exit_status import ALL_OK, SIGNALLED, UNREACHABLE
 from batch_agent.cli.output.streams import put, put_json, say
-from batch_agent.fleet.bench import Bench, Step, Wanted, bench_all
+from batch_agent.fleet.bench import Bench, Measurement, Wanted, bench_all
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, cut, duration, harmless, terminal_width
 
@@ -72,7 +72,7 @@ def table(benches: Sequence[Bench], steps: Sequence[int], width: int | None) -> 
     return "\n".join(line if width is None else cut(line, width) for line in lines)
 
 
-def _rate(step: Step) -> str:
+def _rate(step: Measurement) -> str:
     rate = step.tokens_per_second
     return "-" if rate is None else amount(round(rate))
 
@@ -97,7 +97,7 @@ def _json(benches: Sequence[Bench], wanted: Wanted) -> JsonObject:
     }
 
 
-def _json_of(step: Step) -> JsonObject:
+def _json_of(step: Measurement) -> JsonObject:
     return {
         "in_flight": step.inflight,
         "answers": len(step.answers),

@@ -18,7 +18,7 @@ from rich.progress import Progress as ProgressBar
 
 from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.local import weights
-from batch_agent.backends.local.weights import AnyWeights, Model, Progress, Stage
+from batch_agent.backends.local.weights import AnyWeights, ListedModel, Progress, Stage
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
@@ -78,7 +78,7 @@ def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
         yield show
 
 
-def _record(models: list[Model]) -> JsonObject:
+def _record(models: list[ListedModel]) -> JsonObject:
     return {
         "folder": str(cache_dir() / "models"),
         "models": [
@@ -95,7 +95,7 @@ def _record(models: list[Model]) -> JsonObject:
     }
 
 
-def _text(models: list[Model]) -> str:
+def _text(models: list[ListedModel]) -> str:
     blocks = []
     for model in models:
         block = [f"{model.name}: {model.state}, {amount(model.size_bytes)}B", model.description]
