@@ -18,7 +18,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import ControlFinished, LimitChanged, Sink
+from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
 from batch_agent.messages import Usage
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
@@ -67,6 +67,23 @@ class Shared:
             self.dispatchers[prepared.backend.name] = dispatcher
             dispatcher.spending = self.spending
         return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
+
+    @property
+    def cannot_continue(self) -> bool:
+        return self.dispatcher.over is not None or bool(self.spending.exhausted)
+
+    @property
+    def slots(self) -> int | None:
+        """The slots of all backends; None: no limit."""
+        slots = [each.scheduler.slots for each in self.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    def why(self, ended: Ended) -> str:
+        """Return why a run ended in this way, or ""."""
+        if ended == "out of budget":
+            return self.spending.exhausted
+        over = self.dispatcher.over
+        return over[1] if over is not None and ended == over[0] else ""
 
     def live(self) -> LiveNumbers:
         """Return the current numbers that no event reports."""
