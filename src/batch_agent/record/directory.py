@@ -248,6 +248,14 @@ class DirectoryStore(MemoryStore):
             outlay.learnt,
         )
 
+    def _read_jobs(self) -> list[bytes]:
+        with self._disk:
+            return self._dir.job_lines()
+
+    def _write_jobs(self, lines: Sequence[bytes]) -> None:
+        with self._disk:
+            self._dir.add_job_lines(lines)
+
     # What is spent
 
     def spent(self) -> Outlay:

@@ -40,13 +40,14 @@ from batch_agent.record.sqlite import SqliteJournal
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
 
-RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
+RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "run.json",
     "journal.db",
     "results.jsonl",
     "failures.jsonl",
     "summary.json",
     "run.lock",
+    "jobs.jsonl",
 )
 OPTIONS = "options"  # the fact that has the resolved options of a run
 OLD_LOCK = "lock"  # of earlier versions, which may still run here
@@ -116,6 +117,32 @@ class RunDir:
 
     def write_summary(self, summary: JsonObject) -> None:
         self._replace(SUMMARY, summary)
+
+    def job_lines(self) -> list[bytes]:
+        try:
+            return (self.path / JOBS).read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path / JOBS}: {error.strerror}") from None
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        """Append lines. When it returns, they survive a loss of power. On an error nothing is appended."""
+        try:
+            with open(self.path / JOBS, "a+b", buffering=0, opener=private) as file:
+                size = file.seek(0, os.SEEK_END)
+                # A kill may have cut the last line short: end it, so that the next one is a line of its own.
+                torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                rest = memoryview(b"\n" * torn + b"".join(line + b"\n" for line in lines))
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
 
     def close(self) -> None:
         try:

@@ -293,6 +293,20 @@ class WorkStore(Protocol):
         """Return the text of a file, or None if there is none of that name."""
         ...
 
+    # Jobs at batch APIs, of the run and of all its stages
+
+    def outlasts(self) -> bool:
+        """Return whether the record is still there after the feeder's process has ended."""
+        ...
+
+    def job_lines(self) -> list[bytes]:
+        """Return what all workers have recorded about jobs, in the order in which it was added."""
+        ...
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        """Record lines about jobs, all of them or none. When it returns, they survive a loss of power."""
+        ...
+
     def followed_rows(self) -> list[str]:
         """Return the rows that viewers follow now: the index, in a pipeline ``STAGE/INDEX``."""
         ...

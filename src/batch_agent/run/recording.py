@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -32,7 +32,9 @@ from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, State
 from batch_agent.record.store import Resuming, RunStore, WorkStore
 from batch_agent.run.changes import compare, options_of
+from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
+from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
@@ -48,7 +50,6 @@ RECORDED_STATES: Mapping[str, State] = {
     "out of budget": "out of budget",
     "unreachable": "unreachable",
 }
-ROWS = "row_schema"  # the fact that names the class of the rows
 
 
 def open_record(spec: BatchSpec) -> RunStore:
@@ -139,12 +140,11 @@ async def in_thread(function: Callable[[], R]) -> R:
         raise
 
 
-def joining_command(spec: BatchSpec) -> str:
-    """Return the command that starts a worker of a run that works on nothing itself; "" for another run."""
-    if not spec.feed_only:
-        return ""
-    place = StoreAddress.parse(str(spec.run_dir)) if is_store_url(spec.run_dir) else spec.run_dir
-    return f"batch-agent work {place} --import-from DIR"
+def joining_command(spec: BatchSpec, facts: JsonObject) -> str:
+    """Return the command that starts a worker of this run in another process."""
+    if is_store_url(spec.run_dir):
+        return join_line(str(StoreAddress.parse(str(spec.run_dir))), facts)
+    return f"batch-agent work {spec.run_dir}"
 
 
 def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:
@@ -183,18 +183,24 @@ def facts_of(
     return facts
 
 
-def facts_for_workers(prepared: Prepared, first: object, row_schema: type[object] | None = None) -> JsonObject:
-    """Return what a worker in another process needs to prepare the same run. ``first`` is its first input,
-    ``row_schema`` the class of its rows. Raises SpecError for an option that other processes cannot use."""
+def facts_for_workers(
+    prepared: Prepared, first: object, inside: Inside | None = None, row_schema: type[object] | None = None
+) -> JsonObject:
+    """Return what a worker in another process needs to prepare the same run, signed if there is a secret. ``first`` is
+    its first input, ``row_schema`` the class of its rows. Raises SpecError for an option that other processes cannot
+    use."""
     try:
         shown = "null" if isinstance(first, UnreadableRow) else encode_row(first).decode()
     except InputError:  # this row fails alone
         shown = "null"
     model: JsonObject = {} if prepared.model is None else {"model": prepared.spec.model or prepared.model}
-    spec = {**spec_json(prepared), **model}
-    facts: JsonObject = {"spec": spec, "first": shown, "pieces": {**pieces(prepared)}, "asked": asked_json(prepared)}
-    facts |= {"lease": prepared.spec.lease, "keep": prepared.spec.keep}
-    return facts if row_schema is None else {**facts, ROWS: schema_json(row_schema)}
+    facts: JsonObject = {"spec": {**spec_json(prepared), **model}, "first": shown, "pieces": {**pieces(prepared)}}
+    facts |= {"asked": asked_json(prepared), "lease": prepared.spec.lease, "keep": prepared.spec.keep}
+    facts |= {} if inside is None else inside.facts(prepared)
+    if row_schema is not None:
+        facts[ROWS] = schema_json(row_schema)
+    hosts = {*hosts_of(prepared.backend), *cast("list[str]", facts.get(HOSTS, ()))}
+    return sign({**facts, HOSTS: [*sorted(hosts)]} if hosts else facts)
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:

@@ -151,7 +151,7 @@ class Run(Generic[T]):
         self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_reading)
-        self._feed.reading = not self._works  # it starts no agent itself
+        self._feed.reading, self._feed.paced = not self._works, self.shared.paced  # it starts no agent itself
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(spec.inputs)
@@ -422,7 +422,7 @@ class Run(Generic[T]):
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
-            self.shared.keep_jobs(self._prepared.backend, self._opened)
+            await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
                 async with announced(self._record), backend:
@@ -650,11 +650,15 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone = store.instant and not self._is_shared
-        feeder.joining = joining_command(spec) if self._crew is None and self._outer is None else ""
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
             facts |= self._facts_for_workers()
+        if self._crew is None and self._outer is None:
+            if spec.feed_only:  # the feeder says it while there is no worker
+                feeder.joining = joining_command(spec, facts)
+            elif not store.instant:
+                logger.warning("to add a worker: %s", joining_command(spec, facts))
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(prepared, self.on_change), keys, prepared.schema, spec.keep)
         if self._leaving:
@@ -662,9 +666,7 @@ class Run(Generic[T]):
 
     def _facts_for_workers(self) -> JsonObject:
         """Return what workers in other processes need. Raises SpecError if they cannot work on the run."""
-        prepared = self._prepared
-        facts = facts_for_workers(prepared, self._first, self._row_schema)
-        return facts if self._inside is None else facts | self._inside.facts(prepared)
+        return facts_for_workers(self._prepared, self._first, self._inside, self._row_schema)
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the

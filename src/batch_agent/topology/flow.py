@@ -41,6 +41,7 @@ from batch_agent.run.shared_backends import SharedBackends, Wrap
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
+from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, InputSource, KeyNode
@@ -122,7 +123,7 @@ class Flow:
         for node in self.nodes:
             with _named(node.name):
                 specs[node.name] = spec_json(node.prepared)
-        return {"specs": specs}
+        return {"specs": specs, HOSTS: [host for node in self.nodes for host in hosts_of(node.prepared.backend)]}
 
     async def work(self, run: Run[object]) -> bool:
         """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
