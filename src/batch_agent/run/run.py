@@ -71,6 +71,7 @@ from batch_agent.run.recording import (
     RECORDED_STATES,
     OnChange,
     StageAccount,
+    announced,
     as_recorded,
     asked_json,
     encoder,
@@ -424,7 +425,7 @@ class Run(Generic[T]):
             await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
-                async with backend:
+                async with announced(self._record), backend:
                     with following(backend, self.shared.dispatcher) as follower:
                         prepared = await learn_context(await choose_model(self._prepared))
                         if follower is not None:
