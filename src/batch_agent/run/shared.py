@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,6 +116,25 @@ class Shared:
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)
+
+
+def open_spending(
+    prepared: Prepared, dispatchers: Mapping[str, Dispatcher], on_exhausted: Callable[[str], None]
+) -> Spending:
+    """Return the ledger of an outermost run, with these dispatchers."""
+
+    def time_is_up() -> None:
+        why = str(spending.refusal())
+        for dispatcher in dispatchers.values():
+            dispatcher.refuse_now(why)
+            dispatcher.cut_off(spending.add_reason)
+
+    def short(is_short: bool) -> None:
+        for dispatcher in dispatchers.values():
+            dispatcher.slots.set_short_of_budget(is_short)
+
+    spending = Spending(prepared.spec, prepared.prices, short, on_exhausted, time_is_up)
+    return spending
 
 
 def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_health: OnHealth) -> Dispatcher:
