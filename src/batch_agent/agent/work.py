@@ -177,8 +177,11 @@ class Work:
         if ticket is not None:
             return ticket
         slots, progress = self.r.dispatcher.slots, self.progress
-        if self.worker is not None and model != progress.model:  # it determines the choice of server
-            progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
+        if model != progress.model:  # it determines the choice of server
+            if self.worker is None:
+                progress.model = model  # a built-in worker has one conversation
+            else:
+                progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
         if slots.scheduler.admission.enabled:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)
