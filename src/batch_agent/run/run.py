@@ -58,7 +58,6 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.run.changes import Changes, compare
-from batch_agent.run.clock import Clock
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
@@ -88,7 +87,7 @@ from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared, labelled, open_dispatcher, open_spending
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
-from batch_agent.run.sinks import Sinks
+from batch_agent.run.sinks import Clock, Sinks
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker

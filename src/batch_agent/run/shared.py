@@ -25,8 +25,8 @@ from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import RunStore, WorkStore
-from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
+from batch_agent.run.sinks import Clock
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.spec import BatchSpec

@@ -12,9 +12,9 @@ from batch_agent.agent.fingerprint import rows_under
 from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prefix_leader import lead_of
 from batch_agent.agent.prepare import Prepared
-from batch_agent.agent.resources import Resources
 from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.agent.touches import Touches
+from batch_agent.agent.turn import Resources
 from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
