@@ -187,7 +187,8 @@ class EndpointMonitor:
         if outcome == "silent" and not slot.trial and not health.is_down and server.is_queued(slot):
             outcome = "recalled"  # it waited behind others that were answered: too many were sent
             meanwhile = server.answers - slot.answers_before
-            self.say(endpoint, endpoint.capacity.timed_out(meanwhile, now - slot.sent_at))
+            if not control:  # whose time limit is shorter than that of rows
+                self.say(endpoint, endpoint.capacity.timed_out(meanwhile, now - slot.sent_at))
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
@@ -242,7 +243,7 @@ class EndpointMonitor:
         if not health.is_down:
             health.fail(str(error), now)
             if verdict.endpoint == "down":
-                health.go_down(now)
+                health.go_down(now, silent=outcome == "silent")  # it may only be slow: any answer shows that it works
                 self._goes_down(endpoint, now)
         else:
             health.reason, health.heard = str(error), now
