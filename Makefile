@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt where it is missing and apt can
 	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends redis-server; } >/dev/null 2>&1 || true
 	$(BIN)/python -m pytest -n auto
+
+test-pythons:  ## the same with other versions of Python: PYTHONS="python3.12 python3.13", names or paths
+	for python in $(or $(PYTHONS),python3.12 python3.13); do $(MAKE) test PYTHON=$$python || exit 1; done
 
 test-wheel:  ## build the wheel, install it into an empty environment, and try it there
 	rm -rf build/wheel && mkdir -p build/wheel
@@ -54,8 +57,14 @@ screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
 	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python -m pytest tests/backends/local
 
-test-docs: $(VENV)/.local $(VENV)/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model
-	BATCH_AGENT_TEST_DOCS=1 $(BIN)/python -m pytest tests/test_docs.py
+.venv-newcomer/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-newcomer
+	.venv-newcomer/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-newcomer/bin/python -m pip install --quiet --editable ".[local]" pytest pytest-asyncio hypothesis markdown-it-py
+	touch $@
+
+test-docs: .venv-newcomer/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model, without other extras
+	BATCH_AGENT_TEST_DOCS=1 .venv-newcomer/bin/python -m pytest tests/test_docs.py
 
 test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus

@@ -24,6 +24,7 @@ from batch_agent.files.extras import extra
 from batch_agent.messages import JsonObject
 from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
 from batch_agent.run.joining import WAIT, JoinedWorker, open_store
+from batch_agent.run.trust import Trust
 
 if TYPE_CHECKING:
     from batch_agent.run.run import Run
@@ -32,6 +33,8 @@ logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report nodes that join
 REACH_SECONDS = 10.0  # for a cluster to accept a connection
+HTTP2_SETTINGS = b"\4"  # type of the frame that begins a connection, in its fourth byte
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + bytes(5)
 TOKEN_HINT = ". If the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
 BRIDGE = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 512}
@@ -76,7 +79,7 @@ class Ray:
             if target is None:
                 target = await asyncio.to_thread(self._bridge, serving.path)
                 extent.push_async_callback(asyncio.to_thread, ray_package().kill, target)
-            workers = await extent.enter_async_context(RayWorkers(self, target))
+            workers = await extent.enter_async_context(RayWorkers(self, target, serving.fingerprint))
             async with asyncio.TaskGroup() as tasks:
                 lost = tasks.create_task(workers.lost())
                 yield
@@ -115,12 +118,17 @@ class Ray:
         return True
 
     def _look(self) -> None:
-        """Raise RunUnreachable if nothing listens at the address. Ray itself would try for many minutes."""
+        """Raise RunUnreachable if nothing listens at the address, or something else than Ray, which speaks HTTP/2. Ray
+        itself would try for many minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
             return
         try:
-            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+            with socket.create_connection((host, int(port)), REACH_SECONDS) as connection:
+                if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+                    connection.sendall(HTTP2_START)
+                    if connection.recv(9)[3:4] != HTTP2_SETTINGS:
+                        raise RunUnreachable(f"what listens at {self.address} is not a Ray cluster: no HTTP/2 answer")
         except OSError as error:
             raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
 
@@ -182,15 +190,16 @@ class WorkerActor:
         self._worker: JoinedWorker | None = None
         self._leaving = False
 
-    async def work(self, target: object) -> int:
+    async def work(self, target: object, fingerprint: str) -> int:
         """Work until the run is done, or until ``leave``; return the number of finished rows.
 
-        ``target`` is the URL of the run, or the bridge to the driver.
+        ``target`` is the URL of the run, or the bridge to the driver. ``fingerprint`` is that of what the run uses.
         """
         if self._leaving:
             return 0
-        store = await open_store(target, WAIT) if isinstance(target, str) else bridged(target)
-        self._worker = JoinedWorker(store)
+        trust = Trust(fingerprint=fingerprint, everything=not isinstance(target, str))
+        store = await open_store(target, WAIT, trust) if isinstance(target, str) else bridged(target)
+        self._worker = JoinedWorker(store, trust)
         try:
             return (await self._worker.work()).rows
         finally:
@@ -206,8 +215,8 @@ class WorkerActor:
 class RayWorkers:
     """The actors that work on one run, while this context is entered."""
 
-    def __init__(self, cluster: Ray, target: object) -> None:
-        self._cluster, self._target = cluster, target
+    def __init__(self, cluster: Ray, target: object, fingerprint: str) -> None:
+        self._cluster, self._target, self._fingerprint = cluster, target, fingerprint
         self._actors: dict[str, Any] = {}  # by node, or by number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -278,7 +287,7 @@ class RayWorkers:
     async def _watch(self, name: str, actor: Any) -> None:
         """Let one actor work. Ray repeats the call after it restarts an actor."""
         try:
-            await actor.work.remote(self._target)
+            await actor.work.remote(self._target, self._fingerprint)
         except ray_package().exceptions.RayError as error:
             if name not in self._actors:
                 return

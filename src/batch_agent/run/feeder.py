@@ -202,7 +202,7 @@ class Feeder:
     async def _feed_here(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store in this process: their objects, and the jobs made of them."""
         plan, bare_values = self._plan, [unplaced(value) for value in values]
-        for bare in bare_values:
+        for bare in bare_values if self._rows.channel is None else ():
             plan.check_first(bare)
         if not self._reads_documents and plan.reads(bare_values[0]):
             self._reads_documents = True
@@ -223,33 +223,37 @@ class Feeder:
         """Feed rows to a store outside this process, as JSON."""
         new: list[tuple[NewRow, str]] = []
         for place, value in enumerate(values):
-            index, value = (value.index, value.value) if isinstance(value, Placed) else (first + place, value)
+            index, name = first + place, None
+            if isinstance(value, Placed):
+                index, name, value = value.index, value.name, value.value
             if isinstance(self._originals, dict):
                 self._originals[index] = value
             try:
-                new.append(self._encoded(index, value))
+                new.append(self._encoded(index, value, name))
             except JobError as error:
                 shown = None if isinstance(value, UnreadableRow) else value
-                self._emit(JobStarted(self._clock(), self._run, index, str(index)))
+                name = str(index) if name is None else name
+                self._emit(JobStarted(self._clock(), self._run, index, name))
                 self.outstanding += 1
-                self._finish(Failure(index, str(index), shown, False, None, AgentError.of(error)))
+                self._finish(Failure(index, name, shown, False, None, AgentError.of(error)))
         answers = await self.run(partial(self.store.feed, self.sitting, [row for row, _ in new]))
         self.outstanding += len(answers)
         self._news.set()
-        for (row, name), answer in zip(new, answers, strict=True):
+        for (row, job_id), answer in zip(new, answers, strict=True):
             if answer is not None:
-                self._emit(JobStarted(self._clock(), self._run, row.index, name))
+                self._emit(JobStarted(self._clock(), self._run, row.index, job_id))
                 result, _ = decode_result(answer, row.index, self._schema, resumed=True)  # type: ignore[arg-type]
                 self._finish(result)
 
-    def _encoded(self, index: int, value: object) -> tuple[NewRow, str]:
+    def _encoded(self, index: int, value: object, name: str | None) -> tuple[NewRow, str]:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
-        data = encode_row(value)
-        value = decode_row(data, self._row_schema)
-        self._plan.check_first(value)
-        job = self._plan.job(index, value)
+        data = encode_row(value, name)
+        value, _ = decode_row(data, self._row_schema)
+        if self._rows.channel is None:
+            self._plan.check_first(value)
+        job = self._plan.job(index, value, name)
         identity = self.keys.identity(job, self._plan.question(job))
         return NewRow(index, identity.key, identity.row, data), job.job_id
 

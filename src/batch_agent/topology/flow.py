@@ -7,8 +7,10 @@ The outer run has no rows. Everything is prepared and checked before anything is
 from __future__ import annotations
 
 import copy
+import difflib
+import os
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,25 +18,30 @@ from typing import Any, Self, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.prepare import Prepared, prepare, recorded_facts
+from batch_agent.backends.registry import BACKEND_VARIABLE
+from batch_agent.compiler.fields import field_names, listed
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import SpecError
+from batch_agent.errors import InputError, SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.record.address import is_store_url
+from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
-from batch_agent.run.recording import open_record
+from batch_agent.run.changes import Changes
+from batch_agent.run.recording import OnChange, open_record
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends, Wrap
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
+from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, InputSource, KeyNode
@@ -50,6 +57,7 @@ from batch_agent.topology.stages import (
     Join,
     Reduce,
     Stage,
+    carried_after,
     check_options_of_the_whole,
 )
 
@@ -75,6 +83,7 @@ class Flow:
     ) -> None:
         check_options_of_the_whole(options)
         self.inputs = inputs
+        options = _with_recorded_backend(options)
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # in the order of the stages
         self._options, self._sends = dict(options), sends
@@ -83,7 +92,7 @@ class Flow:
         self._sources: list[InputSource] = []
         self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
-        self._wire(inputs, stages, self.collector)
+        self._wire(inputs, stages, self.collector, self._options.pop("id_column", None))
         self.nodes.reverse()
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that calls a model: map or reduce")
@@ -100,7 +109,7 @@ class Flow:
         """Return the outer run, and open that of each stage."""
         whole, nodes = self._prepared, self.nodes
         self.names: Sequence[str] = [node.name for node in nodes]
-        self.schemas: Mapping[str, OutputSchema[object] | None] = {node.name: node.prepared.schema for node in nodes}
+        self.parts: Mapping[str, Prepared] = {node.name: node.prepared for node in nodes}
         run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self)
         for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
             schema = self._row_schemas.get(node.name)
@@ -114,7 +123,7 @@ class Flow:
         for node in self.nodes:
             with _named(node.name):
                 specs[node.name] = spec_json(node.prepared)
-        return {"specs": specs}
+        return {"specs": specs, HOSTS: [host for node in self.nodes for host in hosts_of(node.prepared.backend)]}
 
     async def work(self, run: Run[object]) -> bool:
         """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
@@ -172,6 +181,20 @@ class Flow:
 
     def cancel(self) -> None:
         self._run.cancel()
+
+    def changes(self) -> Changes:
+        """Compare the stages with their record. May block."""
+        return self._run.changes()
+
+    @property
+    def on_change(self) -> OnChange:
+        """The option; it may be set before the flow is entered."""
+        return self._run.on_change
+
+    @on_change.setter
+    def on_change(self, on_change: OnChange) -> None:
+        for run in (self._run, *(node.run for node in self.nodes)):
+            run.on_change = on_change
 
     def resize(self, max_inflight: int | None) -> None:
         """Change the concurrency limit of each backend."""
@@ -244,24 +267,30 @@ class Flow:
 
     # Wiring
 
-    def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver) -> None:
-        """Connect the stages from the last to the first, because each must know where its rows go."""
+    def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver, id_column: str | None) -> None:
+        """Connect the stages from the last to the first, because each must know where its rows go. ``id_column`` is the
+        field with the ids of the inputs, which later rows keep."""
         for place, stage in reversed(list(enumerate(stages))):
+            carry = carried_after(stages[: place + 1])
             if isinstance(stage, Agents) and place:
-                check_fields(stages[place - 1], stage)
+                check_fields(stages[:place], stage, self._options.get("template"))
                 if (schema := schema_of_rows(stages[:place])) is not None:
                     self._row_schemas[stage.name] = schema
-                out = self._agents(stage, out, RowChannel())
+                out = self._agents(stage, out, RowChannel(), carry)
             elif isinstance(stage, Agents):
-                self._agents(stage, out, inputs)
+                own = {} if id_column is None else {"id_column": id_column}
+                if isinstance(inputs, list | tuple) and inputs:
+                    check_carry(stage, inputs[0])
+                self._agents(replace(stage, options={**own, **stage.options}), out, inputs, carry)
                 return
             else:
                 out = self._node(stage, out)
-        self._sources.append(InputSource(inputs, out))
+        self._sources.append(InputSource(inputs, out, id_column))
 
-    def _agents(self, stage: Agents, out: Receiver, inputs: Inputs) -> AgentNode:
+    def _agents(self, stage: Agents, out: Receiver, inputs: Inputs, carry: tuple[str, ...]) -> AgentNode:
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
-        node = AgentNode(stage.name, prepared, inputs if isinstance(inputs, RowChannel) else None, out)
+        channel = inputs if isinstance(inputs, RowChannel) else None
+        node = AgentNode(stage.name, replace(prepared, carry=carry), channel, out)
         self.nodes.append(node)
         return node
 
@@ -280,7 +309,7 @@ class Flow:
             case Join():
                 join = JoinNode(out)
                 other = self._function(KeyNode(stage.other_key, join.other, looked_up=True))
-                self._wire(stage.other.inputs, stage.other.stages, other)
+                self._wire(stage.other.inputs, stage.other.stages, other, None)
                 return self._function(KeyNode(stage.key, join))
 
     def _function(self, node: FunctionNode) -> Receiver:
@@ -306,7 +335,18 @@ class Flow:
         prepared = prepare(BatchSpec(**options, task="{input}", inputs=[stages]), sends=self._sends)
         plan = copy.copy(prepared.plan)
         plan.total = None  # the pipeline has no rows of its own
-        return replace(prepared, plan=plan, backend=first.backend, model=first.model)
+        where = self._options.get("backend") or os.environ.get(BACKEND_VARIABLE)
+        return replace(prepared, plan=plan, backend=first.backend, model=first.model, where=where)
+
+
+def _with_recorded_backend(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a pipeline. One that is resumed and names no backend uses that of its record, also for
+    stages that have not begun."""
+    run_dir = next((options[name] for name in RUN_DIR if options.get(name) is not None), None)
+    known = recorded_options(recorded_facts(run_dir)).get("backend")
+    if options.get("backend") is not None or not isinstance(known, str | list):
+        return options
+    return {**options, "backend": known}
 
 
 @contextmanager
@@ -328,22 +368,56 @@ def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
 def schema_of_rows(before: Sequence[Stage]) -> type[object] | None:
     """Return the class of the rows after these stages; None if it is unknown, or if they are plain data."""
     last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
+    if carried_after(before):
+        return None
     schema = last.options.get("output_schema") if isinstance(last, Agents | Reduce) else None
     return schema if isinstance(schema, type) and schema is not str else None
 
 
-def check_fields(before: Stage, stage: Agents) -> None:
-    """Raise SpecError for a field of the task that the rows are known not to have."""
-    fields: Iterable[str] | None = None
-    match before:
+def check_fields(before: Sequence[Stage], stage: Agents, template: str | None) -> None:
+    """Raise SpecError for a field that the stage uses or carries and its rows are known not to have. ``template`` is
+    the language of the pipeline's tasks."""
+    own, carried = known_fields(before), carried_after(before)
+    if own is None:
+        return
+    if twice := [name for name in carried if name in own]:
+        raise SpecError(
+            f"{stage.name}: its rows have a field {twice[0]!r} of their own: take it out of carry, or rename it"
+        )
+    with _named(stage.name):
+        if stage.options.get("template", template) != "jinja":
+            Template.parse(stage.options.get("task", ""), (*carried, *own))
+        _check_carry(stage.carry, (*carried, *own))
+
+
+def known_fields(before: Sequence[Stage]) -> Sequence[str] | None:
+    """Return the fields of the rows after these stages, without carried ones; None if only the rows show them."""
+    last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
+    match last:
         case FlatMap():
-            fields = before.fields
+            return last.fields
         case Agents() | Reduce():
-            schema = before.options.get("output_schema")
-            known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
+            schema = last.options.get("output_schema")
+            if schema is None and last.options.get("worker") is not None:
+                return None  # it may return a dict
             if schema is None or schema is str:
-                fields = ("input",)
-            elif known is not None and isinstance(properties := known.json_schema.get("properties"), dict):
-                fields = properties
-    if fields is not None:
-        Template.parse(stage.options.get("task", ""), tuple(fields))
+                return ("input",)
+            known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
+            properties = None if known is None else known.json_schema.get("properties")
+            return tuple(properties) if isinstance(properties, dict) else None
+        case _:
+            return None
+
+
+def check_carry(stage: Agents, first: object) -> None:
+    """Raise SpecError for a carried field that the first input does not have."""
+    with suppress(InputError), _named(stage.name):
+        _check_carry(stage.carry, field_names(first))
+
+
+def _check_carry(carry: Sequence[str], fields: Sequence[str]) -> None:
+    for name in carry:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SpecError(f"carry: the rows have no field {name!r} (their fields: {listed(fields)}){hint}")
