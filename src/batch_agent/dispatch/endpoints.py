@@ -468,9 +468,10 @@ class EndpointMonitor:
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         """Apply an outage. The health is already set to down."""
         endpoint.server.history.go_down()
-        endpoint.server.go_down()
+        if not endpoint.health.is_denied:  # a denial says nothing about how many requests it takes afterwards
+            endpoint.server.go_down()
+            self._on_limit(endpoint, "the server is down")
         self._scheduler.touch(endpoint)
-        self._on_limit(endpoint, "the server is down")
         self._report(endpoint, now)
         self.decisions.wake()
         self.arm(endpoint)
