@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt 
 	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends redis-server; } >/dev/null 2>&1 || true
 	$(BIN)/python -m pytest -n auto
 
+test-pythons:  ## the same with other versions of Python: PYTHONS="python3.12 python3.13", names or paths
+	for python in $(or $(PYTHONS),python3.12 python3.13); do $(MAKE) test PYTHON=$$python || exit 1; done
+
 test-wheel:  ## build the wheel, install it into an empty environment, and try it there
 	rm -rf build/wheel && mkdir -p build/wheel
 	$(PYTHON) -m venv build/wheel/venv
@@ -39,11 +42,23 @@ test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt 
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
 	BATCH_AGENT_TEST_VIEW=1 $(BIN)/python -m pytest tests/view
 
+.venv-docs/.ready: pyproject.toml docs/site/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-docs/bin/python -m pip install --quiet --requirement docs/site/requirements.txt --editable .
+	touch $@
+
+docs: .venv-docs/.ready  ## the documentation as a site in build/docs/html; fails if a link or an anchor leads nowhere
+	.venv-docs/bin/python docs/site/build.py build/docs
+
 screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 	$(BIN)/python docs/screenshots.py
 
 test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
 	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python -m pytest tests/backends/local
+
+test-docs: $(VENV)/.local $(VENV)/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model
+	BATCH_AGENT_TEST_DOCS=1 $(BIN)/python -m pytest tests/test_docs.py
 
 test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
@@ -66,6 +81,7 @@ test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds and the property tests with random examples
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 	$(if $(SEED),,$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ),300))
+	$(if $(SEED),,$(BIN)/python -m pytest -n auto -m soak)
 	$(if $(SEED),,BATCH_AGENT_TEST_RANDOM=1 $(BIN)/python -m pytest -n auto $$(grep -rl "^from hypothesis" tests --include="test_*.py"))
 
 soak-load: $(VENV)/.ready  ## simulated runs at servers that are full, refuse by chance or report wrong metrics: SEEDS=N of each

@@ -1,8 +1,9 @@
 """The documentation is true: its code runs, its links lead somewhere, nothing that users can say is left out.
 
 A page's blocks are run in order, in a directory of their own that has the examples, against a server that says the
-least a well-behaved model could say. A block that begins with ``# name.ext`` is that file. One that cannot run here
-says why in a comment before it: ``<!-- not run: needs a GPU -->``.
+least a well-behaved model could say; ``make test-docs`` runs them with what a newcomer has, the embedded model. A block
+that begins with ``# name.ext`` is that file. One that cannot run says why in a comment before it:
+``<!-- not run: needs a GPU -->``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import AsyncExitStack, chdir
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,7 @@ import yaml
 from markdown_it import MarkdownIt
 from tests.cli.commandline import batch_agent, own_modules
 
-from batch_agent.backends.local import weights
 from batch_agent.cli.main import COMMANDS, add_arguments
-from batch_agent.errors import SpecError
 from batch_agent.testing import ScriptedServer
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +33,8 @@ GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 JOBS = sorted((ROOT / "docs" / "jobs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "design").glob("*.md"))]
 EXAMPLES = [path.read_text() for path in (ROOT / "examples").glob("*.py")]  # test_examples.py runs them
+AS_A_NEWCOMER = os.environ.get("BATCH_AGENT_TEST_DOCS") == "1"
+SOME_FAILED = 2  # exit status of a run with failed rows
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 FILE_NAME = re.compile(r"# (\w[\w/-]*\.\w+)\n")
 
@@ -83,7 +84,8 @@ async def run_block(block: Block, place: Path) -> None:
     elif block.language == "sh" and (commands := commands_of(block.text)):
         for arguments in commands:
             outcome = await batch_agent(place, *arguments)
-            assert outcome.code == 0, f"{arguments}\n{outcome.stderr}"
+            good = (0, SOME_FAILED) if AS_A_NEWCOMER else (0,)  # the embedded model is small
+            assert outcome.code in good, f"{arguments}\n{outcome.stderr}"
     elif block.language == "sh":
         await run_shell(block.text, place)
 
@@ -119,25 +121,14 @@ async def run_shell(line: str, place: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in GUIDES if runnable(page)], ids=named)
 async def test_the_code_of_a_page_runs(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATCH_AGENT_CACHE", str(workplace / "cache"))
-    async with ScriptedServer(models=["tiny"]) as server:
-        monkeypatch.setenv("BATCH_AGENT_BACKEND", server.backend_url)
+    monkeypatch.setenv("BATCH_AGENT_BACKEND", "")
+    async with AsyncExitStack() as stack:
+        if not AS_A_NEWCOMER:
+            server = await stack.enter_async_context(ScriptedServer(models=["tiny"]))
+            monkeypatch.setenv("BATCH_AGENT_BACKEND", server.backend_url)
+            monkeypatch.setenv("BATCH_AGENT_CACHE", str(workplace / "cache"))
         for block in runnable(page):
             await run_block(block, workplace)
-
-
-@pytest.mark.real
-async def test_the_readmes_first_program_runs_as_it_stands_on_the_embedded_model(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("openvino_genai", reason="the embedded engine is not installed: pip install openvino-genai")
-    try:
-        weights.fetch()
-    except SpecError as error:
-        pytest.skip(f"no weights: {error}")
-    program = next(block for block in blocks_of(ROOT / "README.md") if block.language == "python")
-    monkeypatch.setenv("BATCH_AGENT_BACKEND", "")
-    await run_block(program, workplace)
 
 
 def test_every_block_says_what_it_is() -> None:

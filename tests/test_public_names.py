@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,8 @@ def test_a_source_tree_that_was_never_installed_can_be_used(tmp_path: Path) -> N
         check=False,
     )
     assert done.stdout.splitlines()[-1:] == [batch_agent.__version__], done.stderr
+
+
+def test_the_extra_all_has_every_other_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras.pop("all") == [f"batch-agent[{','.join(sorted(extras))}]"]

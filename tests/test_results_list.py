@@ -183,6 +183,12 @@ async def test_results_become_a_pandas_frame_with_a_column_for_each_field() -> N
     assert len(Results().to_pandas()) == 0
 
 
+def test_lists_and_objects_stay_what_they_are_in_a_pandas_frame() -> None:
+    pytest.importorskip("pandas")
+    frame = Results([Success(0, "0", {"n": 1}, True, {"tags": ["a", "b"], "at": {"x": 1}})]).to_pandas()
+    assert frame["output.tags"][0] == ["a", "b"] and frame["output.at"][0] == {"x": 1}
+
+
 async def test_results_become_a_polars_frame_with_the_same_columns() -> None:
     polars = pytest.importorskip("polars")
     results = await marks()

@@ -21,7 +21,7 @@ async def run(
         tools=[tool] if work.turns == 2 else [],
         output_schema=Review,
         model=MODEL,
-        backend=work.url,
+        backend=work.url.replace("http://", "vllm://"),
         max_inflight=work.inflight,
         streaming_tool_dispatch=work.stream,
         run_dir=run_dir,

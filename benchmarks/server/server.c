@@ -12,6 +12,8 @@
  * GET /stats tells, and resets, how many answers were asked for and how many were in flight at once: the harness uses
  * it to check that every contender did the work and kept to its limit.
  *
+ * GET /metrics has what vLLM tells of its load: a cache in which every context fits.
+ *
  * usage: server LATENCY_US WRITES [PORT]      prints its port on stdout, ends when its stdin does
  */
 #define _GNU_SOURCE
@@ -132,8 +134,13 @@ static void put_event(Conn *c, const char *delta, const char *finish, const char
     put(c, "%x\r\n%s\r\n", (unsigned)len, event);
 }
 
-#define USAGE "\"usage\":{\"prompt_tokens\":620,\"completion_tokens\":74,\"total_tokens\":694," \
-              "\"prompt_tokens_details\":{\"cached_tokens\":512}}"
+/* An engine whose cache holds every context: a later turn finds all of the turn before it, 694 tokens. */
+#define COUNTS(prompt, total, cached) "\"usage\":{\"prompt_tokens\":" prompt ",\"completion_tokens\":74," \
+    "\"total_tokens\":" total ",\"prompt_tokens_details\":{\"cached_tokens\":" cached "}}"
+
+static const char *usage_of(bool later) {
+    return later ? COUNTS("760", "834", "688") : COUNTS("620", "694", "512");
+}
 
 /* The model's text, already escaped for a JSON string. Escapes are two characters, so a cut may not split one. */
 static int review(char *text, size_t size, long record) {
@@ -157,7 +164,7 @@ static void put_long_topic(char *text, size_t size, long record) {
     snprintf(text, size, "{\\\"topic\\\": \\\"%ld: " LONG_TOPIC "\\\"}", record);
 }
 
-static void answer_at_once(Conn *c, Kind kind, long record) {
+static void answer_at_once(Conn *c, Kind kind, bool later, long record) {
     char text[1024], body[2048];
     bool tool = kind != REVIEW;
     if (tool) {
@@ -181,8 +188,8 @@ static void answer_at_once(Conn *c, Kind kind, long record) {
     int len = snprintf(body, sizeof body,
         "{\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion\",\"created\":1700000000,\"model\":\"bench\","
         "\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":%s},"
-        "\"finish_reason\":\"%s\"}]," USAGE "}",
-        text, tool ? "tool_calls" : "stop");
+        "\"finish_reason\":\"%s\"}],%s}",
+        text, tool ? "tool_calls" : "stop", usage_of(later));
     put_json(c, "200 OK", body, (size_t)len);
 }
 
@@ -222,8 +229,8 @@ static void cut_at_events(Conn *c, size_t start) {
         if (c->n_cuts < MAX_TOKENS - 1) c->cuts[c->n_cuts++] = (size_t)(end + 4 - c->out);
 }
 
-static void answer_streamed(Conn *c, Kind kind, bool usage, long record) {
-    char text[512];
+static void answer_streamed(Conn *c, Kind kind, bool usage, bool later, long record) {
+    char text[512], counts[256];
     bool tool = kind != REVIEW;
     put(c, "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n");
     size_t start = c->out_len;
@@ -240,7 +247,8 @@ static void answer_streamed(Conn *c, Kind kind, bool usage, long record) {
         put_pieces(c, text, "{\"content\":\"", "\"}");
     }
     put_event(c, "{}", tool ? "\"tool_calls\"" : "\"stop\"", "");
-    if (usage) put_event(c, NULL, NULL, "," USAGE);
+    snprintf(counts, sizeof counts, ",%s", usage_of(later));
+    if (usage) put_event(c, NULL, NULL, counts);
     put(c, "e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n");
 
     c->n_cuts = 0;
@@ -268,20 +276,21 @@ static long record_number(const char *body, size_t len) {
 
 static void answer_chat(Conn *c, const char *body, size_t len) {
     Kind kind = REVIEW;
-    if (says(body, len, "\"tools\":", "") && !says(body, len, "\"role\":", "\"tool\""))
+    bool later = says(body, len, "\"role\":", "\"tool\"");
+    if (says(body, len, "\"tools\":", "") && !later)
         kind = memmem(body, len, "at length", 9) ? CALL_AT_LENGTH : CALL;
     long record = record_number(body, len);
     if (says(body, len, "\"stream\":", "true"))
-        answer_streamed(c, kind, says(body, len, "\"include_usage\":", "true"), record);
+        answer_streamed(c, kind, says(body, len, "\"include_usage\":", "true"), later, record);
     else
-        answer_at_once(c, kind, record);
+        answer_at_once(c, kind, later, record);
     answers++;
     if (++in_flight > peak_in_flight) peak_in_flight = in_flight;
     c->counted = true;
 }
 
 static void answer_other(Conn *c, const char *head, size_t len) {
-    char body[256];
+    char body[512];
     const char *status = "200 OK";
     if (memmem(head, len, " /v1/models ", 12))
         strcpy(body, "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":\"model\"}]}");
@@ -289,7 +298,13 @@ static void answer_other(Conn *c, const char *head, size_t len) {
         snprintf(body, sizeof body, "{\"answers\":%lu,\"peak_in_flight\":%lu}", answers, peak_in_flight);
         answers = 0;
         peak_in_flight = in_flight;
-    } else if (memmem(head, len, " /health ", 9))
+    } else if (memmem(head, len, " /metrics ", 10)) /* as vLLM writes them, with room for 4 million tokens */
+        snprintf(body, sizeof body,
+            "vllm:num_requests_running{engine=\"0\"} %lu\nvllm:num_requests_waiting{engine=\"0\"} 0\n"
+            "vllm:kv_cache_usage_perc{engine=\"0\"} 0.05\nvllm:num_preemptions_total{engine=\"0\"} 0\n"
+            "vllm:cache_config_info{block_size=\"16\",enable_prefix_caching=\"True\",engine=\"0\","
+            "num_gpu_blocks=\"262144\"} 1\n", in_flight);
+    else if (memmem(head, len, " /health ", 9))
         strcpy(body, "{}");
     else {
         status = "404 Not Found";

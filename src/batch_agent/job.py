@@ -29,7 +29,7 @@ class Job:
     job_id: str
     input: object
     prompt: str
-    identified: bool = False  # job_id is the input's own id, not its position
+    own_id: str | None = None  # the id that the input has itself, which is part of its question
     parts: tuple[Job, ...] = ()  # if it does not fit: these are done instead, and their answers merged
     shortened: bool = False  # its longest field was cut to fit
     affinity: str = ""  # jobs with the same value are preferably sent to the same endpoint
@@ -45,10 +45,12 @@ class UnreadableRow:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Replaces an input whose index is not its position; indexes must be unique."""
+    """Replaces an input whose index is not its position; indexes must be unique. ``name`` is the id of the row that it
+    came from, if it has one."""
 
     index: int
     value: object
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

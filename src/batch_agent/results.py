@@ -100,15 +100,19 @@ class Results(list[AgentResult[T]]):
         return self.summary.statistics.cost
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a row per result, with the columns of a CSV or Parquet file (docs/files.md)."""
+        """Return a row per result, with the columns of a CSV or Parquet file (docs/files.md). Lists and dicts are not
+        written as JSON."""
         library: Any = extra("pandas", "a pandas DataFrame")
         frame: pandas.DataFrame = library.DataFrame(
-            {column.name: library.Series(cells, dtype=_pandas_type(column, cells)) for column, cells in self._columns()}
+            {
+                column.name: library.Series(cells, dtype=_pandas_type(column, cells))
+                for column, cells in self._columns(nested=True)
+            }
         )
         return frame
 
     def to_polars(self) -> polars.DataFrame:
-        """Return the same as a polars DataFrame."""
+        """Return a row per result as a polars DataFrame, with lists and dicts as JSON."""
         library: Any = extra("polars", "a polars DataFrame")
         frame: polars.DataFrame = library.DataFrame(
             [
@@ -131,10 +135,10 @@ class Results(list[AgentResult[T]]):
             except Invalid as error:
                 yield result_line(unwritten(result, error))
 
-    def _columns(self) -> Iterator[tuple[Column, list[object]]]:
+    def _columns(self, *, nested: bool = False) -> Iterator[tuple[Column, list[object]]]:
         records: list[Record] = [record for line in self._lines() if (record := record_of(line)) is not None]
         for column in columns_of(records):
-            yield column, [column.cell(record) for record in records]
+            yield column, [column.cell(record, nested=nested) for record in records]
 
     def __repr__(self) -> str:
         return f"<Results: {self._counts()}>"

@@ -76,11 +76,9 @@ class BatchSpec(BaseModel):
         "dataclass. Give a list, an iterator or an async iterator (read as needed), a DataFrame, an Arrow table, a "
         "Hugging Face dataset, an open text file, or the path of a file or directory: [files.md](files.md)."
     )
-    id_column: Annotated[OptionalText, Scope.STAGE, Compared.VALUE, Unset("`id`, if the row has it"), Flag("NAME")] = (
-        Field(
-            None,
-            description="Field of a row that becomes its `job_id`. A row without a value gets its position, from 0.",
-        )
+    id_column: Annotated[OptionalText, Compared.VALUE, Unset("`id`, if the row has it"), Flag("NAME")] = Field(
+        None,
+        description="Field of a row that becomes its `job_id`. A row without a value gets its position, from 0.",
     )
     images: Annotated[Sequence[Word], Allowed("a list of names of fields")] = Field(
         (),

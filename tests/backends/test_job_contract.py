@@ -5,30 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import orjson
 import pytest
-from tests.backends.job_server import JobServer
 
 from backends.chat_contract import chat_history, hear_chat, whole
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
+from batch_agent.testing import BatchServer, Body, Fail, Request
 from batch_agent.testing.contract.backend import BackendContract
 from batch_agent.testing.contract.peer import Hang, Heard, Item, Refuse, Say
 from batch_agent.testing.contract.terms import REFUSALS
+from batch_agent.testing.wire import error_object
 
 
 class JobPeer:
     """Every request of the contract is a job of its own, and the script answers jobs."""
 
-    def __init__(self, server: JobServer, backend: Backend) -> None:
+    def __init__(self, server: BatchServer, backend: Backend) -> None:
         self.backend = backend
         self._server = server
 
     @property
     def _bodies(self) -> list[bytes]:
-        return [line for job in self._server.jobs for line in job.lines]
+        return [request.raw for job in self._server.jobs for request in job.requests.values()]
 
     @property
     def requests(self) -> list[bytes]:
@@ -39,7 +40,7 @@ class JobPeer:
         return [hear_chat(body) for body in self._bodies]
 
     async def wait_until_asked(self) -> None:
-        while not (self._server.jobs and self._server.jobs[0].looked):
+        while not (self._server.jobs and self._server.jobs[0].polls):
             await asyncio.sleep(0.01)
 
     async def wait_until_left(self) -> None:
@@ -58,18 +59,19 @@ class TestOpenAIJobs(BackendContract):
     async def peer(self, *script: Item) -> AsyncIterator[JobPeer]:
         items = iter(script)
 
-        def play(body: dict[str, Any]) -> dict[str, Any] | int:
+        def play(request: Request) -> Body | Fail:
             item = next(items)
             if isinstance(item, Refuse):
-                param = "input_tokens" if item.overflow else None
-                server.refusal = {"error": {"message": item.message, "type": "Error", "param": param}}
-                return item.status
+                return Fail(
+                    item.status, error_object(item.status, item.message, "input_tokens" if item.overflow else None)
+                )
             assert isinstance(item, Say)
-            return orjson.loads(orjson.dumps(whole(item)))
+            return Body(orjson.loads(orjson.dumps(whole(item))))
 
-        server = JobServer(play, looks=1_000_000 if any(isinstance(item, Hang) for item in script) else 1)
+        polls = 1_000_000 if any(isinstance(item, Hang) for item in script) else 1
+        server = BatchServer(play, polls=polls, models=[self.model])
         async with server:
-            url = f"openai-batch://{server.address}/v1?tls=false&gather=0&look=0.001"
+            url = server.openai_url.replace("gather=0.05", "gather=0")
             backend, _ = open_backend(url, model=None, api_key="k")
             async with backend:
                 yield JobPeer(server, backend)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from tests.backends.job_server import JobServer, ServedJob
 from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, Tool
@@ -22,58 +21,49 @@ from batch_agent.backends.batch.jobs import JobBackend, Wave
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
-from batch_agent.messages import Conversation, Message
+from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.scheduler.blame import outcome_of
-from batch_agent.testing import ScriptedBackend, virtual_clock
-
-Body = dict[str, Any]
-
-
-def say(text: str, calls: list[Body] | None = None) -> Body:
-    message: Body = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = calls
-    finish = "tool_calls" if calls else "stop"
-    usage = {"prompt_tokens": 10, "completion_tokens": 5}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage}
-
-
-def echo(body: Body) -> Body:
-    return say(f"heard {body['messages'][-1]['content']}")
+from batch_agent.testing import (
+    BatchJob,
+    BatchServer,
+    CallTools,
+    Fail,
+    Request,
+    Say,
+    ScriptedBackend,
+    ToolUse,
+    virtual_clock,
+)
 
 
-def answer_of_claude(body: Body) -> Body:
-    text = body["messages"][-1]["content"][-1]["text"]
-    return {
-        "id": "m",
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "text", "text": f"heard {text}"}],
-        "stop_reason": "end_turn",
-        "usage": {"input_tokens": 10, "output_tokens": 5},
-    }
+def say(text: str) -> Say:
+    return Say(text, usage=Usage(10, 0, 5))
 
 
-def url(server: JobServer, scheme: str = "openai", **options: object) -> dict[str, str]:
+def echo(request: Request) -> Say:
+    return say(f"heard {request.text}")
+
+
+def url(server: BatchServer, scheme: str = "openai", **options: object) -> dict[str, str]:
     settings = "&".join(f"{name}={value}" for name, value in {"gather": 0.05, "look": 0.01, **options}.items())
     where = "/v1?tls=false&" if scheme == "openai" else "?"
     return {"url": f"{scheme}-batch://{server.address}{where}{settings}", "api_key": "k"}
 
 
-async def ask(server: JobServer, *rows: object, **options: Any) -> Any:
+async def ask(server: BatchServer, *rows: object, **options: Any) -> Any:
     given: dict[str, Any] = {"task": "{input}", "model": "test-model", "backend": url(server)}
     return await BatchAgent.run(inputs=list(rows), **given | options)
 
 
 async def test_the_rows_of_a_run_are_one_job_and_each_gets_its_own_answer() -> None:
-    async with JobServer(echo, looks=3) as server:
+    async with BatchServer(echo, polls=3) as server:
         results = await ask(server, *(f"row {n}" for n in range(200)))
     assert [result.output for result in results] == [f"heard row {n}" for n in range(200)]
     assert [len(job.requests) for job in server.jobs] == [200]
 
 
 async def test_two_rows_that_ask_the_same_get_two_answers() -> None:
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         results = await ask(server, "same", "same")
     assert [result.output for result in results] == ["heard same", "heard same"]
     assert len(server.jobs[0].requests) == 2
@@ -85,31 +75,27 @@ async def test_agents_with_tools_go_in_waves_with_one_job_for_each_turn() -> Non
         """Look up."""
         return f"value of {key}"
 
-    def answer(body: Body) -> Body:
-        last = body["messages"][-1]
-        if last["role"] == "tool":
-            return say(last["content"])
-        function = {"name": "look_up", "arguments": json.dumps({"key": last["content"]})}
-        return say("", [{"id": "call_1", "type": "function", "function": function}])
+    def answer(request: Request) -> Say:
+        return say(request.text) if request.turn else CallTools(ToolUse("look_up", {"key": request.text}))
 
-    async with JobServer(answer) as server:
+    async with BatchServer(answer) as server:
         results = await ask(server, "a", "b", "c", tools=[look_up])
     assert [result.output for result in results] == ["value of a", "value of b", "value of c"]
     assert [len(job.requests) for job in server.jobs] == [3, 3]
 
 
 async def test_a_row_that_is_refused_fails_alone() -> None:
-    def answer(body: Body) -> Body | int:
-        return 400 if body["messages"][-1]["content"] == "bad" else say("fine")
+    def answer(request: Request) -> Say | Fail:
+        return Fail(400) if request.text == "bad" else say("fine")
 
-    async with JobServer(answer) as server:
+    async with BatchServer(answer) as server:
         results = await ask(server, "a", "bad", "c")
     assert [result.ok for result in results] == [True, False, True]
     assert results[1].error.type == "Rejected"
 
 
 async def test_a_job_that_expires_keeps_what_finished_and_the_rest_is_asked_again() -> None:
-    async with JobServer(echo, expires_after=2) as server:
+    async with BatchServer(echo, expires_after=2) as server:
         results = await ask(server, "a", "b", "c")
     assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
     assert [len(job.requests) for job in server.jobs] == [3, 1]
@@ -117,33 +103,33 @@ async def test_a_job_that_expires_keeps_what_finished_and_the_rest_is_asked_agai
 
 
 async def test_a_job_that_is_refused_as_a_whole_says_why() -> None:
-    async with JobServer(echo, invalid="the model is not available for batches") as server:
+    async with BatchServer(echo, invalid="the model is not available for batches") as server:
         results = await ask(server, "a", "b")
     assert all("the model is not available for batches" in result.error.message for result in results)
     assert len(server.jobs) == 1
 
 
 async def test_a_provider_that_is_away_for_a_while_costs_nothing_but_time() -> None:
-    async with JobServer(echo) as server:
-        server.refuse = [503, 500, 429]
+    async with BatchServer(echo) as server:
+        server.refuse_next = [503, 500, 429]
         results = await ask(server, "a", "b")
-        server.refuse = []
+        server.refuse_next = []
     assert all(results)
     assert len(server.jobs) == 1
 
 
 @needs_redis
 async def test_a_stopped_run_in_redis_finds_its_job_and_buys_nothing_again(redis: RedisServer) -> None:
-    async with JobServer(echo, looks=1_000_000) as server:
+    async with BatchServer(echo, polls=1_000_000) as server:
         given = {"backend": url(server)["url"], "api_key": "k", "run_dir": f"{redis.url}/jobs", "lease": 5.0}
         stopped = asyncio.create_task(ask(server, "a", "b", **given))
-        while not (server.jobs and server.jobs[0].looked):
+        while not (server.jobs and server.jobs[0].polls):
             await asyncio.sleep(0.01)
         stopped.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopped
         assert server.jobs[0].status == "in_progress"
-        server._looks = 1
+        server.polls = 1
         results = await ask(server, "a", "b", "c", **given, resume=True)
     assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
     assert [len(job.requests) for job in server.jobs] == [2, 1]
@@ -158,30 +144,30 @@ async def test_a_worker_that_leaves_does_not_end_the_waves_of_another(tmp_path: 
 
 
 async def test_a_job_whose_submission_was_never_answered_is_found_again() -> None:
-    async with JobServer(echo) as server:
-        server.drop = 1
+    async with BatchServer(echo) as server:
+        server.drop_next = 1
         results = await ask(server, "a", "b")
     assert all(results)
     assert len(server.jobs) == 1
 
 
 async def test_a_run_that_was_stopped_picks_its_job_up(tmp_path: Path) -> None:
-    async with JobServer(echo, looks=1_000_000) as server:
+    async with BatchServer(echo, polls=1_000_000) as server:
         stopped = asyncio.create_task(ask(server, "a", "b", run_dir=tmp_path))
-        while not (server.jobs and server.jobs[0].looked):
+        while not (server.jobs and server.jobs[0].polls):
             await asyncio.sleep(0.01)
         stopped.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopped
         assert server.jobs[0].status == "in_progress", "a job that is noted is left to go on"
-        server._looks = 1
+        server.polls = 1
         results = await ask(server, "a", "b", "c", run_dir=tmp_path, resume=True)
     assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
     assert [len(job.requests) for job in server.jobs] == [2, 1]
 
 
 async def test_a_job_that_was_sent_before_its_id_was_noted_is_found_by_its_name(tmp_path: Path) -> None:
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         await ask(server, "a", run_dir=tmp_path / "first")
         [job] = server.jobs
         notes = [json.loads(line) for line in (tmp_path / "first" / FILE).read_text().splitlines()]
@@ -205,12 +191,13 @@ def lose(directory: Path, into: Path) -> Path:
 async def test_a_lost_job_is_found_among_many_newer_ones_although_the_list_fails_at_first(
     scheme: str, tmp_path: Path
 ) -> None:
-    answer = echo if scheme == "openai" else answer_of_claude
-    async with JobServer(answer) as server:
+    async with BatchServer(echo) as server:
         backend = url(server, scheme=scheme)
         await ask(server, "a", "b", run_dir=tmp_path / "first", backend=backend)
-        server.jobs += [ServedJob(f"newer_{n}", {f"{n}-{m}": {} for m in "xy"}, status="ended") for n in range(300)]
-        server.refuse = [503, 503]
+        server.jobs += [
+            BatchJob(f"newer_{n}", {f"{n}-{m}": Request(0, "", {}) for m in "xy"}, status="expired") for n in range(300)
+        ]
+        server.refuse_next = [503, 503]
         killed = lose(tmp_path / "first", tmp_path / "killed")
         results = await ask(server, "a", "b", run_dir=killed, resume=True, backend=backend)
     assert [result.output for result in results] == ["heard a", "heard b"]
@@ -218,15 +205,15 @@ async def test_a_lost_job_is_found_among_many_newer_ones_although_the_list_fails
 
 
 async def test_a_job_that_may_be_the_lost_one_is_waited_for_and_what_was_never_made_is_asked(tmp_path: Path) -> None:
-    async with JobServer(answer_of_claude, looks=5) as server:
+    async with BatchServer(echo, polls=5) as server:
         backend = url(server, scheme="anthropic")
         await ask(server, "a", "b", run_dir=tmp_path / "first", backend=backend)
         killed = lose(tmp_path / "first", tmp_path / "killed")
-        server.jobs = [ServedJob("another", dict(zip("xy", server.jobs[0].requests.values(), strict=True)))]
+        server.jobs = [BatchJob("another", dict(zip("xy", server.jobs[0].requests.values(), strict=True)))]
         results = await ask(server, "a", "b", run_dir=killed, resume=True, backend=backend)
     assert [result.output for result in results] == ["heard a", "heard b"]
     assert [len(job.requests) for job in server.jobs] == [2, 2]
-    assert server.jobs[0].looked == 5
+    assert server.jobs[0].polls == 5
 
 
 class SilentList(OpenAIJobs):
@@ -256,7 +243,7 @@ async def test_nothing_is_bought_again_while_it_cannot_be_known_whether_it_was_b
 
 async def test_what_was_bought_before_a_kill_is_taken_although_its_lease_has_used_the_budget_up(tmp_path: Path) -> None:
     limits = {"max_total_tokens": 700, "max_tokens": 500}
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         await ask(server, "a", run_dir=tmp_path / "first", **limits)
         killed = lose(tmp_path / "first", tmp_path / "killed")
         await BatchAgent.run(task="{input}", inputs=["z"], backend=ScriptedBackend(), run_dir=killed, resume=True)
@@ -270,9 +257,9 @@ async def test_what_was_bought_before_a_kill_is_taken_although_its_lease_has_use
 
 
 async def test_without_a_run_directory_a_job_that_nobody_waits_for_is_cancelled() -> None:
-    async with JobServer(echo, looks=1_000_000) as server:
+    async with BatchServer(echo, polls=1_000_000) as server:
         stopped = asyncio.create_task(ask(server, "a"))
-        while not (server.jobs and server.jobs[0].looked):
+        while not (server.jobs and server.jobs[0].polls):
             await asyncio.sleep(0.01)
         stopped.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -286,7 +273,7 @@ async def test_answers_are_handed_out_once_so_that_a_failed_row_is_really_asked_
 
     answers = iter(["words"] * 4 + ['{"n": 1}'] * 4)
     given: dict[str, Any] = {"run_dir": tmp_path, "output_schema": Number, "max_retries": 0}
-    async with JobServer(lambda body: say(next(answers))) as server:
+    async with BatchServer(lambda request: say(next(answers))) as server:
         first = await ask(server, "a", **given)
         again = await ask(server, "a", resume=True, **given)
         third = await ask(server, "a", resume=True, **given)
@@ -295,7 +282,7 @@ async def test_answers_are_handed_out_once_so_that_a_failed_row_is_really_asked_
 
 
 async def test_a_wave_that_is_full_goes_and_the_next_one_begins() -> None:
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         assert isinstance(backend, JobBackend)
         service = backend._service
@@ -311,7 +298,7 @@ def request(text: str) -> ModelRequest:
 
 
 async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept(tmp_path: Path) -> None:
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         assert isinstance(backend, JobBackend)
         backend.keep(tmp_path)
@@ -326,7 +313,7 @@ async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept(tmp_pat
 
 
 async def test_what_a_job_left_undone_is_no_outage_of_the_server_that_tells_of_it() -> None:
-    async with JobServer(echo, expires_after=0) as server:
+    async with BatchServer(echo, expires_after=0) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         async with backend:
             with pytest.raises(Unavailable) as undone:
@@ -335,7 +322,7 @@ async def test_what_a_job_left_undone_is_no_outage_of_the_server_that_tells_of_i
 
 
 async def test_a_provider_that_was_never_reached_is_said_to_be_so_soon() -> None:
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         pass  # it was there, and is no more
     backend, _ = open_backend(url(server), model="test-model", api_key=None)
     async with backend:
@@ -353,34 +340,34 @@ def test_an_answer_without_the_id_of_a_job_is_an_error_in_words(scheme: str) -> 
 
 
 async def test_a_turn_that_was_given_up_and_is_asked_again_waits_for_the_same_job() -> None:
-    async with JobServer(echo, looks=1_000_000) as server:
+    async with BatchServer(echo, polls=1_000_000) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         async with backend:
             given_up = asyncio.create_task(backend.infer(request("a")))
-            while not (server.jobs and server.jobs[0].looked):
+            while not (server.jobs and server.jobs[0].polls):
                 await asyncio.sleep(0.01)
             given_up.cancel()
             await asyncio.wait([given_up])
-            server._looks = 1
+            server.polls = 1
             assert (await backend.infer(request("a"))).text == "heard a"
     assert len(server.jobs) == 1
 
 
 async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() -> None:
-    async with JobServer(echo, looks=1_000_000) as server:
+    async with BatchServer(echo, polls=1_000_000) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         async with backend:
             driver, other = (asyncio.create_task(backend.infer(request(text))) for text in ("a", "b"))
-            while not (server.jobs and server.jobs[0].looked):
+            while not (server.jobs and server.jobs[0].polls):
                 await asyncio.sleep(0.01)
             driver.cancel()
-            server._looks = 1
+            server.polls = 1
             assert (await other).text == "heard b"
     assert len(server.jobs) == 1
 
 
 async def test_anthropics_batch_api_is_the_same_to_those_who_use_it() -> None:
-    async with JobServer(answer_of_claude, looks=2) as server:
+    async with BatchServer(echo, polls=2) as server:
         backend = {"url": f"anthropic-batch://{server.address}?gather=0.05&look=0.01", "api_key": "k"}
         results = await ask(server, "a", "b", backend=backend)
     assert [result.output for result in results] == ["heard a", "heard b"]
@@ -388,10 +375,10 @@ async def test_anthropics_batch_api_is_the_same_to_those_who_use_it() -> None:
 
 
 async def test_what_expires_or_is_refused_in_anthropics_api_has_its_type() -> None:
-    def answer(body: Body) -> Body | int:
-        return 400 if body["messages"][-1]["content"][-1]["text"] == "bad" else answer_of_claude(body)
+    def answer(request: Request) -> Say | Fail:
+        return Fail(400) if request.text == "bad" else echo(request)
 
-    async with JobServer(answer, expires_after=2) as server:
+    async with BatchServer(answer, expires_after=2) as server:
         backend = {"url": f"anthropic-batch://{server.address}?gather=0.05&look=0.01", "api_key": "k"}
         results = await ask(server, "a", "bad", "c", backend=backend)
     assert [result.ok for result in results] == [True, False, True]
@@ -403,7 +390,7 @@ async def test_anthropics_own_client_takes_the_server_of_these_tests() -> None:
     anthropic = pytest.importorskip("anthropic")
     params = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
     async with (
-        JobServer(answer_of_claude) as server,
+        BatchServer(echo) as server,
         anthropic.AsyncAnthropic(base_url=f"http://{server.address}", api_key="k", max_retries=0) as client,
     ):
         job = await client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
@@ -414,9 +401,14 @@ async def test_anthropics_own_client_takes_the_server_of_these_tests() -> None:
 
 async def test_the_server_of_these_tests_is_one_that_the_providers_own_client_takes() -> None:
     openai = pytest.importorskip("openai")
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"content": "x"}]}}
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "x"}]},
+    }
     async with (
-        JobServer(echo) as server,
+        BatchServer(echo) as server,
         openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="k", max_retries=0) as client,
     ):
         file = await client.files.create(file=json.dumps(line).encode(), purpose="batch")
@@ -433,7 +425,7 @@ async def test_the_server_of_these_tests_is_one_that_the_providers_own_client_ta
 
 
 async def test_the_price_is_half_and_a_turn_has_no_time_limit_but_the_users() -> None:
-    async with JobServer(echo) as server:
+    async with BatchServer(echo) as server:
         backend, _ = open_backend(url(server), model="m", api_key=None)
         capabilities = backend.capabilities
     assert (capabilities.price, capabilities.patient, capabilities.streaming) == (0.5, True, False)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.backends.job_server import JobServer
 
 from batch_agent.backends.base import Backend, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
@@ -22,7 +21,7 @@ from batch_agent.errors import BackendError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import Conversation, Message, Reply
 from batch_agent.scheduler.server import Server
-from batch_agent.testing import Say, ScriptedBackend, ScriptedServer
+from batch_agent.testing import BatchServer, Say, ScriptedBackend, ScriptedServer
 
 SHAPE = RequestShape("m", temperature=0.0)
 REQUEST = ModelRequest(SHAPE, Conversation([Message("user", "hello")]), "0")
@@ -144,9 +143,8 @@ async def test_a_run_over_a_fleet_can_be_logged(tmp_path: Path) -> None:
 
 async def test_a_run_over_a_batch_api_can_be_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
-    answer = {"choices": [{"message": {"content": "fine"}, "finish_reason": "stop"}]}
-    async with JobServer(lambda body: answer) as server:
-        await _verbose_run(tmp_path, f"openai-batch://{server.address}/v1?tls=false&gather=0.05&look=0.01")
+    async with BatchServer(lambda request: Say("fine")) as server:
+        await _verbose_run(tmp_path, server.openai_url)
 
 
 async def _verbose_run(directory: Path, backend: str) -> None:

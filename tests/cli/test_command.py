@@ -194,7 +194,7 @@ async def test_a_stop_closes_what_is_in_flight_and_keeps_what_was_done(
     assert "Interrupted" in str(second["error"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGHUP])
 async def test_a_stop_returns_the_reservations_and_removes_the_control_socket(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -220,8 +220,7 @@ async def test_a_stop_returns_the_reservations_and_removes_the_control_socket(
     assert leased is None and tokens < 3_000
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
-@pytest.mark.parametrize("ordered", [(), ("--ordered",)], ids=["as finished", "ordered"])
+@pytest.mark.parametrize(("name", "ordered"), [("out.jsonl", ()), ("out.csv", ("--ordered",))])
 async def test_a_run_without_an_answer_leaves_an_older_output_unchanged(
     tmp_path: Path, name: str, ordered: tuple[str, ...]
 ) -> None:
@@ -314,7 +313,7 @@ async def test_a_closed_standard_output_is_nowhere(tmp_path: Path) -> None:
     assert "1 ok" in run.stderr
 
 
-@pytest.mark.parametrize("what", ["run spec.yaml --dry-run", "run spec.yaml", "run spec.yaml --json --output o.jsonl"])
+@pytest.mark.parametrize("what", ["run spec.yaml --dry-run", "run spec.yaml"])
 async def test_a_full_standard_output_is_one_line_and_exit_status_1(tmp_path: Path, what: str) -> None:
     async with serving(tmp_path, lambda _: Say("fine"), "inputs: [a]\n"):
         outcome = await shell(tmp_path, f"{what} >/dev/full")

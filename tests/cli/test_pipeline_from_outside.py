@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from itertools import pairwise
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 from commandline import batch_agent
 
-from batch_agent import Pipeline
+from batch_agent import Pipeline, Tool
 from batch_agent.cli.main import main
-from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
+from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 
 ROWS = [{"id": "a", "text": "one"}, {"id": "b", "text": "broken"}, {"id": "c", "text": "three"}]
 SPEC = """
@@ -83,11 +84,11 @@ def test_show_has_the_rows_of_all_stages_each_with_its_stage(
         lines = shown(capsys, "show", str(recorded), *arguments).splitlines()
         return [line.partition(":")[0] for line, under in pairwise(lines) if under == "=" * len(line) and line]
 
-    assert headings() == ["read, row 0 (a)", "judge, row 0", "reduce, row 0 (0.0)"]
-    assert headings("--failed") == ["read, row 1 (b)", "judge, row 2"]
+    assert headings() == ["read, row 0 (a)", "judge, row 0 (a)", "reduce, row 0 (0.0)"]
+    assert headings("--failed") == ["read, row 1 (b)", "judge, row 2 (c)"]
     assert len(headings("--slow", "4")) == 4
-    assert headings("--row", "judge/2") == ["judge, row 2"]
-    assert headings("--row", "c") == ["read, row 2 (c)"]  # one stage has it
+    assert headings("--row", "judge/2") == headings("--row", "judge/c") == ["judge, row 2 (c)"]
+    assert headings("--row", "c") == ["read, row 2 (c)", "judge, row 2 (c)"]  # a row on its way through the stages
     for row, says in {"0": "--row read/0 or --row judge/0", "judge/1": "there is no row 'judge/1'"}.items():
         assert main(["show", str(recorded), "--row", row]) == 1
         assert says in capsys.readouterr().err
@@ -132,3 +133,28 @@ async def test_retry_failed_tries_the_failed_rows_of_the_stages(tmp_path: Path) 
     assert status == 0 and "retrying 1 row that failed: 1 of read. Later stages get the new answers" in err, err
     assert "said Read two" in json.loads(out)["output"]
     assert [request.text[:8] for request in server.requests[asked:]] == ["Read two", "Sum up 2"]
+
+
+async def test_an_unfinished_row_is_shown_with_its_id_and_the_fields_that_it_carries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = Pipeline([{"id": "a", "text": "one"}]).map(name="read", task="Read {text}", carry=["text"])
+    pipeline, called = rows.map(name="judge", task="Judge {input} of {text}", tools=[Tool.read_file]), asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if request.text.startswith("Read"):
+            return Say("said one")
+        if request.turn == 0:
+            return CallTools(ToolUse("read_file", {"path": "none"}))
+        called.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it is cancelled")
+
+    flow = pipeline.open(backend=ScriptedBackend(script), model="m", run_dir=tmp_path / "run")
+    async with flow:
+        finishing = asyncio.create_task(flow.finish())
+        await called.wait()
+        flow.cancel()
+        await finishing
+    text = shown(capsys, "show", str(tmp_path / "run"), "--unfinished")
+    assert "judge, row 0 (a)" in text and "one" in text

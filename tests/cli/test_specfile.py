@@ -79,6 +79,12 @@ def test_an_error_names_the_file_and_where_it_can_the_line(tmp_path: Path, name:
         resolve(tmp_path / name, text)
 
 
+def test_a_misspelt_key_is_named_when_the_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("task: x\ninput: rows.csv\n")
+    with pytest.raises(SpecError, match=r"spec\.yaml line 2: there is no option 'input'; did you mean 'inputs'"):
+        read_specfile(tmp_path / "spec.yaml")
+
+
 def test_a_file_that_is_not_there_or_not_text_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"cannot read the spec .*gone\.yaml: No such file"):
         read_specfile(tmp_path / "gone.yaml")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -14,7 +16,7 @@ from tests.cluster.modules.cluster_notes import write_note
 from tests.record.redis_servers import needs_redis, redis_server
 
 from batch_agent import BatchAgent, Pipeline
-from batch_agent.errors import SpecError
+from batch_agent.errors import RunRejected, SpecError
 from batch_agent.ray import Ray, map_dataset
 from batch_agent.record.reader import look
 
@@ -110,6 +112,30 @@ async def test_a_closure_is_refused_before_anything_is_sent(server: str, tmp_pat
 
     with pytest.raises(SpecError, match="another process can import"):
         await BatchAgent.run(task=TASK, inputs=rows(1), tools=[here], backend=server, model="m", cluster=Ray())
+    assert not (tmp_path / "requests.log").read_bytes()
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("workers", [2, "auto"])
+async def test_a_run_whose_workers_all_fail_ends_with_the_reason(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Any
+) -> None:
+    name = f"only_at_the_driver_{workers}"
+    (tmp_path / f"{name}.py").write_text(
+        "import os\n"
+        'assert os.environ.get("AT_THE_DRIVER"), "this machine has no licence"\n'
+        "def tool(row: int) -> str:\n"
+        '    """Return the row."""\n'
+        "    return str(row)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("AT_THE_DRIVER", "1")
+    tool = importlib.import_module(name).tool
+    monkeypatch.delenv("AT_THE_DRIVER")
+    where = Ray("auto", workers=workers, worker_cpus=0.5)
+    with pytest.raises(RunRejected, match=f"every worker on Ray was lost: .*{name}") as error:
+        await BatchAgent.run(task=TASK, inputs=rows(3), tools=[tool], backend=server, model="m", cluster=where)
+    assert "\x1b" not in str(error.value)
     assert not (tmp_path / "requests.log").read_bytes()
 
 

@@ -55,11 +55,11 @@ def answer(request: Request) -> Say:
 def papers(rows: int) -> Pipeline[Any]:
     """Read each paper, leave one out, check its claims, and sum them up by threes."""
     return (
-        Pipeline([{"paper": f"p{row}"} for row in range(rows)])
-        .map(name="read", task="Read {paper}", output_schema=Paper, max_tokens=50)
+        Pipeline([{"id": f"id-{row}", "paper": f"p{row}"} for row in range(rows)])
+        .map(name="read", task="Read {paper}", output_schema=Paper, carry=["paper"], max_tokens=50)
         .filter(lambda paper: paper.title != "p1")
         .flat_map(lambda paper: paper.claims)
-        .map(name="check", task="Check {input}", max_tokens=50)
+        .map(name="check", task="Check {input} of {paper}", max_tokens=50)
         .reduce("Sum up {n} claims", name="survey", output_schema=Survey, tree=3, max_tokens=50)
     )
 
@@ -84,9 +84,10 @@ async def test_a_pipeline_in_redis_gives_what_it_gives_in_a_directory(
     shared = feeding.result()
     assert shared.outputs == alone.outputs
     for stage in ("read", "check", "survey"):
-        assert [(each.index, each.input, each.output) for each in shared.results[stage]] == [
-            (each.index, each.input, each.output) for each in alone.results[stage]
+        assert [(each.index, each.job_id, each.input, each.output) for each in shared.results[stage]] == [
+            (each.index, each.job_id, each.input, each.output) for each in alone.results[stage]
         ]
+    assert [each.job_id for each in shared.results["check"]][:3] == ["id-0.0", "id-0.1", "id-2.0"]
     assert shared.reductions["survey"].covers == alone.reductions["survey"].covers
     assert server.received == 2 * asked
     assert {worker.result().why for worker in workers} == {"done"}
@@ -115,7 +116,7 @@ async def test_a_resumed_pipeline_asks_only_what_is_not_done(url: str) -> None:
         if text.startswith("Read p4") and not began.is_set():
             await began.wait()
             await asyncio.Event().wait()
-        return Say("no", finish_reason="content_filter") if text[6:] in broken else answer(request)
+        return Say("no", finish_reason="content_filter") if text[6:].split()[0] in broken else answer(request)
 
     async with ScriptedServer(script, models=["m"]) as server:
         async with papers(6).open(**without_progress(options(server, url))) as flow:
@@ -137,7 +138,7 @@ async def test_a_resumed_pipeline_asks_only_what_is_not_done(url: str) -> None:
     assert set(again) <= {"Read p4"} and first["Read p4"] == 1  # it was in flight
     assert third.failures == [] and third.reductions["survey"].covers == (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
     asked = asked_of(server) - between
-    assert asked.pop("Check p2-a") == 1 and all(text.startswith("Sum up") for text in asked)
+    assert asked.pop("Check p2-a of p2") == 1 and all(text.startswith("Sum up") for text in asked)
 
 
 async def test_what_cannot_travel_is_refused_before_anything_is_sent_and_the_stage_is_named(

@@ -245,16 +245,23 @@ async def test_a_worker_with_other_code_or_another_version_is_refused_and_told_w
         spec = good["spec"]
         assert isinstance(spec, dict)
         assert "in: task" in await refusal(spec={**spec, "task": "Other {row}"})
-        assert "in: tools, versions of tools" in await refusal(spec={**spec, "tools": ["read_file"]})
+        assert "in: the tool note, the tool read_file" in await refusal(spec={**spec, "tools": ["read_file"]})
         assert "no_such_module" in await refusal(spec={**spec, "tools": ["no_such_module:tool"]})
         assert "batch-agent 0.1" in await refusal(versions={"batch-agent": "0.1"})
         store.close()
         run.cancel()
 
 
-async def test_a_worker_waits_for_a_run_and_says_when_none_came(redis: RedisServer, url: str) -> None:
+async def test_a_worker_waits_for_a_run_and_says_what_it_waits_for(
+    redis: RedisServer, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(NoRunCame, match="there is no run"):
         await join(url, wait=0.3)
+    assert "there is no run. This worker waits for 0.3 s (--wait)" in caplog.text
+    with pytest.raises(SpecError, match="is unreachable"):
+        await join("redis://127.0.0.1:1/0/x", wait=0.3)
+    assert "redis://127.0.0.1:1/0/x is unreachable" in caplog.text
+    assert "This worker tries again for 0.3 s (--wait)" in caplog.text
     for wrong in ("redis://:hunter2@127.0.0.1:1/0/x", "rediss://me:hunter2@127.0.0.1:1/0/x"):
         with pytest.raises(SpecError, match="is unreachable") as error:
             await join(wrong, wait=0.0)

@@ -41,7 +41,7 @@ def prompt(task: str, row: object) -> str:
     [
         ("{{ text }}\n", {"text": "<b>&\n"}, "<b>&\n\n"),
         ("{% for x in items %}{{ loop.index }}. {{ x.name }}\n{% endfor %}", {"items": [{"name": "a"}]}, "1. a\n"),
-        ("{{ a }} {{ b }} {{ c }}", {"a": None, "b": True, "c": [1, {"k": "é"}]}, 'null true [1,{"k":"é"}]'),
+        ("{{ a }} {{ b }} {{ c }}", {"a": None, "b": True, "c": [1, {"k": "é"}]}, ' true [1,{"k":"é"}]'),
         ("{{ user.name }} {{ user.born }}", {"user": User(name="Ada")}, "Ada 1815-12-10"),
         ("{{ name }}", User(name="Ada"), "Ada"),
         ("{{ input | upper }}", "abc", "ABC"),

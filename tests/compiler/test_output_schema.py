@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, Json, field_validator
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, NotJSON, SpecError
+from batch_agent.messages import JsonObject
 
 
 class Review(BaseModel):
@@ -261,3 +262,21 @@ def test_invalid_json_in_a_field_is_not_an_answer_that_is_no_json() -> None:
 )
 def test_scalar_schemas_are_known(kind: object, scalar: bool) -> None:
     assert schema_of(kind).is_scalar is scalar
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "objekt"}, r"the type 'objekt' is unknown: did you mean 'object'\? The types are object, "),
+        ({"type": "object", "properties": {"a": {"type": ["strng", "null"]}}}, "the type 'strng' of a is unknown"),
+        ({"anyOf": [{"items": {"type": "text"}, "type": "array"}]}, "the type 'text' is unknown: The types are"),
+    ],
+)
+def test_an_unknown_type_is_named_with_its_place_and_the_types_that_exist(schema: JsonObject, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        OutputSchema.of(schema)
+
+
+def test_a_property_and_a_constant_may_be_called_type() -> None:
+    fields = {"type": {"type": "string"}, "kind": {"const": {"type": "odd"}}, "other": {"enum": [{"type": "odd"}]}}
+    assert OutputSchema.of({"type": "object", "properties": fields}) is not None

@@ -16,7 +16,7 @@ from batch_agent import spec as spec_module
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import InputError, InternalError, Oversized, SpecError
+from batch_agent.errors import InputError, Oversized, SpecError
 from batch_agent.messages import Message, ToolSpec
 
 
@@ -54,9 +54,9 @@ class Colour(enum.StrEnum):
         ("{path} {when} {shout}", Row(path="a"), "a 2024-05-01 A"),
         ("{x} {tags}", Point(3, ["é", "b"]), '3 ["é","b"]'),
         ("{root}", RootModel[list[int]]([1, 2]), "[1,2]"),
-        ("{a} {b} {c}", {"a": None, "b": True, "c": 1.5}, "null true 1.5"),
+        ("{a} {b} {c}", {"a": None, "b": True, "c": 1.5}, " true 1.5"),
         ("{a}", {"a": {"k": [1, {"z": None}]}}, '{"k":[1,{"z":null}]}'),
-        ("{a}", {"a": float("nan")}, "null"),
+        ("{a}", {"a": float("nan")}, ""),
         ("{a}", {"a": 10**30}, str(10**30)),
         ("{a} {b} {c}", {"a": Path("x/y"), "b": Colour.RED, "c": datetime.date(2024, 1, 2)}, "x/y red 2024-01-02"),
         ("{a}", {"a": Row(path="p", when=datetime.date(2024, 1, 2))}, '{"path":"p","when":"2024-01-02","shout":"P"}'),
@@ -117,9 +117,11 @@ def test_an_async_iterator_is_not_touched_either() -> None:
     assert plan.job(0, "b").prompt == "Review b"
 
 
-def test_a_job_before_the_first_input_is_a_broken_invariant() -> None:
-    with pytest.raises(InternalError):
-        plan_of("{input}", iter("a")).job(0, "a")
+def test_a_row_that_was_not_checked_as_the_first_fails_alone() -> None:
+    plan = plan_of("{word}", iter("a"))
+    with pytest.raises(InputError, match=r"the field \{word\}, which this row does not have \(its fields: other\)"):
+        plan.job(0, {"other": "x"})
+    assert plan.job(1, {"word": "b"}).prompt == "b"
 
 
 def test_no_inputs_make_an_empty_plan() -> None:

@@ -74,8 +74,14 @@ def test_fifteen_seconds_of_broken_tls_cost_no_row(tmp_path: Path, monkeypatch: 
     scenario()
 
 
-@pytest.mark.parametrize("only", [b"", CHAT], ids=["to all", "to rows alone"])
-@pytest.mark.parametrize("kind", GARBAGE)
+@pytest.mark.parametrize(
+    ("kind", "only"),
+    [
+        ("not valid HTTP", b""),
+        ("empty", CHAT),
+        *(pytest.param(kind, only, marks=pytest.mark.soak) for kind in GARBAGE for only in (b"", CHAT)),
+    ],
+)
 def test_one_of_eight_that_answers_garbage_costs_no_row_and_retries_go_elsewhere(kind: str, only: bytes) -> None:
     @virtual_clock
     async def scenario() -> None:

@@ -11,6 +11,7 @@ import aiohttp
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.backends.registry import open_backend
 from batch_agent.dispatch.dispatcher import ModelCall
+from batch_agent.errors import BackendError
 from batch_agent.gateway.client_request import ClientRequest
 from batch_agent.gateway.gateway import Gateway
 from batch_agent.messages import Conversation, JsonObject, Reply
@@ -35,7 +36,13 @@ class BackendRow:
     async def answer(self, request: ClientRequest) -> Reply:
         self.asked.append(request)
         asked = ModelRequest(request.shape, Conversation(request.messages), "row", client=request.client_body)
-        return await ModelCall(self.backend, asked).send("")
+        call = ModelCall(self.backend, asked)
+        try:
+            return await call.send("")
+        except BackendError as error:
+            if (usable := call.instead(error)) is None:
+                raise
+            return usable
 
 
 class FixedRow:

@@ -154,7 +154,7 @@ async def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
         status = await reader.readline()
         writer.close()
         assert (await post(gateway, key, CHAT, ASK))[0] == 200
-    assert status == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+    assert status.startswith(b"HTTP/1.1 413 ")  # the phrase depends on the version of Python
 
 
 async def test_other_paths_and_methods_are_named() -> None:

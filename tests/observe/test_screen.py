@@ -97,6 +97,12 @@ def test_the_last_rows_take_no_longer_than_rows_take(youngest: float, says: str)
     assert says in progress_line(end)
 
 
+def test_rows_are_not_the_last_ones_at_the_beginning() -> None:
+    begun = Statistics(total=1000, done=1, ok=1, running=999, elapsed=2.0, row_seconds=1.0, youngest=1.5)
+    assert "last" not in progress_line(begun) and "left" not in progress_line(begun)
+    assert "last 400 rows" in progress_line(dataclasses.replace(begun, done=600, ok=600, running=400))
+
+
 def test_rates_and_times_left_are_those_of_this_session() -> None:
     resumed = Statistics(total=1000, done=910, ok=910, resumed=900, elapsed=10.0)
     assert resumed.overall_rate == 1.0

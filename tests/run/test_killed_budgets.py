@@ -44,7 +44,9 @@ async def pipeline(url: str, directory: Path, limit: int) -> None:
 SHAPES = {"plain": plain, "pipeline": pipeline}
 
 
-@pytest.mark.parametrize(("shape", "limit", "kills"), [("plain", 2_500, 3), ("pipeline", 3_000, 3)])
+@pytest.mark.parametrize(
+    ("shape", "limit", "kills"), [("plain", 2_500, 2), pytest.param("pipeline", 3_000, 3, marks=pytest.mark.soak)]
+)
 async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_budget(
     shape: str, limit: int, kills: int, tmp_path: Path
 ) -> None:

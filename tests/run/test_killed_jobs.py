@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
-
-from tests.backends.job_server import JobServer, ServedJob
 
 from batch_agent import Pipeline
 from batch_agent.record.reader import look
+from batch_agent.testing import BatchJob, BatchServer, Request, Say
 
 ROWS = ["a", "b", "c"]
 
 
-def echo(body: dict[str, Any]) -> dict[str, Any]:
-    message = {"role": "assistant", "content": f"heard {body['messages'][-1]['content']}"}
-    usage = {"prompt_tokens": 10, "completion_tokens": 5}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+def echo(request: Request) -> Say:
+    return Say(f"heard {request.text}")
 
 
 async def work(url: str, directory: Path) -> None:
@@ -30,30 +26,30 @@ async def work(url: str, directory: Path) -> None:
 KILLS = 4
 
 
-class HeldServer(JobServer):
+class HeldServer(BatchServer):
     """Its first ``may_end`` jobs end when they are asked after, the others are pending."""
 
     may_end = 0
 
-    def _look(self, job: ServedJob, *, ended: str) -> None:
+    async def poll(self, job: BatchJob) -> None:
         if self.jobs.index(job) < self.may_end:
-            super()._look(job, ended=ended)
+            await super().poll(job)
         else:
-            job.looked += 1
+            job.polls += 1
 
 
 async def test_a_pipeline_that_is_killed_while_a_job_is_pending_buys_nothing_twice(tmp_path: Path) -> None:
     async with HeldServer(echo) as server:
-        url = f"openai-batch://{server.address}/v1?tls=false&gather=0.05&look=0.01"
+        url = server.openai_url
         for kill in range(KILLS):
             server.may_end = kill * 2 // KILLS  # first the job of the first stage is pending, then that of the second
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.run.test_killed_jobs", url, str(tmp_path / "run")
             )
-            while len(server.jobs) <= server.may_end or not server.jobs[-1].looked:
+            while len(server.jobs) <= server.may_end or not server.jobs[-1].polls:
                 assert process.returncode is None
                 await asyncio.sleep(0.01)
-            server.jobs[-1].looked = 0
+            server.jobs[-1].polls = 0
             process.kill()
             await process.wait()
         server.may_end = 2

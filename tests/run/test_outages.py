@@ -67,7 +67,15 @@ async def finish(backend: object, **options: Any) -> tuple[list[AgentResult[str]
     return results, run.statistics(), events
 
 
-@pytest.mark.parametrize(("mode", "lasts"), [*((mode, 60) for mode in MODES), ("503", 5), ("refusing", 600)])
+@pytest.mark.parametrize(
+    ("mode", "lasts"),
+    [
+        ("503", 5),
+        ("hanging", 60),
+        ("refusing", 600),
+        *(pytest.param(mode, 60, marks=pytest.mark.soak) for mode in MODES),
+    ],
+)
 def test_a_server_that_goes_away_and_comes_back_costs_no_row(mode: str, lasts: float) -> None:
     @virtual_clock
     async def scenario() -> None:
@@ -84,7 +92,9 @@ def test_a_server_that_goes_away_and_comes_back_costs_no_row(mode: str, lasts: f
 
 
 @pytest.mark.parametrize("mode", ["500", "reset", "refusing"])
-@pytest.mark.parametrize(("max_inflight", "max_retries"), [(1, 0), (2, 3), (8, 0), (64, 3)])
+@pytest.mark.parametrize(
+    ("max_inflight", "max_retries"), [(1, 0), (2, 3), (8, 0), pytest.param(64, 3, marks=pytest.mark.soak)]
+)
 def test_answers_to_what_was_asked_before_do_not_make_an_outage_the_rows(
     mode: str, max_inflight: int, max_retries: int
 ) -> None:
@@ -109,7 +119,9 @@ def test_answers_to_what_was_asked_before_do_not_make_an_outage_the_rows(
     scenario()
 
 
-@pytest.mark.parametrize(("mode", "rows"), [*((mode, 100) for mode in MODES), ("reset", 1_000)])  # at the end; amid
+@pytest.mark.parametrize(  # at the end; amid
+    ("mode", "rows"), [*((mode, 100) for mode in MODES), pytest.param("reset", 1_000, marks=pytest.mark.soak)]
+)
 def test_agents_in_the_middle_of_their_turns_ride_an_outage_out(mode: str, rows: int) -> None:
     @virtual_clock
     async def scenario() -> None:

@@ -16,10 +16,14 @@ from typing import Any
 import pytest
 from tests.run.process_work import NOTES, note, notes
 
-from batch_agent import BatchAgent, Pipeline, SpecError, Tool
+from batch_agent import BatchAgent, BatchSpec, Pipeline, SpecError, Tool
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import prepare, with_model
 from batch_agent.errors import RunRejected
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
+from batch_agent.run.joining import prepare_worker
+from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +226,22 @@ async def test_a_worker_joins_a_run_that_was_started_alone(tmp_path: Path, limit
     else:
         assert [result.output for result in results] == expected(150)
         assert (server.received, look(run_dir).latest.tokens) == (150, 150 * EACH)
-        assert b" 0 rows" not in said, said.decode()
+
+
+async def test_a_run_that_only_feeds_says_how_to_start_a_worker_which_does_its_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    async with ScriptedServer(echo, models=["m"]) as server:
+        running = asyncio.ensure_future(BatchAgent.run(**options(server, 5, run_dir=run_dir, feed_only=True, lease=1)))
+        while "batch-agent work" not in caplog.text:
+            await asyncio.sleep(0.05)
+        assert f"the run has no worker yet, so its rows wait. Start one: batch-agent work {run_dir}" in caplog.text
+        async with process("-m", "batch_agent", "work", str(run_dir), "--import-from", str(ROOT)) as worker:
+            results = await running
+            said, _ = await worker.communicate()
+    assert [result.output for result in results] == expected(5)
+    assert b"done; 5 rows done by this worker" in said
 
 
 def looks_joined(run_dir: Path, worker: asyncio.subprocess.Process) -> bool:
@@ -300,3 +319,11 @@ async def feed(directory: str, url: str, rows: str, others: str) -> None:
 
 if __name__ == "__main__":
     asyncio.run(feed(*sys.argv[1:]))
+
+
+def test_a_worker_has_the_embedded_model_that_the_feeder_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino_genai")
+    monkeypatch.delenv("BATCH_AGENT_BACKEND", raising=False)
+    feeders = with_model(prepare(BatchSpec(task="Sum up {input}", inputs=["a"])), "smollm2")
+    facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), "model": feeders.model}
+    assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None).model == "smollm2"

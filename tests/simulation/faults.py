@@ -67,13 +67,18 @@ class ToolTrouble:
     mode: ToolMode
 
 
+FEEDER, MACHINE = 0, -1  # whose processes are killed; from 1: those of a worker
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """kill -9 at the ``count``-th event of its kind in a sitting."""
+    """kill -9 of a process at the ``count``-th event of its kind in a sitting. ``who`` is the number of a worker,
+    FEEDER, or MACHINE: at that event of the feeder all processes are killed."""
 
     sitting: int
     event: Event
     count: int
+    who: int = FEEDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Extent:
     events: dict[Event, int]
 
 
-def schedule(chance: Random, extent: Extent, servers: int, *, edits: bool) -> list[Fault]:
+def schedule(chance: Random, extent: Extent, servers: int, *, edits: bool, workers: int = 0) -> list[Fault]:
     faults: list[Fault] = []
     sittings = chance.choice((0, 1, 1, 2, 3, 5, 8))
     for sitting in range(sittings):
@@ -131,4 +136,9 @@ def schedule(chance: Random, extent: Extent, servers: int, *, edits: bool) -> li
     for _ in range(chance.choice((0, 0, 1))):
         mode: ToolMode = chance.choice(("slow", "fails", "hangs"))
         faults.append(ToolTrouble(chance.uniform(0, latest), 10 ** chance.uniform(0, 2), mode))
+    for sitting in range(1 + sittings) if workers else ():
+        for _ in range(chance.choice((0, 1, 1, 2, 3))):
+            event = chance.choice(EVENTS)
+            who = MACHINE if chance.random() < 0.1 else chance.randint(1, 2 * workers)
+            faults.append(Kill(sitting, event, chance.randint(1, 1 + extent.events.get(event, 0) // workers), who))
     return faults

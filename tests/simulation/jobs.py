@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
@@ -20,12 +20,11 @@ from batch_agent.backends.base import Backend, Capabilities
 from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend
-from batch_agent.http.connection import OnHead
 from batch_agent.http.failures import BrokenOff, ClosedEarly, ConnectFailed
-from batch_agent.http.opened import OpenResponse
 from batch_agent.http.origin import Origin
 from batch_agent.http.parser import ResponseParser
-from batch_agent.http.transport import CONNECT_SECONDS, Transport
+from batch_agent.http.pool import Pool
+from batch_agent.http.transport import Transport
 from batch_agent.testing import Request
 from batch_agent.testing.tracks import track_of
 from batch_agent.testing.wire import Wire
@@ -137,31 +136,41 @@ class SimulatedTransport(Transport):
 
     def __init__(self, provider: JobProvider, process: Process) -> None:
         super().__init__(proxies=False)
+        self._simulated = cast("Pool", SimulatedPool(provider, process))
+
+    @property
+    def pool(self) -> Pool:
+        return self._simulated
+
+
+class SimulatedPool:
+    """A pool and its connections. A request is answered by the provider, without a socket."""
+
+    beat = None
+
+    def __init__(self, provider: JobProvider, process: Process) -> None:
         self._provider, self._process = provider, process
 
-    async def exchange(
-        self,
-        origin: Origin,
-        method: str,
-        head: bytes,
-        body: bytes | None,
-        limit_bytes: int,
-        *,
-        on_head: OnHead | None = None,
-        opened: OpenResponse | None = None,
-        fresh: bool = False,
-        connect_seconds: float = CONNECT_SECONDS,
-    ) -> ResponseParser:
-        process = self._process
+    def take(self, origin: Origin) -> SimulatedPool:
+        return self
+
+    async def connect(self, origin: Origin, limit_seconds: float, *, fresh: bool) -> SimulatedPool:
+        return self
+
+    def failed(self, *of_request: object) -> None: ...
+
+    def ask(self, response: ResponseParser, head: bytes, body: bytes, *reading: object) -> asyncio.Task[None]:
+        return asyncio.create_task(self._answer(response, head, body))
+
+    async def _answer(self, response: ResponseParser, head: bytes, body: bytes) -> None:
+        process, (method, path) = self._process, head.decode().split(" ")[:2]
         process.event("request")
         await process.alive()
-        status, answered = await self._provider.respond(method, head.split(b" ")[1].decode(), body or b"")
+        status, answered = await self._provider.respond(method, path, body)
         process.event("answer")
         await process.alive()
         said = answered if isinstance(answered, bytes) else orjson.dumps(answered)
-        response = ResponseParser(method, limit_bytes)
         response.feed(b"HTTP/1.1 %d -\r\nContent-Length: %d\r\n\r\n%b" % (status, len(said), said))
-        return response
 
 
 def batch_backend(process: Process, provider: JobProvider) -> Backend:

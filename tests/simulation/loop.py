@@ -2,7 +2,8 @@
 
 What the package hands to a thread (its journal, above all) runs on the loop instead: at a later virtual time, one thing
 at a time for each executor, as a real thread would. ``Threads`` decides how long each takes, and is called before and
-after it happens: there a disk is slow and a process is killed.
+after it happens: there a disk is slow and a process is killed. A call that would wait in its thread raises ``NotYet``,
+and is made again a little later.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ Ts = TypeVarTuple("Ts")
 MOST_TURNS = 100_000  # of the loop at one moment of its clock: more do nothing but spin
 
 
+LOOK_AGAIN = 0.05  # seconds between two looks of a call that waits
+
+
+class NotYet(BaseException):
+    """What a call waits for is not there. It is made again until it has waited for ``SimulatedLoop.waited`` seconds."""
+
+
 class Threads(Protocol):
     def seconds(self, now: float) -> float:
         """How long the next thing waits before it happens."""
         ...
 
-    def before(self) -> None: ...
+    def before_call(self) -> None: ...
 
-    def after(self) -> None: ...
+    def after_call(self) -> None: ...
 
 
 class SimulatedLoop(VirtualClockLoop):
@@ -38,6 +46,7 @@ class SimulatedLoop(VirtualClockLoop):
         self.threads: Threads | None = None
         self._free_at: WeakKeyDictionary[Executor, float] = WeakKeyDictionary()
         self._turns, self._turned_at = 0, 0.0
+        self.waited = 0.0  # seconds for which the call that is being made has waited
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         threads = self.threads
@@ -55,14 +64,19 @@ class SimulatedLoop(VirtualClockLoop):
         def call() -> None:
             if future.cancelled():
                 return
-            threads.before()
+            if self.time() < begin + LOOK_AGAIN:
+                threads.before_call()
+            self.waited = self.time() - begin
             try:
                 result = func(*args)
+            except NotYet:
+                self.call_later(LOOK_AGAIN, call)
+                return
             except Exception as error:
-                self.call_at(end, _fail, future, error)
+                self.call_at(max(end, self.time()), _fail, future, error)
             else:
-                self.call_at(end, _answer, future, result)
-            threads.after()
+                self.call_at(max(end, self.time()), _answer, future, result)
+            threads.after_call()
 
         self.call_at(begin, call)
         return future

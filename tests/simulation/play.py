@@ -19,11 +19,11 @@ from tests.simulation.faults import Edit, Event, Extent, Fault, FullDisk, Kill, 
 from tests.simulation.invariants import check_end, check_sitting
 from tests.simulation.jobs import JobProvider
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.process import Process
+from tests.simulation.process import GONE, Process, Sitting, WorkerProcess, begin
 from tests.simulation.workload import SHAPES, Edition, Outcome, Shape, Workload
 from tests.simulation.world import World
 
-from batch_agent.errors import RunUnreachable, StoreError
+from batch_agent.errors import RunRejected, RunUnreachable, StoreError
 from batch_agent.testing import VirtualClockDeadlock
 
 MOST_SITTINGS = 60
@@ -57,7 +57,7 @@ def play(seed: int, shapes: Sequence[Shape] = SHAPES) -> tuple[Workload, list[Fa
     chance = Random(f"faults {seed}")
     extent = Extent(calm.seconds, calm.events)
     # How often an edited pipeline needs an answer of its later stages is not known here.
-    faults = schedule(chance, extent, workload.servers, edits=not workload.is_pipeline)
+    faults = schedule(chance, extent, workload.servers, edits=not workload.is_pipeline, workers=workload.workers)
     return workload, faults, play_against(workload, faults, calm)
 
 
@@ -111,20 +111,20 @@ async def _sittings(
         world.usual, world.tokens_of = calm.answered, dict(calm.tokens_of)
         world.max_tokens = None if workload.budget is None else int(workload.budget * calm.tokens)
     world.plan([fault for fault in faults if isinstance(fault, Timed)], loop)
-    interruptions = {fault.sitting: fault for fault in faults if isinstance(fault, Kill | Stop)}
     while played.sittings < MOST_SITTINGS:
         sitting = played.sittings
         for edit in faults:
             if isinstance(edit, Edit) and edit.sitting == sitting:
                 played.edition = played.edition.edited(edit.what, world.chance(f"edit {edit}"))
-        process = Process(world, directory, interruptions.get(sitting))
-        outcome = await _sit(workload, process, played, faults)
-        if outcome is not None and not process.dead and workload.is_complete(outcome, played.edition):
+        interruptions = [each for each in faults if isinstance(each, Kill | Stop) and each.sitting == sitting]
+        processes = Sitting(world, directory, interruptions)
+        outcome = await _sit(workload, processes, played, faults)
+        if outcome is not None and not processes.feeder.dead and workload.is_complete(outcome, played.edition):
             played.outcome = outcome
             break
         if played.problems:
             break
-        if outcome is not None and not process.interrupted and world.is_quiet:
+        if outcome is not None and not processes.feeder.interrupted and world.is_quiet:
             world.max_tokens = None  # it was spent: the user allows more
         await asyncio.sleep(world.chance(f"pause {sitting}").choice((0.0, 1.0, 60.0, 3600.0)))
     else:
@@ -136,20 +136,22 @@ async def _sittings(
     played.tokens_of = world.tokens_of
 
 
-async def _sit(workload: Workload, process: Process, played: Played, faults: Sequence[Fault]) -> Outcome | None:
+async def _sit(workload: Workload, sitting: Sitting, played: Played, faults: Sequence[Fault]) -> Outcome | None:
     """One sitting to its end. What came of it, where that is not an error."""
-    loop, world = asyncio.get_running_loop(), process.world
+    loop, world, process = asyncio.get_running_loop(), sitting.world, sitting.feeder
     assert isinstance(loop, SimulatedLoop)
-    loop.threads = process
+    loop.threads = sitting
     world.want(played.edition.wanted())
     was_quiet = world.is_quiet
-    task = process.task = asyncio.create_task(workload.sit(process, played.edition), name="sitting")
-    await asyncio.wait([task], timeout=LONGEST_SITTING)
-    if not task.done():
-        world.complain(f"the sitting does not end: {loop.who_waits()}")
-        task.cancel()
+    begin(process, workload.sit(process, played.edition))
+    if not await _ended(process):
         return None
-    outcome = None
+    for worker in sitting.workers:
+        if not await _ended(worker):
+            return None
+        _check_worker(worker, faults)
+    task, outcome = process.task, None
+    assert task is not None
     error = None if task.cancelled() else task.exception()
     if error is not None and not process.dead and not _is_expected(error, faults):
         world.complain("".join(traceback.format_exception(error)))
@@ -157,26 +159,45 @@ async def _sit(workload: Workload, process: Process, played: Played, faults: Seq
         world.complain("the sitting was cancelled by nobody")
     elif error is None and not task.cancelled():
         outcome = task.result()
-    await check_sitting(process, process.directory)
+    await check_sitting(sitting)
     if (
         was_quiet
-        and not process.interrupted
+        and not any(each.interrupted for each in sitting.processes)
         and world.max_tokens is None
         and not (outcome and workload.is_complete(outcome, played.edition))
     ):
         world.complain(f"the sitting was not disturbed and did not do everything: {error or outcome}")
     played.sittings += 1
-    played.kills += process.dead
-    played.events = played.events or dict(process.events)
+    played.kills += sum(each.dead for each in sitting.processes)
+    played.events = played.events or dict(sum((each.events for each in sitting.processes), Counter()))
     return outcome
+
+
+async def _ended(process: Process) -> bool:
+    """Wait for the end of a process; False if it does not come."""
+    loop, task = asyncio.get_running_loop(), process.task
+    assert isinstance(loop, SimulatedLoop) and task is not None
+    await asyncio.wait([task], timeout=LONGEST_SITTING)
+    if task.done():
+        return True
+    process.world.complain(f"process {process.number} does not end: {loop.who_waits()}")
+    task.cancel()
+    return False
+
+
+def _check_worker(worker: WorkerProcess, faults: Sequence[Fault]) -> None:
+    """A worker that was not killed leaves without an error, while the feeder lives and the servers can be reached."""
+    assert worker.task is not None
+    status, said = (0, "") if worker.task.cancelled() else worker.task.result()
+    if status and not worker.dead and GONE not in said and not any(isinstance(f, Outage | FullDisk) for f in faults):
+        worker.world.complain(f"worker {worker.number} ended with {status}: {said}")
 
 
 async def _look_again(workload: Workload, world: World, directory: Path, played: Played) -> None:
     """A run that is done comes back as it is, and nothing is asked."""
     asked, writes = world.asked.total(), world.writes.total()
-    process = Process(world, directory, None)
     check_end(workload, world, played.edition, played.outcome, directory, counts=world.usual.total() > 0)
-    again = await _sit(workload, process, played, [])
+    again = await _sit(workload, Sitting(world, directory, []), played, [])
     if (world.asked.total(), world.writes.total()) != (asked, writes):
         world.complain("a run that was done asked or wrote again")
     again = again or {}
@@ -186,7 +207,7 @@ async def _look_again(workload: Workload, world: World, directory: Path, played:
 
 
 def _is_expected(error: BaseException, faults: Sequence[Fault]) -> bool:
-    kinds = {RunUnreachable: Outage, StoreError: FullDisk}
+    kinds = {RunUnreachable: Outage, RunRejected: Outage, StoreError: FullDisk}
     return any(isinstance(error, kind) and any(isinstance(f, cause) for f in faults) for kind, cause in kinds.items())
 
 

@@ -11,10 +11,22 @@ from tests.simulation.faults import Fault, Kill
 from tests.simulation.play import play, play_against
 from tests.simulation.process import Process
 from tests.simulation.shrink import shrink
-from tests.simulation.workload import Edition, Workload
+from tests.simulation.workload import SHAPES, Edition, Workload
+
+SEEDS = (0, 1, 4, 5, 7, 8, 9, 10, 12, 13, 18, 28, 33, 36)
 
 
-@pytest.mark.parametrize("seed", range(9))
+def test_the_fixed_seeds_play_every_shape_alone_with_processes_and_with_workers_that_join() -> None:
+    played = [Workload.of(seed, SHAPES) for seed in SEEDS]
+    found = {(each.shape, each.workers > 0, each.joins is not None) for each in played}
+    kinds = {(False, False), (True, False), (True, True)}
+    assert {each[0] for each in found} == set(SHAPES)
+    assert {each for each in found if "batch" not in each[0]} >= {
+        (shape, *kind) for shape in SHAPES for kind in kinds if "batch" not in shape
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_is_lost_and_nothing_is_done_twice(seed: int) -> None:
     workload, faults, played = play(seed)
     assert not played.problems, f"make soak SEED={seed}\n{workload}\n{faults}\n" + "\n".join(played.problems)

@@ -1,28 +1,26 @@
 """What a simulated run has to do: rows, a shape of run, options. One seed makes one workload.
 
-A sitting opens the run in its process, takes the results and returns them as plain values that can be compared with
-those of the undisturbed run.
+A sitting opens the run in the feeder's process, takes the results and returns them as plain values that can be compared
+with those of the undisturbed run.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 from typing import Any, Literal, get_args
 
 from tests.simulation.faults import EditKind
 from tests.simulation.jobs import batch_backend
 from tests.simulation.model import Answer
-from tests.simulation.process import Process, ServerBackend
+from tests.simulation.process import WORLD, Process, SimulatedCrew, join_later, look, note
 from tests.simulation.world import Row
 
-from batch_agent import BatchAgent, Fleet, Pipeline
-from batch_agent.backends.base import Backend
+from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import ToolError
 from batch_agent.job import AgentResult
 from batch_agent.run.run import Run
@@ -77,6 +75,8 @@ class Workload:
     hedge: float | None
     streaming: bool
     budget: float | None  # as a share of the tokens that the whole takes
+    workers: int = 0  # worker processes; 0: the feeder works itself
+    joins: float | None = None  # seconds after which the workers join a feeder that works itself
 
     @classmethod
     def of(cls, seed: int, shapes: Sequence[Shape]) -> Workload:
@@ -99,9 +99,16 @@ class Workload:
             streaming=chance.random() < 0.5,
             budget=chance.uniform(0.2, 1.1) if chance.random() < 0.2 else None,
         )
-        if found.is_batch:
+        if not found.is_batch:
+            found = found._shared(Random(f"workers {seed}"))
+        else:
             found = replace(found, servers=1, capacity=None, rpm=None, hedge=None, budget=None, max_inflight=None)
         return found
+
+    def _shared(self, chance: Random) -> Workload:
+        """The same, with worker processes in half of the seeds."""
+        joins = chance.choice((None, None, 10 ** chance.uniform(-2, 1.5)))
+        return replace(self, workers=chance.choice((1, 2, 3)), joins=joins) if chance.random() < 0.5 else self
 
     @property
     def is_batch(self) -> bool:
@@ -123,11 +130,11 @@ class Workload:
             every.add("reduce")
         return every <= outcome.keys() and all(isinstance(value, dict) for value in outcome.values())
 
-    def backend(self, process: Process) -> Backend:
+    def backend(self, process: Process) -> object:
         if self.is_batch:
             return batch_backend(process, process.world.provider)
-        backends = [ServerBackend(server, process) for server in process.world.servers]
-        return backends[0] if len(backends) == 1 else Fleet(backends)
+        urls = [f"{WORLD}://{server.name}" for server in process.world.servers]
+        return urls[0] if len(urls) == 1 else urls
 
     def options(self, process: Process) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -147,7 +154,15 @@ class Workload:
             options["timeout_per_turn"] = 120.0
         if self.max_inflight is not None:
             options["max_inflight"] = self.max_inflight
+        if self.workers and self.joins is None:
+            options["cluster"] = SimulatedCrew(process.sitting, self.workers)
         return options
+
+    def joining(self, process: Process, run: Run[Any]) -> asyncio.Task[None] | None:
+        """The task in which workers join a run that was alone."""
+        if self.joins is None:
+            return None
+        return asyncio.create_task(join_later(process.sitting, run, self.workers, self.joins), name="joining")
 
     async def sit(self, process: Process, edition: Edition) -> Outcome:
         """One sitting to its end."""
@@ -155,10 +170,10 @@ class Workload:
             return await self._sit_at_pipeline(process, edition)
         options = self.options(process) | self._asking(process, edition)
         if self.shape == "user worker":
-            options["worker"] = partial(gather_answers, edition.version)
+            options["worker"] = gather_answers
         run: Run[Answer] = Run(BatchAgent.plan(**options), record=process.record)
         results: list[AgentResult[Answer]] = []
-        async with run:
+        async with run, _beside(self.joining(process, run)):
             process.run = run
             async for result in run.results():
                 process.deliver(result)
@@ -178,7 +193,7 @@ class Workload:
             "task": f"v{edition.version}: work on {{row}}: {{words}}",
             "inputs": [{"row": row, "words": words_of(row, 3)} for row in edition.rows],
             "output_schema": Answer,
-            "tools": process.tools(),
+            "tools": [look, note],
         }
 
     async def _sit_at_pipeline(self, process: Process, edition: Edition) -> Outcome:
@@ -188,7 +203,7 @@ class Workload:
                 name="work",
                 task=f"v{edition.version}: work on {{row}}: {{words}}",
                 output_schema=Answer,
-                tools=process.tools(),
+                tools=[look, note],
             )
             .filter(passes)
             .flat_map(lambda answer: [{"words": f"w{answer.low}"}, {"words": f"w{answer.high}"}])
@@ -196,7 +211,7 @@ class Workload:
             .reduce("the range of all", tree=4, output_schema=Answer)
         )
         flow = Flow(pipeline.inputs, pipeline.stages, self.options(process), record=process.record)
-        async with flow:
+        async with flow, _beside(self.joining(process, flow._run)):
             process.run = flow
             await flow.finish()
             outcome = outcome_of(flow)
@@ -214,9 +229,23 @@ class Workload:
         return found
 
 
-async def gather_answers(version: int, row: dict[str, str], ctx: Any) -> object:
+@asynccontextmanager
+async def _beside(task: asyncio.Task[None] | None) -> AsyncIterator[None]:
+    """End the task with the context, if it has not ended before."""
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+
+
+async def gather_answers(row: dict[str, str], ctx: Any) -> object:
     """A worker of the user's with the public context: twice a write before it asks, two questions at once and a pause;
     then the tool loop."""
+    version = ctx.prompt.partition(":")[0].removeprefix("v")
     for time in range(2):
         with suppress(ToolError):  # it failed, or its outcome is unknown
             await ctx.call("note", key=f"v{version}.{row['row']}.own.{time}")

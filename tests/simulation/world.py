@@ -59,14 +59,12 @@ class ModelServer:
             return await self._serve_control()
         mark = mark_of(request)
         self.inflight += 1
-        self.world.inflight[mark] += 1
         try:
             if self.capacity is not None and self.inflight > self.capacity:
                 return Fail(429, headers={"Retry-After": "1"})
             return await self._serve(request, mark)
         finally:
             self.inflight -= 1
-            self.world.inflight[mark] -= 1
 
     async def _serve_control(self) -> ScriptedReply:
         while (failure := self._failure()) is None and self.mode in ("stuck", "mute"):
@@ -154,7 +152,6 @@ class World:
         self.tokens = 0  # that were paid for, with those of requests that were in flight at a kill
         self.max_tokens: int | None = None
         self.tokens_of: dict[str, int] = {}  # what each answer takes
-        self.inflight: Counter[str] = Counter()
         self.quiet_from = 0.0  # nothing goes wrong after this
 
     def chance(self, what: str) -> Random:
@@ -186,9 +183,9 @@ class World:
         if self.answered[mark] > self.wanted_of(mark):
             self.complain(f"{mark} is bought {self.answered[mark]} times")
 
-    def note_kill(self) -> None:
-        """The servers go on with what they have."""
-        for mark, count in self.inflight.items():
+    def note_kill(self, inflight: Mapping[str, int]) -> None:
+        """The servers go on with what the process had sent."""
+        for mark, count in inflight.items():
             for _ in range(count):
                 self._pay(mark)
 

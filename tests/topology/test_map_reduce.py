@@ -184,8 +184,10 @@ async def test_items_that_are_free_mappings_are_named_by_their_fields() -> None:
 @virtual_clock
 async def test_a_field_that_a_free_mapping_lacks_is_named_when_the_plan_is_known() -> None:
     backend = ScriptedBackend(loose)
-    with pytest.raises(SpecError, match=r"\{answer\}, which the first input does not have .*: item, index, question"):
-        await research(backend, plan_output_schema=Loose, task="Find {answer}")
+    results, survey = await research(backend, plan_output_schema=Loose, task="Find {answer}")
+    assert not survey
+    for result in results:
+        assert "{answer}, which this row does not have (its fields: item, index, question)" in result.error.message
     assert [request.text for request in backend.requests] == ["Plan for x"]
 
 

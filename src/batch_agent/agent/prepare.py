@@ -65,6 +65,7 @@ class Prepared:
     prices: Prices | None  # None: the price of a token is unknown
     summaries: tuple[Backend, str | None] | None = None  # backend and model that write summaries, if a model does
     context: int | None = None  # the model's context in tokens, from the user or the server
+    carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
 
     @property
     def terms(self) -> Terms:

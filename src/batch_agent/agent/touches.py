@@ -32,11 +32,8 @@ AFTER_ALL = 1 << 20  # a priority: a touch comes after every turn
 
 
 class TouchCall(ModelCall):
-    async def send(self, endpoint: str) -> Reply:
-        try:
-            return await super().send(endpoint)
-        except Truncated as cut:  # expected after one token
-            return Reply("", usage=cut.usage or Usage())
+    def shortened(self, cut: Truncated) -> Reply:
+        return Reply("", usage=cut.usage or Usage())  # expected after one token
 
 
 class Touches:

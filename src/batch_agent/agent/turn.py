@@ -121,7 +121,7 @@ class TurnCall(ModelCall, Observer):
         self._r, self._index, self._tally, self._early = r, index, tally, early
         self._schema = schema
 
-    def shortened(self, cut: Truncated) -> Reply:
+    def shortened(self, cut: Truncated) -> Reply | None:
         if self._schema is not None or not self._r.keeps_cut_text or cut.in_call or not _is_begun(cut.text):
             return super().shortened(cut)
         return Reply(cut.text, usage=cut.usage or Usage(), finish_reason=CUT)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 
 FLEET = "batch_agent.fleet.backend:Fleet"
-IN_PROCESS = ("local", "simulated")  # each of these backends is a server of its own
 KNOWN = KnownServers()
 """What this process knows about servers, by address: two runs with one URL share its rate limits and its health."""
 
@@ -54,7 +53,7 @@ def open_backend(
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
         opened = factory(Address(url, key, headers, environ, sends, model=model, transport=transport))
-        if scheme not in IN_PROCESS and not opened.is_fleet:
+        if not SCHEMES[scheme].in_process and not opened.is_fleet:
             opened.lend(KNOWN.server(opened.name, key))
         return opened, model
     if isinstance(backend, list | tuple):

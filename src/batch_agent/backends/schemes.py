@@ -29,6 +29,7 @@ class Scheme:
     own: bool = False  # a self-hosted engine
     provider: bool = False  # may precede a model's name: openai/gpt-4o
     listed: bool = True  # listed in messages about allowed backends
+    in_process: bool = False  # each backend is a server of its own, which no other backend shares
 
     @property
     def is_service(self) -> bool:
@@ -46,6 +47,7 @@ _LINES = (
         "`local://path/to/model.gguf` for your own weights",
         texts=("threads", "kv_gb", "max_seqs", "keep"),
         own=True,
+        in_process=True,
     ),
     Scheme(
         "vllm",
@@ -165,6 +167,7 @@ _LINES = (
         "simulated://",
         "a model of an engine, for planning: `batch-agent simulate --help` has its options",
         listed=False,
+        in_process=True,
     ),
 )
 SCHEMES: Mapping[str, Scheme] = {line.name: line for line in _LINES}

@@ -1,10 +1,11 @@
 """Reads an input as named fields, and a field's value as text.
 
 An input is a dict (its keys), a string or an Image (the one field ``input``), a pydantic model or a dataclass. Text
-goes into a prompt unchanged, any other value as JSON, and a value whose JSON is a string (a date, a path, an enum) as
-that string. ``pictures`` handles pictures. ``user.name`` and ``items[0]`` name a place in a field's data: keys,
-positions, and fields of models and dataclasses, never attributes or methods of anything else. Reading an input may run
-the user's code (serializers, properties, ``__iter__``): whatever it raises becomes an InputError here.
+goes into a prompt unchanged, a missing value (None, NaN) as nothing, any other value as JSON, and a value whose JSON
+is a string (a date, a path, an enum) as that string. ``pictures`` handles pictures. ``user.name`` and ``items[0]``
+name a place in a field's data: keys, positions, and fields of models and dataclasses, never attributes or methods of
+anything else. Reading an input may run the user's code (serializers, properties, ``__iter__``): whatever it raises
+becomes an InputError here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from batch_agent.messages import Image
 
 ALLOWED = "a dict, a string, an Image, a pydantic model or a dataclass"
 ID = "id"  # the field that names a row, where no other is said to
+MISSING = ("NAType", "NaTType")  # classes of pandas for a missing value
 NAMES_SHOWN = 20
 PATH = re.compile(r"([^\W\d]\w*)((?:\.[^\W\d]\w*|\[[^][{}]+\])+)")  # a field's name, and the steps into its data
 _STEP = re.compile(r"\.(\w+)|\[([^]]+)\]")
@@ -104,6 +106,8 @@ def text_of(name: str, value: object) -> str:
     """Return a field's value as it appears in a prompt, encodable as UTF-8."""
     if type(value) is str and value.isascii():  # the usual case
         return value
+    if value is None or (isinstance(value, float) and value != value) or type(value).__name__ in MISSING:
+        return ""
     with boundary(lambda raised: InputError(f"the field {name!r} cannot be written as text or JSON: {raised}")):
         if type(value) is str:
             value.encode()

@@ -33,7 +33,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
 from batch_agent.documents.content import DocumentContent
-from batch_agent.errors import InputError, InternalError, JobError, SpecError
+from batch_agent.errors import InputError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
 from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
@@ -111,17 +111,20 @@ class Plan:
         """Return whether an input has a document, which takes time to read."""
         return _has_document(self.spec, value)
 
-    def job(self, index: int, value: object) -> Job:
-        """Return one input as a job. Raises InputError or Oversized, which concern only this input."""
+    def job(self, index: int, value: object, name: str | None = None) -> Job:
+        """Return one input as a job. ``name`` is the id that it has from an earlier stage. Raises InputError or
+        Oversized, which concern only this input; also if ``check_first`` was not called and a field is missing."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self.template
         if template is None:
-            raise InternalError("job() was called before check_first()")
+            template = self._template_of(value)
         value, fields, images = self._seen(value)
         check_same(self.hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
-        job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
+        if name is None or (own is not None and self.spec.id_column is not None):
+            name = own
+        job = Job(index, str(index) if name is None else name, value, prompt, own, images=images)
         if self.spec.affinity is not None:
             job = replace(job, affinity=_affinity(self.spec.affinity, fields))
         tokens = self._tokens(prompt) + sum(image.tokens for image in images.values())
@@ -139,13 +142,22 @@ class Plan:
                 f"{job.job_id}#{number}",
                 part["input"] if isinstance(value, str) else {**fields_of(value), **_without(part, images)},
                 _fill(template, part),
-                job.identified,
+                None if own is None else f"{own}#{number}",
                 affinity=job.affinity,
                 images=images,
             )
             for number, part in enumerate(cut, start=1)
         ]
         return replace(job, parts=tuple(parts))
+
+    def _template_of(self, value: object) -> TaskTemplate:
+        """Return the template, parsed with a row that another stage made. Raises InputError."""
+        try:
+            self.check_first(value)
+        except SpecError as error:
+            raise Unfillable(str(error).replace("the first input", "this row")) from None
+        assert self.template is not None
+        return self.template
 
     def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
         """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
@@ -170,8 +182,9 @@ class Plan:
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
         room = self.sizing.room - self._tokens(merge_prompt(task, ()))
+        own = None if job.own_id is None else f"{job.own_id}#merge"
         return [
-            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), job.identified)
+            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), own)
             for group in groups(answers, room)
         ]
 

@@ -9,6 +9,7 @@ User schemas run the user's code. Whatever their validators raise becomes Invali
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from abc import ABC, abstractmethod
@@ -32,6 +33,7 @@ ALLOWED = "a pydantic model class, a dataclass, a TypedDict, a type such as list
 ERRORS_SHOWN = 10
 INPUT_SHOWN = 100  # characters
 MASK = "the value"
+JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
 
 
@@ -111,6 +113,7 @@ class _JsonSchema(OutputSchema[object]):
         import jsonschema_rs  # imported here, because few runs need it and it is slow to load
 
         schema = cast(JsonObject, from_json(to_json(given)))
+        _check_types(schema, "")
         super().__init__(schema)
         # The mask keeps whole answers out of the messages.
         self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=no_retrieval, mask=MASK)
@@ -135,6 +138,27 @@ class _JsonSchema(OutputSchema[object]):
 
     def to_plain(self, value: object) -> object:
         return value
+
+
+def _check_types(schema: JsonValue, where: str) -> None:
+    """Raise ValueError for a ``type`` that JSON schemas do not have. It names the place, the nearest type and all."""
+    if isinstance(schema, list):
+        for item in schema:
+            _check_types(item, where)
+    if not isinstance(schema, dict):
+        return
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if isinstance(kind, str) and kind not in JSON_TYPES:
+            near = difflib.get_close_matches(kind, JSON_TYPES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"the type {kind!r}{where} is unknown: {hint}The types are {', '.join(JSON_TYPES)}")
+    for name, part in schema.items():
+        if name in ("properties", "$defs", "definitions", "patternProperties") and isinstance(part, dict):
+            for field, inner in part.items():
+                _check_types(inner, f"{where or ' of'} {field}")
+        elif name in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties", "not"):
+            _check_types(part, where)
 
 
 def _is_scalar(schema: JsonValue) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from batch_agent.errors import JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe, place_of, traceback_of
@@ -46,6 +46,14 @@ async def outlast(task: asyncio.Task[None]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def wait_event(event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set, at most for some seconds. ``wait_for`` of Python 3.11 would ignore a cancellation
+    that arrives in the step in which the event is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.dispatch.control import ControlCall
+from batch_agent.dispatch.control import ControlCall, ControlObserver, OnControl
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
@@ -67,35 +67,32 @@ class ModelCall:
     def heard_at(self) -> float:
         return self.request.heard_at
 
-    async def send(self, endpoint: str) -> Reply:
+    def send(self, endpoint: str) -> Awaitable[Reply]:
         request = self.request
         request.endpoint, request.heard_at = endpoint, 0.0
-        try:
-            reply = await self.backend.infer(request, self.on_tool_call)
-        except Truncated as cut:
-            reply = self.shortened(cut)
-        except BackendError as error:
-            error.text = error.text or self.text
-            raise
-        finally:
-            request.tries += 1
-            if request.on_begin is not None:
-                request.on_begin()
-        self.check(reply)
-        return reply
+        return self.backend.infer(request, self.on_tool_call)
 
-    def shortened(self, cut: Truncated) -> Reply:
-        """Return an answer that was cut at its token limit, if it is usable; else raise the error."""
+    def ended(self) -> None:
+        self.request.tries += 1
+        if self.request.on_begin is not None:
+            self.request.on_begin()
+
+    def instead(self, error: BackendError) -> Reply | None:
+        if isinstance(error, Truncated):
+            return self.shortened(error)
+        error.text = error.text or self.text
+        return None
+
+    def shortened(self, cut: Truncated) -> Reply | None:
+        """Return an answer that was cut at its token limit, if it is usable."""
         if self.request.client is None:
-            raise cut
+            return None
         # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
         return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
 
-    def check(self, reply: Reply) -> None:
-        """Raise a BackendError if the answer is unusable."""
+    def check(self, reply: Reply) -> None: ...
 
-    def lost(self) -> None:
-        """Called when another request was answered first."""
+    def lost(self) -> None: ...
 
     def again(self) -> ModelCall:
         """Return the same question for another endpoint. Only the first request may start tools early."""
@@ -138,12 +135,13 @@ class Dispatcher:
         control_requests: bool = False,
         on_limit: OnLimit = lambda endpoint, reason: None,
         on_health: OnHealth = lambda endpoint, now: None,
+        on_control: OnControl = lambda endpoint, seconds, usage, cost, error: None,
     ) -> None:
         self.backend = backend
         self.terms = Terms(max_inflight) if terms is None else terms
         endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
-        self._on_health = on_health
+        self._on_health, self._on_control = on_health, on_control
         self.endpoints = EndpointMonitor(
             self.scheduler,
             backend,
@@ -251,7 +249,9 @@ class Dispatcher:
 
     async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
         """Send a control request."""
-        return await self.ask(call, Policy(0), ticket=ticket)
+        assert ticket.pinned is not None
+        observer = ControlObserver(ticket.pinned.name, self._on_control)
+        return await self.ask(call, Policy(0), ticket=ticket, observer=observer)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.
@@ -281,8 +281,14 @@ class Dispatcher:
             if cancelled_by_us():
                 raise
             raise Unavailable(f"{self.name} abandoned the call: something it awaited was cancelled") from None
+        except BackendError as error:
+            if (usable := question.instead(error)) is None:
+                raise
+            reply = usable
         finally:
+            question.ended()
             self.endpoints.flights.end(slot)
+        question.check(reply)
         if reply.saved is None:
             self.endpoints.answered(slot, began, reply)
         else:

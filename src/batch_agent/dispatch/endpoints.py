@@ -118,7 +118,7 @@ class EndpointMonitor:
             self.arm(endpoint)
 
     def released(self, slot: Slot) -> None:
-        """Called when the slot was given back."""
+        """Called when a slot was given back that was a trial or has a part of the rate limits."""
         if slot.lease is not None:
             self.budgets.settle(slot)
         if slot.trial:
@@ -143,11 +143,13 @@ class EndpointMonitor:
         server.refusals.answered(slot.sent_at)
         if server.history.open or server.history.alone:
             server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial), _GOOD)
-        self.decisions.wake()
+        if self.decisions.waiting:
+            self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
             meanwhile = server.answers - slot.answers_before
-            self.say(endpoint, endpoint.capacity.succeeded(slot.sent_at, seconds, tokens, now, meanwhile))
+            if reason := endpoint.capacity.succeeded(slot.sent_at, seconds, tokens, now, meanwhile):
+                self._on_limit(endpoint, reason)
 
     def _control_answered(self, slot: Slot, reply: Reply, now: float) -> None:
         """Apply the answer of a control request: the endpoint works, and rows that failed before it are bad. It says

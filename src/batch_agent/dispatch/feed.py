@@ -26,9 +26,9 @@ class Feed:
         self.reading = False  # waits for its next input
         self.paced = False  # its inputs come only when an agent may start, so that it does not wait for room
 
-    async def wait_room(self) -> bool:
-        """Wait until another agent may start. Returns False if none will."""
-        while not self.closed:
+    async def wait_room(self, is_over: Callable[[], object] = lambda: False) -> bool:
+        """Wait until another agent may start. Returns False if none will: ``is_over`` is asked again after ``wake``."""
+        while not self.closed and not is_over():
             if self.paced or self._slots.scheduler.has_room(self._slots.loop.time()):
                 return True
             self.room = self._slots.loop.create_future()

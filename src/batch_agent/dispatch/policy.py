@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol, TypeAlias
 
@@ -46,9 +46,21 @@ class Question(Protocol):
         """Return the loop time of the latest piece of a streamed answer; 0 if none has arrived."""
         return 0.0
 
-    async def send(self, endpoint: str) -> Reply:
+    def send(self, endpoint: str) -> Awaitable[Reply]:
         """Send the question once. Raises BackendError."""
         ...
+
+    def ended(self) -> None:
+        """Called when the attempt has ended, with an answer or without."""
+        return
+
+    def instead(self, error: BackendError) -> Reply | None:
+        """Return an answer in place of the error; None if there is none."""
+        return None
+
+    def check(self, reply: Reply) -> None:
+        """Raise a BackendError if the answer is unusable."""
+        return
 
     def lost(self) -> None:
         """Called when another request was answered first."""

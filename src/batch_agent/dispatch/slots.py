@@ -37,7 +37,7 @@ class Watcher(Protocol):
         ...
 
     def released(self, slot: Slot) -> None:
-        """Called when the slot was given back."""
+        """Called when a slot was given back that was a trial or has a part of the rate limits."""
         ...
 
     def idle(self) -> None:
@@ -107,9 +107,10 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """Give the slot back. A second call is harmless."""
-        if self.scheduler.give_back(slot):
+        if self.scheduler.give_back(slot) and (slot.lease is not None or slot.trial):
             self._watcher.released(slot)
-        slot.endpoint.tell_others()
+        if len(slot.endpoint.server.endpoints) > 1:
+            slot.endpoint.tell_others()
         self.pump()
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -262,29 +263,34 @@ class Slots:
 
     def pump(self, now: float | None = None) -> None:
         """Grant every slot that can be granted, then wake the feeds if a new agent may start."""
-        scheduler = self.scheduler
+        scheduler, fed = self.scheduler, False
         if now is None:
             now = self.loop.time()
-        if scheduler.wanted and not self.refusal:
+        if not self.refusal:
             while (slot := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(slot.ticket, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(slot)
                 self._watcher.sent(slot)
-            if now < scheduler.due < inf:  # one that is overdue waits for a slot, not for the clock
+                if not scheduler.waiting and not scheduler.wanted:
+                    break
+            # One that is overdue waits for a slot, not for the clock.
+            if scheduler.waiting and now < scheduler.due < inf:
                 self._set_alarm(scheduler.due)
         # The newest first: later stages work on earlier results, and finish the pipeline.
-        hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
-        if hungry and scheduler.has_room(now):
-            for feed in hungry:
+        for feed in reversed(self._feeds):
+            if feed.room is not None:
+                if not scheduler.has_room(now):
+                    break
                 feed.wake()
-        else:
+                fed = True
+        if not fed:
             self._check_idle()
 
     def _check_idle(self) -> None:
         scheduler, waits = self.scheduler, self._watcher.waits
         several = len(scheduler.endpoints) > 1
-        if scheduler.wanted or not (waits or several):
+        if not (waits or several) or scheduler.wanted:
             return
         all_fed = self.all_fed
         if waits and not scheduler.backing_off and (all_fed or scheduler.is_full):

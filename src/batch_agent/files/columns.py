@@ -30,15 +30,16 @@ class Column:
     path: _Path
     type: Type
 
-    def cell(self, record: Record) -> object:
-        """Return the cell of a record, a value of the column's type, or None."""
+    def cell(self, record: Record, *, nested: bool = False) -> object:
+        """Return the cell of a record, a value of the column's type, or None. With ``nested``, a list or a dict is
+        returned unchanged, and not as JSON."""
         value: object = record
         for name in self.path:
             value = value.get(name) if isinstance(value, dict) else None
         if value is None or (len(self.path) == 1 and isinstance(value, dict)):  # its fields have their own columns
             return None
         if self.type == "text":
-            return as_text(value)
+            return value if nested and isinstance(value, list | dict) else as_text(value)
         return float(value) if self.type == "float" and isinstance(value, int) else value
 
 

@@ -9,6 +9,7 @@ from batch_agent.http.connection import Connection
 from batch_agent.http.connector import Connector
 from batch_agent.http.failures import ClosedEarly
 from batch_agent.http.origin import Origin
+from batch_agent.http.parser import ResponseParser
 
 # Below the five seconds after which common servers (uvicorn) close an idle connection: a request sent while the server
 # closes it would be lost.
@@ -34,7 +35,9 @@ class Pool:
 
     def take(self, origin: Origin) -> Connection | None:
         """Return an idle connection, if there is one and no request waits before this one."""
-        return self._take(origin) if self._slots is None else None
+        if self._slots is not None or not (idle := self._idle.get(origin)):
+            return None
+        return self._first_open(idle)
 
     async def connect(self, origin: Origin, limit_seconds: float, *, fresh: bool) -> Connection:
         """Return a new connection. Under a limit, wait for room; an idle one will do unless it must be ``fresh``."""
@@ -42,18 +45,38 @@ class Pool:
             return await self._connect(origin, limit_seconds)
         await self._slots.acquire()
         try:
-            return (None if fresh else self._take(origin)) or await self._connect(origin, limit_seconds)
+            return (None if fresh else self._first_open(self._idle.get(origin, []))) or await self._connect(
+                origin, limit_seconds
+            )
         except BaseException:
             self._slots.release()
             raise
 
     def idle(self, connection: Connection) -> None:
         connection.idle_since = self._loop.time()
-        self._idle.setdefault(connection.origin, []).append(connection)
+        idle = self._idle.get(connection.origin)
+        if idle is None:
+            self._idle[connection.origin] = [connection]
+        else:
+            idle.append(connection)
         if self._sweep is None:
             self._sweep = self._loop.call_later(self._keepalive, self._close_old)
         if self._slots is not None:
             self._slots.release()
+
+    def failed(
+        self, connection: Connection, response: ResponseParser, done: asyncio.Future[None], error: BaseException
+    ) -> None:
+        """Handle the end of a request without an answer. If the server closed a kept connection at the moment of the
+        request, the error is marked ``stale``, and the other kept connections to the server are closed."""
+        if isinstance(error, ClosedEarly):
+            error.stale = connection.stale
+            if error.stale:
+                self.close_idle(connection.origin)
+            return
+        connection.abandon(response)
+        if done.done() and not done.cancelled():
+            done.exception()  # mark the error as retrieved: a cancelled upload has not read it
 
     def lost(self, connection: Connection) -> None:
         if connection not in self._open:
@@ -83,11 +106,11 @@ class Pool:
         for connection in self._idle.pop(origin, ()):
             connection.close()
 
-    def _take(self, origin: Origin) -> Connection | None:
-        idle, now = self._idle.get(origin), self._loop.time()
+    def _first_open(self, idle: list[Connection]) -> Connection | None:
+        now = self._loop.time()
         while idle:
             connection = idle.pop()
-            if now - _idle_since(connection) < self._keepalive and not connection.transport.is_closing():
+            if now - (connection.idle_since or 0.0) < self._keepalive and not connection.transport.is_closing():
                 connection.idle_since, connection.reused_at = None, now
                 return connection
             connection.close()

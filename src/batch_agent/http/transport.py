@@ -14,8 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from yarl import URL
 
 from batch_agent.errors import InternalError, SpecError
-from batch_agent.http.connection import WRITE_BYTES, OnHead
-from batch_agent.http.failures import ClosedEarly
+from batch_agent.http.connection import WRITE_BYTES
 from batch_agent.http.opened import OpenResponse
 from batch_agent.http.origin import Origin
 from batch_agent.http.parser import ResponseParser
@@ -55,48 +54,6 @@ class Transport:
         pool, self._pool = self._pool, None
         await pool.close()
 
-    async def exchange(
-        self,
-        origin: Origin,
-        method: str,
-        head: bytes,
-        body: bytes | None,
-        limit_bytes: int,
-        *,
-        on_head: OnHead | None = None,
-        opened: OpenResponse | None = None,
-        fresh: bool = False,
-        connect_seconds: float = CONNECT_SECONDS,
-    ) -> ResponseParser:
-        """Send a request and read its response: to the end, as far as the stream from ``on_head`` wants it, or, with
-        ``opened``, only the head. Raises a TransportError, and whatever the stream raises. Cancelling closes the
-        connection.
-
-        A request is sent once. If the server closed a kept connection at that moment, the error is marked ``stale``,
-        and the other kept connections to the server are closed. With ``fresh`` it uses a new connection.
-        """
-        pool = self._open_pool()
-        connection = None if fresh else pool.take(origin)
-        if connection is None:
-            connection = await pool.connect(origin, connect_seconds, fresh=fresh)
-        response = ResponseParser(method, limit_bytes, decode=opened is None)
-        done = connection.ask(response, head, body or b"", on_head, pool.beat if opened is None else None)
-        try:
-            if body is not None and len(body) > WRITE_BYTES:
-                await connection.upload(body)
-            await (done if opened is None else opened.asked(connection, response, done))
-            return response
-        except ClosedEarly as error:
-            error.stale = connection.stale
-            if error.stale:
-                pool.close_idle(origin)
-            raise
-        except BaseException:
-            connection.abandon(response)
-            if done.done() and not done.cancelled():
-                done.exception()  # mark the error as retrieved: a cancelled upload has not read it
-            raise
-
     def open(
         self,
         method: str,
@@ -113,20 +70,23 @@ class Transport:
         origin = Origin.of(url, proxy)
 
         async def send(opened: OpenResponse) -> None:
-            await self.exchange(
-                origin,
-                method,
-                head,
-                body,
-                sys.maxsize,
-                on_head=opened.on_head,
-                opened=opened,
-                connect_seconds=connect_seconds,
-            )
+            pool = self.pool
+            connection = pool.take(origin) or await pool.connect(origin, connect_seconds, fresh=False)
+            response = ResponseParser(method, sys.maxsize, decode=False)
+            done = connection.ask(response, head, body or b"", opened.on_head, None)
+            try:
+                if body is not None and len(body) > WRITE_BYTES:
+                    await connection.upload(body)
+                await opened.asked(connection, response, done)
+            except BaseException as error:
+                pool.failed(connection, response, done, error)
+                raise
 
         return OpenResponse(send)
 
-    def _open_pool(self) -> Pool:
+    @property
+    def pool(self) -> Pool:
+        """The pool of the event loop, while a user has entered."""
         if self._pool is None:
             raise InternalError("a request was sent before its backend was entered (async with backend)")
         return self._pool

@@ -16,6 +16,7 @@ from batch_agent.errors import Interrupted
 from batch_agent.events import (
     AnswerRejected,
     CacheRead,
+    ControlFinished,
     DrainStarted,
     Ended,
     Event,
@@ -42,7 +43,7 @@ from batch_agent.observe.stage_counts import StageCount
 WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
-RARE = (CacheRead, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
+RARE = (CacheRead, ControlFinished, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
 TOOLS = 64  # counted by name: a model may invent any number of names
 
 
@@ -123,6 +124,7 @@ class Statistics:
     queued: int = 0
     turns: int = 0
     retries: int = 0
+    control_requests: int = 0  # requests of no row, to find out whether rows or a server are bad
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None  # $; None if no price is known
     cache_hits: int = 0  # turns that the response cache answered
@@ -227,7 +229,7 @@ class Metrics(TypedSink):
         self._counts = [0, 0, 0, 0]  # agents in each state
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # total seconds in each state
         self._peak_running = 0
-        self._turns = self._retries = 0
+        self._turns = self._retries = self._controls = 0
         self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
         self._cost: float | None = None
         self._cache_hits = 0
@@ -284,6 +286,7 @@ class Metrics(TypedSink):
             queued=self._counts[_QUEUED],
             turns=self._turns,
             retries=self._retries,
+            control_requests=self._controls,
             usage=Usage(self._prompt, self._cached, self._completion, self._reasoning, self._cache_writes),
             cost=elapsed * run.cost_per_second if run and run.cost_per_second else self._cost,
             cache_hits=self._cache_hits,
@@ -338,6 +341,9 @@ class Metrics(TypedSink):
         match event:
             case CacheRead():
                 self._kv = event
+            case ControlFinished():
+                self._controls += 1
+                self._pay(event.usage, event.cost)
             case DrainStarted():
                 self._draining = True
             case ModelChosen():
@@ -361,8 +367,8 @@ class Metrics(TypedSink):
         if (agent := self._agents.get((event.run, event.index))) is not None:
             agent.turns_open += 1
             self._move(agent, _RUNNING, event.at)
-        if self._counts[_RUNNING] > self._peak_running:
-            self._peak_running = self._counts[_RUNNING]
+            if self._counts[_RUNNING] > self._peak_running:
+                self._peak_running = self._counts[_RUNNING]
 
     def _turn_finished(self, event: TurnFinished) -> None:
         self._turns += 1
@@ -372,7 +378,9 @@ class Metrics(TypedSink):
             self._saved += event.saved
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
-            self._answered(agent, _WAITING if agent.tools_open else _QUEUED, event.at)
+            agent.turns_open -= agent.turns_open > 0
+            if not agent.turns_open:  # else another part of its row still has one in flight
+                self._move(agent, _WAITING if agent.tools_open else _QUEUED, event.at)
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
@@ -389,7 +397,9 @@ class Metrics(TypedSink):
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
             agent.tools_open = 0  # calls requested by the broken answer are abandoned
-            self._answered(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
+            agent.turns_open -= agent.turns_open > 0
+            if not agent.turns_open:
+                self._move(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
         if event.retry_in is not None:
             self._retries += 1
             name = "" if agent is None else agent.job_id
@@ -473,12 +483,6 @@ class Metrics(TypedSink):
         self._seconds[agent.state] += at - agent.since
         self._counts[state] += 1
         agent.state, agent.since = state, at
-
-    def _answered(self, agent: _Agent, state: int, at: float) -> None:
-        """Handle the end of an agent's turn; another part of its row may still have one in flight."""
-        agent.turns_open = max(0, agent.turns_open - 1)
-        if not agent.turns_open:
-            self._move(agent, state, at)
 
     def _remember(self, index: int, job_id: str, kind: str, message: str, *, retried: bool) -> None:
         message = message[:MESSAGE_CHARACTERS]

@@ -12,7 +12,6 @@ from typing import Any
 from batch_agent.events import (
     AnswerRejected,
     DrainStarted,
-    Event,
     HealthChanged,
     JobFinished,
     JobStarted,
@@ -23,13 +22,14 @@ from batch_agent.events import (
     TurnFailed,
     TurnFinished,
     TurnStarted,
+    TypedSink,
 )
 from batch_agent.messages import JsonObject
 from batch_agent.record.timeline import Line, Span
 
 WAITING = 20_000  # spans that may wait
 MESSAGE_CHARACTERS = 300
-OF_ENDPOINTS = LimitChanged, HealthChanged  # from all runs
+RowEvent = AnswerRejected | JobFinished | ToolFinished | ToolStarted | TurnFailed | TurnFinished | TurnStarted
 QUEUED, RUNNING, TOOLS, BACKING_OFF = "queued", "running", "tools", "backing off"
 
 
@@ -48,19 +48,18 @@ class LiveRow:
         self.tools: dict[tuple[int, int], float] = {}  # running calls, by turn and position
         self.backoff = 0.0
 
-    def move(self, state: str, at: float) -> None:
-        self.state, self.since = state, at
 
-
-class Recorder:
-    """A sink. Rows and spans belong to ``run``; changes of limits and health are those of all observed runs."""
+class Recorder(TypedSink):
+    """Rows and spans belong to ``run``; changes of limits and health are those of all observed runs. ``on_event`` is
+    called at the next event."""
 
     def __init__(self, run: str) -> None:
         self._run = run
+        self.on_event: Callable[[], None] | None = None
         self.rows: dict[int, LiveRow] = {}
         self._changes: list[Line] = []
         self._spans: list[Span] = []
-        self._takes: dict[type[Event], Callable[[Any], None]] = {
+        self.handlers: dict[type, Callable[[Any], None]] = {
             AnswerRejected: self._answer_rejected,
             DrainStarted: self._drain_started,
             HealthChanged: self._health_changed,
@@ -99,69 +98,71 @@ class Recorder:
             )
         return rows
 
-    def __call__(self, event: Event) -> None:
-        take = self._takes.get(type(event))
-        if take is not None and (event.run == self._run or type(event) in OF_ENDPOINTS):
-            take(event)
+    def _row(self, event: RowEvent) -> LiveRow | None:
+        """Return the row of an event of this run."""
+        if self.on_event is not None:
+            self.on_event()
+        return self.rows.get(event.index) if event.run == self._run else None
 
     def _limit_changed(self, event: LimitChanged) -> None:
-        self._changes.append(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
+        self._change(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
 
     def _health_changed(self, event: HealthChanged) -> None:
         reason = event.reason[:MESSAGE_CHARACTERS]
-        self._changes.append(["health", event.at, event.endpoint, event.state, reason, event.since])
+        self._change(["health", event.at, event.endpoint, event.state, reason, event.since])
 
     def _job_started(self, event: JobStarted) -> None:
-        self.rows[event.index] = LiveRow(event.job_id, event.at)
+        if event.run == self._run:
+            self.rows[event.index] = LiveRow(event.job_id, event.at)
+            if self.on_event is not None:
+                self.on_event()
 
     def _job_finished(self, event: JobFinished) -> None:
-        self.rows.pop(event.index, None)
+        if self._row(event) is not None:
+            del self.rows[event.index]
 
     def _drain_started(self, event: DrainStarted) -> None:
-        self._changes.append(["drain", event.at, ""])
+        if event.run == self._run:
+            self._change(["drain", event.at, ""])
 
     def _run_finished(self, event: RunFinished) -> None:
-        self._changes.append(["end", event.at, event.ended, event.reason[:MESSAGE_CHARACTERS]])
+        if event.run == self._run:
+            self._change(["end", event.at, event.ended, event.reason[:MESSAGE_CHARACTERS]])
 
     def _turn_started(self, event: TurnStarted) -> None:
-        row = self.rows.get(event.index)
+        row = self._row(event)
         if row is not None:
             row.turn = event.turn
             row.sent.append(event.at)
-            row.move(RUNNING, event.at)
+            row.state, row.since = RUNNING, event.at
 
     def _turn_finished(self, event: TurnFinished) -> None:
-        row = self.rows.get(event.index)
+        row = self._row(event)
         if row is not None:
             usage = event.usage
             tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             self._turn(row, event, "", "", tokens, event.first_token)
             row.ready, row.backoff = event.at, 0.0
-            row.move(TOOLS if row.tools else QUEUED, event.at)
+            row.state, row.since = TOOLS if row.tools else QUEUED, event.at
 
     def _turn_failed(self, event: TurnFailed) -> None:
-        row = self.rows.get(event.index)
+        row = self._row(event)
         if row is not None:
             self._turn(row, event, event.error_type, event.message[:MESSAGE_CHARACTERS], (0, 0, 0), None)
             row.ready, row.backoff = event.at, event.retry_in or 0.0
-            row.move(BACKING_OFF if event.retry_in else QUEUED, event.at)
+            row.state, row.since = BACKING_OFF if event.retry_in else QUEUED, event.at
 
     def _answer_rejected(self, event: AnswerRejected) -> None:
-        if event.index in self.rows:
+        if self._row(event) is not None:
             message = event.message[:MESSAGE_CHARACTERS]
             self._add(("rejected", event.at, event.at, event.index, event.turn, event.error_type, message))
 
     def _tool_started(self, event: ToolStarted) -> None:
-        row = self.rows.get(event.index)
+        row = self._row(event)
         if row is not None:
             row.tools[event.turn, event.call] = event.at
             if not row.sent:
-                row.move(TOOLS, event.at)
-
-    def _tool_finished(self, event: ToolFinished) -> None:
-        row = self.rows.get(event.index)
-        if row is not None:
-            self._tool(row, event)
+                row.state, row.since = TOOLS, event.at
 
     def _turn(
         self,
@@ -178,12 +179,20 @@ class Recorder:
         place = "turn", start, event.at, event.index, event.turn, event.endpoint
         self._add((*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens, first_token))
 
-    def _tool(self, row: LiveRow, event: ToolFinished) -> None:
+    def _tool_finished(self, event: ToolFinished) -> None:
+        row = self._row(event)
+        if row is None:
+            return
         start = row.tools.pop((event.turn, event.call), event.at)
         self._add(("tool", start, event.at, event.index, event.turn, event.tool[:100], event.ok, event.source))
         if not row.tools and not row.sent:
             row.ready, row.backoff = event.at, 0.0
-            row.move(QUEUED, event.at)
+            row.state, row.since = QUEUED, event.at
+
+    def _change(self, line: Line) -> None:
+        self._changes.append(line)
+        if self.on_event is not None:
+            self.on_event()
 
     def _add(self, span: Span) -> None:
         if len(self._spans) < WAITING:

@@ -26,7 +26,10 @@ def time_left(statistics: Statistics) -> str:
     eta, left = statistics.eta, statistics.left
     if eta is None or not left:
         return ""
-    return f"{duration(eta)} left" if eta >= ALMOST else f"last {counted(left, 'row') if left > 1 else 'row'}"
+    if eta >= ALMOST:
+        return f"{duration(eta)} left"
+    # All rows have started, and the time of one row is over. If few of them are done, that says little.
+    return "" if left > statistics.done else "last row" if left == 1 else f"last {rows(left)}"
 
 
 def states(statistics: Statistics) -> Iterator[tuple[str, int, str]]:

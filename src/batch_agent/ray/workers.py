@@ -32,6 +32,8 @@ logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report nodes that join
 REACH_SECONDS = 10.0  # for a cluster to accept a connection
+HTTP2_SETTINGS = b"\4"  # type of the frame that begins a connection, in its fourth byte
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + bytes(5)
 TOKEN_HINT = ". If the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
 BRIDGE = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 512}
@@ -115,12 +117,17 @@ class Ray:
         return True
 
     def _look(self) -> None:
-        """Raise RunUnreachable if nothing listens at the address. Ray itself would try for many minutes."""
+        """Raise RunUnreachable if nothing listens at the address, or something else than Ray, which speaks HTTP/2. Ray
+        itself would try for many minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
             return
         try:
-            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+            with socket.create_connection((host, int(port)), REACH_SECONDS) as connection:
+                if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+                    connection.sendall(HTTP2_START)
+                    if connection.recv(9)[3:4] != HTTP2_SETTINGS:
+                        raise RunUnreachable(f"what listens at {self.address} is not a Ray cluster: no HTTP/2 answer")
         except OSError as error:
             raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
 
@@ -212,7 +219,8 @@ class RayWorkers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._reasons: list[str] = []
+        self._refused: set[str] = set()  # nodes or numbers that get no other actor
+        self._reason = ""
 
     async def __aenter__(self) -> Self:
         if self._cluster.workers == "auto":
@@ -264,7 +272,7 @@ class RayWorkers:
         alive = [node for node in ray.nodes() if node["Alive"]]
         for node in alive:
             name, cpus = node["NodeID"], node["Resources"].get("CPU", 0)
-            if name not in self._actors and cpus >= self._cluster.worker_cpus:
+            if name not in self._actors and name not in self._refused and cpus >= self._cluster.worker_cpus:
                 self._actors[name] = self._start(affinity(name, soft=False))
         for name in self._actors.keys() - {node["NodeID"] for node in alive}:
             ray.kill(self._actors.pop(name))
@@ -279,17 +287,22 @@ class RayWorkers:
         try:
             await actor.work.remote(self._target)
         except ray_package().exceptions.RayError as error:
-            if name in self._actors:
-                self._reasons.append(reason_of(error))
-                logger.warning("a worker on Ray was lost: %s", self._reasons[-1])
-                del self._actors[name]
-                if self._cluster.workers != "auto" and not self._actors:
-                    self._lost.set()
+            if name not in self._actors:
+                return
+            self._reason = reason_of(error)
+            logger.warning("a worker on Ray was lost: %s", self._reason)
+            del self._actors[name]
+            if self._cluster.workers != "auto" or isinstance(error, ray_package().exceptions.RayTaskError):
+                self._refused.add(name)  # the worker itself failed, and another one there would too
+            else:
+                del self._tasks[name]  # the node gets another one
+            if self._refused and not self._actors:
+                self._lost.set()
 
     async def lost(self) -> None:
         """Wait until no worker is left, and none will come. Raises RunRejected with the reason."""
         await self._lost.wait()
-        raise RunRejected(f"every worker on Ray was lost: {self._reasons[-1]}")
+        raise RunRejected(f"every worker on Ray was lost: {self._reason}")
 
 
 def user_modules(specs: Sequence[JsonObject]) -> list[ModuleType]:

@@ -197,9 +197,9 @@ class DirectoryStore(MemoryStore):
             return [list(steps) for steps in found]
 
     def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
-        if not self._has_past:
-            return [()] * len(wanted)
         with self._disk:
+            if not self._has_past or self._directory is None:  # a closed stage: the row has its result
+                return [()] * len(wanted)
             return self._journal.claim_steps(wanted)
 
     def agent_numbers(self, worker: int) -> Iterator[int]:

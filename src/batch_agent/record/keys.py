@@ -74,7 +74,7 @@ class Keys:
         return state.digest()
 
     def identity(self, job: Job, question: str) -> Identity:
-        return self.identify(job.input, job.job_id if job.identified else None, question)
+        return self.identify(job.input, job.own_id, question)
 
     def identify(self, value: object, own_id: str | None, question: str) -> Identity:
         identity = Identity(self.key(own_id, question), row_of(value, question))

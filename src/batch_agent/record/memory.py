@@ -276,6 +276,11 @@ class MemoryStore:
             # Workers of an earlier opening must leave, so the number is unique over all openings.
             return RunStanding(self._phase, self._opening + self._generation, self._sitting > 0, counts)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a feeder has opened the run since this store was opened."""
+        return self._phase is not None
+
     def join(self, description: JsonObject) -> int:
         with self._lock:
             self._workers += 1
@@ -385,7 +390,8 @@ class MemoryStore:
         valid = [change for change, queued in holders if queued is not None]
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
-            recorded = self._record(worker, valid, outlay)
+            # Another process may end its commits when the files are closed: all rows have their results.
+            recorded = self._record(worker, valid, outlay) if valid or own else ()
         finally:
             until = float("inf") if own else self._clock() + self._lease_seconds
             with self._lock:

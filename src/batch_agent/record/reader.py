@@ -362,13 +362,17 @@ def _error_type(record: Record) -> str:
     return str(error.get("type")) if isinstance(error, dict) else ""
 
 
-def row_name(value: object, index: int, id_column: object = None) -> str:
-    """Return the id of a row, or its index if it has none."""
+def row_name(value: object, index: int, id_column: object = None, name: str | None = None) -> str:
+    """Return the id of a row, or its index if it has none. ``name`` is the id from an earlier stage; a row's own id
+    comes before it only if the stage has an ``id_column``."""
+    column = id_column if isinstance(id_column, str) else None
+    if name is not None and column is None:
+        return name
     try:
-        own = own_id(fields_of(value), id_column if isinstance(id_column, str) else None)
+        own = own_id(fields_of(value), column)
     except (BatchAgentError, TypeError, ValueError):
         own = None
-    return str(index) if own is None else own
+    return own or (str(index) if name is None else name)
 
 
 # A run directory

@@ -18,23 +18,33 @@ from batch_agent.record.codec import from_message, to_message
 PLAIN = (str, int, float, bool, type(None))
 
 
-def encode_row(value: object) -> bytes:
-    """Return an input as JSON. Raises InputError for a value that JSON cannot represent."""
+NAMED = b"\0"  # between the id of a row and its JSON, which never contains this byte
+
+
+def encode_row(value: object, name: str | None = None) -> bytes:
+    """Return an input as JSON, after the id that it has from an earlier stage, if any. Raises InputError for a value
+    that JSON cannot represent."""
     _refuse_data(value)
+    head = b"" if name is None else name.encode("utf-8", "surrogatepass") + NAMED
     try:
-        return to_json(value)
+        return head + to_json(value)
     except Exception as error:  # the user's own classes can raise anything
         raise InputError(
             f"this input cannot be written as JSON, so it cannot be sent to other processes: {describe(error)}"
         ) from None
 
 
-def decode_row(data: bytes, schema: OutputSchema[object] | None = None) -> object:
-    """Return the input, as an instance of the schema if its rows are outputs of another stage. Raises InputError."""
+def decode_row(data: bytes, schema: OutputSchema[object] | None = None) -> tuple[object, str | None]:
+    """Return the input, as an instance of the schema if its rows are outputs of another stage, and the id that it has
+    from an earlier stage. Raises InputError."""
+    head, named, value = data.rpartition(NAMED)
+    name = head.decode("utf-8", "surrogatepass") if named else None
     try:
-        return from_json(data) if schema is None else schema.validate_json(data)
+        return (from_json(value) if schema is None else schema.validate_json(value)), name
     except OutputError as error:  # the schema's validators may reject their own output
         raise InputError(f"this input cannot be sent to other processes: {error}") from None
+    except ValueError:  # the reason why the feeder could not send it
+        raise InputError(value.decode(errors="replace")) from None
 
 
 def _refuse_data(value: object) -> None:

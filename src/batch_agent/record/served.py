@@ -30,6 +30,7 @@ from typing import cast
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
+from batch_agent.job import BaseResult, Job
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.memory import MemoryStore
@@ -133,7 +134,7 @@ class StoreDesk:
             raise StoreError(f"workers cannot call {method!r}")
         store = self._store.stage(stage) if stage else self._store
         if method == "facts":
-            facts = store.facts()
+            facts = store.facts() if store.has_begun else None  # not those of a session before this one
             return facts if facts is None or stage else {**facts, **self._facts()}
         if method == "join":
             self._on_join()
@@ -154,7 +155,7 @@ class StoreDesk:
 def _sent(row: LeasedRow) -> LeasedRow:
     """Return a row as it is sent: its input as JSON. A row that cannot be sent fails alone, at the worker."""
     try:
-        value = encode_row(row.value)
+        value = encode_row(row.value, row.job.job_id if isinstance(row.job, Job | BaseResult) else None)
     except InputError as error:
         value = str(error).encode()
     return LeasedRow(row.lease, value, row.steps, None, b"", b"", row.more, row.retry, row.checks)

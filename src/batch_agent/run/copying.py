@@ -76,15 +76,17 @@ class _Row:
     value: object
     record: Record | None
     steps: Sequence[KeptStep]
+    name: str | None
 
 
 def _rows(reader: RunReader) -> Iterator[_Row]:
     """Yield the finished rows in input order, then those that have steps and are not done."""
     for place, record in reader.rows.placed():
-        yield _Row(cast(int, record["index"]), record.get("input"), record, reader.steps(place, record))
+        name = None if record["job_id"] == str(record["index"]) else str(record["job_id"])
+        yield _Row(cast(int, record["index"]), record.get("input"), record, reader.steps(place, record), name)
     for row in reader.unfinished():
         if row.steps:
-            yield _Row(row.index, row.value, None, row.steps)
+            yield _Row(row.index, row.value, None, row.steps, row.job_id)
 
 
 def _renumbered(steps: Sequence[KeptStep], last: int) -> tuple[int, list[KeptStep]]:
@@ -146,10 +148,9 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, sitting: 
     while page := list(islice(rows, ROWS_AT_ONCE)):
         known: dict[int, tuple[_Row, Identity]] = {}
         for row in page:
-            plan.check_first(row.value)
-            job = plan.job(cast(int, row.index), row.value)
+            job = plan.job(cast(int, row.index), row.value, row.name)
             known[job.index] = row, keys.identity(job, plan.question(job))
-        fed = [NewRow(index, key.key, key.row, encode_row(row.value)) for index, (row, key) in known.items()]
+        fed = [NewRow(index, key.key, key.row, encode_row(row.value, row.name)) for index, (row, key) in known.items()]
         store.feed(sitting, fed)
         while known and (taken := store.take(worker, len(known), 0.0)):
             for lease in (each.lease for each in taken):

@@ -66,16 +66,16 @@ class ProcessCrew:
     """``count`` worker processes on this machine."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._count, self._place = count, ""
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._ending = False
 
     @asynccontextmanager
     async def at_work(self, run: Served) -> AsyncIterator[None]:
         """Let the processes work on the run. When this ends, they leave."""
-        path = run.serve()
+        self._place = self._serve(run)
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._watch(run, path))
+            watching = tasks.create_task(self._watch(run))
             try:
                 yield
             except BaseException:
@@ -86,19 +86,23 @@ class ProcessCrew:
                 self._ending = True
                 await self._leave(watching)
 
-    async def _watch(self, run: Served, path: Path) -> None:
+    def _serve(self, run: Served) -> str:
+        """Return the place of the record, for the command line of workers."""
+        return f"unix:{run.serve()}"
+
+    async def _watch(self, run: Served) -> None:
         reasons: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._count):
-                tasks.create_task(self._keep(number, run, path, reasons.append))
+                tasks.create_task(self._keep(number, run, reasons.append))
         if reasons and run.wants_workers and not self._ending:
             raise RunRejected(f"every worker process of the run has ended: {reasons[-1]}")
 
-    async def _keep(self, number: int, run: Served, path: Path, give_up: Callable[[str], None]) -> None:
+    async def _keep(self, number: int, run: Served, give_up: Callable[[str], None]) -> None:
         """Keep one process running while the run wants workers. ``give_up`` is called with the reason if it is not
         started again."""
         for attempt in range(1 + STARTS):
-            status, said = await self._run_one(number, path)
+            status, said = await self._run_one(number)
             if self._ending or (status == 0 and not run.wants_workers):
                 return
             why = said or (f"it was ended by signal {-status}" if status < 0 else f"its exit status was {status}")
@@ -111,9 +115,9 @@ class ProcessCrew:
             if not run.wants_workers:
                 return
 
-    async def _run_one(self, number: int, path: Path) -> tuple[int, str]:
+    async def _run_one(self, number: int) -> tuple[int, str]:
         """Run one process. Returns its exit status, and the last line of its messages."""
-        command = (sys.executable, "-m", "batch_agent", "work", f"unix:{path}", "--import-from", _modules())
+        command = (sys.executable, "-m", "batch_agent", "work", self._place, "--import-from", _modules())
         paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -1,7 +1,7 @@
 """The feeder of a run: puts its inputs into the queue of its record, and delivers the results of all workers.
 
 Inputs are read when rows are needed. If the only worker is in this process, it asks for them (``refill``), so that no
-input is read before a slot is free. Otherwise a window of unstarted rows is kept in the queue (``keep_full``). Results
+input is read before a slot is free. Otherwise a window of unstarted rows is kept in the queue (``share``). Results
 are delivered in the order in which they are recorded.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError
 from batch_agent.events import JobFinished, JobStarted, Sink, TurnFinished
 from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Job, Placed, UnreadableRow
@@ -73,7 +73,11 @@ class Feeder:
         self.keys = Keys(b"")
         self.alone = store.instant
         self.worker = 0  # number of the worker in this process
+        self.joining = ""  # the command that starts a worker, if the run needs one
+        self._had_workers: bool | None = None
         self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
+        self.tasks: asyncio.TaskGroup | None = None  # set while the run works
+        self._keeping: list[asyncio.Task[None]] = []
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
@@ -87,7 +91,6 @@ class Feeder:
         self._held.set()
         self._stopping = asyncio.Event()
         self._draining = False  # the draining phase is set in the store
-        self._over = False
         self._position = "0"
         self.ok = self.failed = self.resumed = 0
 
@@ -199,7 +202,7 @@ class Feeder:
     async def _feed_here(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store in this process: their objects, and the jobs made of them."""
         plan, bare_values = self._plan, [unplaced(value) for value in values]
-        for bare in bare_values:
+        for bare in bare_values if self._rows.channel is None else ():
             plan.check_first(bare)
         if not self._reads_documents and plan.reads(bare_values[0]):
             self._reads_documents = True
@@ -220,37 +223,41 @@ class Feeder:
         """Feed rows to a store outside this process, as JSON."""
         new: list[tuple[NewRow, str]] = []
         for place, value in enumerate(values):
-            index, value = (value.index, value.value) if isinstance(value, Placed) else (first + place, value)
+            index, name = first + place, None
+            if isinstance(value, Placed):
+                index, name, value = value.index, value.name, value.value
             if isinstance(self._originals, dict):
                 self._originals[index] = value
             try:
-                new.append(self._encoded(index, value))
+                new.append(self._encoded(index, value, name))
             except JobError as error:
                 shown = None if isinstance(value, UnreadableRow) else value
-                self._emit(JobStarted(self._clock(), self._run, index, str(index)))
+                name = str(index) if name is None else name
+                self._emit(JobStarted(self._clock(), self._run, index, name))
                 self.outstanding += 1
-                self._finish(Failure(index, str(index), shown, False, None, AgentError.of(error)))
+                self._finish(Failure(index, name, shown, False, None, AgentError.of(error)))
         answers = await self.run(partial(self.store.feed, self.sitting, [row for row, _ in new]))
         self.outstanding += len(answers)
         self._news.set()
-        for (row, name), answer in zip(new, answers, strict=True):
+        for (row, job_id), answer in zip(new, answers, strict=True):
             if answer is not None:
-                self._emit(JobStarted(self._clock(), self._run, row.index, name))
+                self._emit(JobStarted(self._clock(), self._run, row.index, job_id))
                 result, _ = decode_result(answer, row.index, self._schema, resumed=True)  # type: ignore[arg-type]
                 self._finish(result)
 
-    def _encoded(self, index: int, value: object) -> tuple[NewRow, str]:
+    def _encoded(self, index: int, value: object, name: str | None) -> tuple[NewRow, str]:
         """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
-        data = encode_row(value)
-        value = decode_row(data, self._row_schema)
-        self._plan.check_first(value)
-        job = self._plan.job(index, value)
+        data = encode_row(value, name)
+        value, _ = decode_row(data, self._row_schema)
+        if self._rows.channel is None:
+            self._plan.check_first(value)
+        job = self._plan.job(index, value, name)
         identity = self.keys.identity(job, self._plan.question(job))
         return NewRow(index, identity.key, identity.row, data), job.job_id
 
-    async def keep_full(self) -> None:
+    async def _keep_full(self) -> None:
         """Keep a window of unstarted rows in the queue, for several workers, until every input is fed."""
         while await self._room() and await self.refill():
             pass
@@ -261,8 +268,7 @@ class Feeder:
             if self._held.is_set() and (await self.standing()).counts.unstarted < WINDOW:
                 return True
             self._moved.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), IDLE)
+            await wait_event(self._moved, IDLE)
         return False
 
     async def standing(self) -> RunStanding:
@@ -270,25 +276,57 @@ class Feeder:
             return self.store.keep_feed(self.sitting)
         return await self.run(partial(self.store.keep_feed, self.sitting))
 
-    def release(self) -> None:
-        """End ``keep``: the run is over."""
-        self._over = True
-        self._stopping.set()
+    async def share(
+        self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool
+    ) -> asyncio.Task[None] | None:
+        """Feed several workers from now on. ``facts`` returns what they need. Returns the task that fills the queue, if
+        the run ``has_rows`` of its own."""
+        self.alone, filling = False, None
+        if "spec" not in self.facts:
+            self.facts |= facts()
+            await self.run(partial(self.store.write_facts, self.sitting, dict(self.facts)))
+        if self.tasks is not None:
+            self._keeping.append(self.tasks.create_task(self._keep(lease)))
+            if has_rows:
+                filling = self.tasks.create_task(self._keep_full())
+                self._keeping.append(filling)
+        return filling
 
-    async def keep(self, lease: float) -> None:
-        """Renew the feeder's lease until the run is over. After ``stop``, set the draining phase once: workers then
+    def stop_keeping(self) -> None:
+        """Feed nothing more: the run is over."""
+        self.tasks = None
+        for task in self._keeping:
+            task.cancel()
+
+    async def _keep(self, lease: float) -> None:
+        """Renew the feeder's lease until this is cancelled. After ``stop``, set the draining phase once: workers then
         take no rows."""
-        while not self._over:
+        while True:
             if self._draining:
                 await asyncio.sleep(lease / 3)
             else:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), lease / 3)
+                await wait_event(self._stopping, lease / 3)
             if self._stopping.is_set() and not self._draining:
                 await self.run(partial(self.store.set_phase, self.sitting, "draining"))
                 self._draining = True
                 self._news.set()
             await self.standing()
+            if self.joining and not self._draining:
+                await self._notice_workers()
+
+    async def _notice_workers(self) -> None:
+        """Say how to start a worker while a run that needs one has none."""
+        table, now = await self.run(self.store.table)
+        has_workers = len(table.live(now)) > 1  # this process is a member too
+        if has_workers == self._had_workers:
+            return
+        had, self._had_workers = self._had_workers, has_workers
+        if has_workers:
+            self.set_trouble(None, 0.0)
+            return
+        what = "the run has no worker yet" if had is None else "every worker of the run has left or is lost"
+        logger.warning("%s, so its rows wait. Start one: %s", what, self.joining)
+        self.set_trouble(f"{what}: {self.joining}", self._clock())
 
     # Results
 

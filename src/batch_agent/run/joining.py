@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 from batch_agent.agent.fingerprint import fingerprint_of
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.prepare import Prepared, prepare, with_model
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.results import from_json
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.control import NotAlive, Refused, ask
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.leases import Over
-from batch_agent.run.recording import ROWS, versions
+from batch_agent.run.recording import ROWS, in_thread, versions
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import imported, pieces, read_spec
 
-T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
 
 WAIT = 60.0  # seconds to wait for a run, or for a new feeder
 LOOK = 0.25  # seconds between two checks for a run
@@ -104,7 +106,7 @@ class JoinedWorker:
 
     async def _facts(self) -> JsonObject | None:
         """Wait for a run and return its facts. None if the run is done, or if this worker is stopped."""
-        deadline = asyncio.get_running_loop().time() + self._wait
+        deadline, said = asyncio.get_running_loop().time() + self._wait, ""
         while not self._leaving.is_set():
             facts = await in_thread(self._store.facts)
             if facts is not None:
@@ -114,13 +116,13 @@ class JoinedWorker:
                 left = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and (standing.feeder or left):
                     return facts
+            what = "there is no run" if facts is None else "the run has no feeder"
             if asyncio.get_running_loop().time() >= deadline:
-                what = "there is no run" if facts is None else "the run has no feeder"
                 raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
-            try:
-                await asyncio.wait_for(self._leaving.wait(), LOOK)
-            except TimeoutError:
-                continue
+            if what != said:
+                said = what
+                logger.warning("%s. This worker waits for %g s (--wait)", what, self._wait)
+            await wait_event(self._leaving, LOOK)
         return None
 
 
@@ -202,7 +204,7 @@ class WorkedStages:
                 lonely_since = lonely_since or now
                 if now - lonely_since >= self._patience:
                     return "no feeder"
-            await self._pause()
+            await wait_event(self._leaving, STAGE_LOOK)
         return self.over
 
     async def _work_on(self, outer: Run[object], stage: str, store: WorkStore) -> None:
@@ -229,12 +231,8 @@ class WorkedStages:
                 waits = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and not standing.done and (standing.feeder or waits):
                     return facts
-            await self._pause()
+            await wait_event(self._leaving, STAGE_LOOK)
         return None
-
-    async def _pause(self) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._leaving.wait(), STAGE_LOOK)
 
 
 def worker_run(
@@ -281,7 +279,10 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
     prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
-    prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
+    if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
+        prepared = with_model(prepared, str(facts["model"]))
+    with suppress(SpecError):  # a row that another stage made: it fails alone
+        prepared.plan.check_first(from_json(str(facts["first"]).encode()))
     if fingerprint_of(prepared).hex() != facts["fingerprint"]:
         known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
         differ = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
@@ -307,7 +308,7 @@ async def open_store(place: str, wait: float) -> WorkStore:
 
     Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
     """
-    deadline = asyncio.get_running_loop().time() + wait
+    deadline, said = asyncio.get_running_loop().time() + wait, ""
     while True:
         try:
             if place.startswith(SERVED):
@@ -324,9 +325,7 @@ async def open_store(place: str, wait: float) -> WorkStore:
         except (StoreError, NotAlive) as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None
+            if str(error) != said:
+                said = str(error)
+                logger.warning("%s. This worker tries again for %g s (--wait)", said.rstrip("."), wait)
         await asyncio.sleep(LOOK)
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking call of the store in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(None, function)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from batch_agent.blocking import on_this_loop
-from batch_agent.dispatch.cancellation import outlast
+from batch_agent.dispatch.cancellation import outlast, wait_event
 from batch_agent.errors import StoreError
 from batch_agent.record.base import Identity
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
@@ -86,7 +86,8 @@ class Leases:
     one. ``patience`` is the number of seconds to wait if the queue is empty and there is no feeder. ``on_lost`` is
     called with the index of a row whose lease is lost. ``on_away`` is called with True when the store does not answer,
     and with False when it answers again. ``on_need`` is called when slots may be needed: at the begin, and when rows
-    arrive after the queue was empty."""
+    arrive after the queue was empty. ``on_leave`` is called when no more rows are taken. ``failure`` is the error of a
+    store that no longer answers."""
 
     def __init__(
         self,
@@ -107,6 +108,8 @@ class Leases:
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
         self.on_need: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self.failure: StoreError | None = None
         self._source = source
         self._lease, self._generation, self._patience = lease, generation, patience
         self._ready: deque[LeasedRow] = deque()
@@ -171,8 +174,7 @@ class Leases:
         self._judge(standing)
         self._fed = standing.counts.fed
         if self._fed and not self.over:  # only rows of dead workers can arrive now
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), self._wait)
+            await wait_event(self._leaving, self._wait)
         return not self.over
 
     async def _take(self, most: int) -> list[LeasedRow]:
@@ -216,6 +218,7 @@ class Leases:
         self._changed.set()
         self._leaving.set()
         self._news.set()
+        self.on_leave()
 
     def committed(self, lost: set[str], ended: Sequence[RowLease]) -> None:
         """Forget rows whose results are recorded, and drop rows that other workers have."""
@@ -277,9 +280,8 @@ class Leases:
                 self.leave("no feeder")
 
     async def _renew(self) -> None:
-        while not self._closed:  # wait_for of Python 3.11 ignores a cancellation when the event is set in the same step
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._lease / RENEWALS)
+        while not self._closed:
+            await wait_event(self._changed, self._lease / RENEWALS)
             if self._changed.is_set():
                 self._changed.clear()
                 waiting, self._ready = list(self._ready), deque()
@@ -288,9 +290,10 @@ class Leases:
             alarm = asyncio.get_running_loop().call_later(OVERDUE, self.on_away, True)
             try:
                 lost, standing = await self._run(partial(self.store.renew, self.worker, leases))
-            except StoreError as error:  # if the outage lasts, the journal stops the run
-                logger.warning("leases cannot be renewed: %s", error)
-                continue
+            except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
+                self.failure = error
+                self.leave()
+                return
             finally:
                 alarm.cancel()
             self.on_away(False)

@@ -90,6 +90,14 @@ async def in_thread(function: Callable[[], R]) -> R:
         raise
 
 
+def joining_command(spec: BatchSpec) -> str:
+    """Return the command that starts a worker of a run that works on nothing itself; "" for another run."""
+    if not spec.feed_only:
+        return ""
+    place = StoreAddress.parse(str(spec.run_dir)) if is_store_url(spec.run_dir) else spec.run_dir
+    return f"batch-agent work {place} --import-from DIR"
+
+
 def resuming_of(spec: BatchSpec) -> Resuming:
     retry = spec.retry_failed
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
@@ -115,6 +123,8 @@ def facts_of(
     }
     if stages:
         facts["stages"] = list(stages)
+    if prepared.carry:
+        facts["carry"] = list(prepared.carry)
     if command is not None:
         facts["command"] = dict(command)
     return facts

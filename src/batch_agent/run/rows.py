@@ -37,10 +37,13 @@ class Rows:
         """Number of rows that can be read now; None if unknown."""
         return None if self.channel is None else self.channel.waiting
 
-    async def peek(self) -> list[object]:
-        """Return the first input, or nothing. ``read`` returns it again."""
+    async def first(self, plan: Plan) -> object:
+        """Return the first input, or None; ``read`` returns it again. Raises SpecError if it lacks a field of the task;
+        a row that another stage made fails alone later."""
         self._peeked = await self.read(1)
-        return self._peeked
+        for value in self._peeked if self.channel is None else ():
+            plan.check_first(unplaced(value))
+        return unplaced(self._peeked[0]) if self._peeked else None
 
     async def read(self, count: int) -> list[object]:
         """Return the next inputs, at most ``count``, and one of an async iterator; empty at the end."""
@@ -109,9 +112,10 @@ def unplaced(value: object) -> object:
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
     """Return a row's job; or its failed result, if it cannot be rendered."""
+    name = None
     if isinstance(value, Placed):
-        index, value = value.index, value.value
+        index, name, value = value.index, value.name, value.value
     try:
-        return plan.job(index, value)
+        return plan.job(index, value, name)
     except JobError as error:
-        return Failure(index, str(index), value, False, None, AgentError.of(error))
+        return Failure(index, str(index) if name is None else name, value, False, None, AgentError.of(error))

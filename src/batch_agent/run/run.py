@@ -46,7 +46,7 @@ from batch_agent.events import (
     RunStarted,
     Sink,
 )
-from batch_agent.job import AgentResult, Placed
+from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.recorder import Recorder
@@ -75,6 +75,7 @@ from batch_agent.run.recording import (
     facts_for_workers,
     facts_of,
     in_thread,
+    joining_command,
     now_text,
     open_record,
     open_to_feed,
@@ -140,7 +141,7 @@ class Run(Generic[T]):
         self._controls = controls or self
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
         in_directory = feeds and spec.run_dir is not None and not self._is_url
-        own: list[Sink] = [self._metrics, self._watch] if in_directory else [self._metrics]
+        own: list[Sink] = [self._metrics, self._recorder] if in_directory else [self._metrics]
         outside = spec.sinks if within is None else (within.emit,)
         self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
@@ -159,7 +160,6 @@ class Run(Generic[T]):
         self._leases: Leases | None = None
         self._workshop: Workshop | None = None
         self._ledger: Shares | None = None
-        self._tasks: asyncio.TaskGroup | None = None  # of the feeder
         self.serving: Serving | None = None  # set while an outermost run works
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
@@ -172,13 +172,14 @@ class Run(Generic[T]):
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
-        prepared, on_limit, on_health = self._prepared, self._limit_changed, self._health_changed
+        prepared, on_health = self._prepared, self._health_changed
         if within is not None:
-            return within.inside(prepared, self._emit, on_limit, on_health)
+            return within.inside(prepared, self.id, self._emit, on_health)
         dispatchers: dict[str, Dispatcher] = {}
         run_dir = prepared.spec.run_dir
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
-        dispatcher = dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+        dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
+        dispatchers[prepared.backend.name] = dispatcher
         dispatcher.spending = spending = self._new_spending(dispatchers)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
@@ -452,9 +453,7 @@ class Run(Generic[T]):
 
     async def _check_first(self) -> None:
         """Check, before anything is sent, that there is an input and that it has the task's fields."""
-        for value in await self._rows.peek():
-            self._first = value.value if isinstance(value, Placed) else value
-            self._prepared.plan.check_first(self._first)
+        self._first = await self._rows.first(self._prepared.plan)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
@@ -466,18 +465,22 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
-        shapes = prepared.shapes
+        self._prepared, shapes = prepared, prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
         if (outer := self._outer) is not None:
             shared.lender, shared.journal = outer.lender, outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            self.serving = Serving(store, prepared, self._first, self._inside, self.begin_sharing)
+            schemas = {"": prepared.schema} if self._inside is None else self._inside.schemas
+            url = None if store.instant else str(prepared.spec.run_dir)
+            facts, is_shared = self._facts_for_workers, self._is_shared
+            self.serving = Serving(store, url, schemas, facts, self.begin_sharing, is_shared=is_shared)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
             if self._outer is None:
-                self._ledger = self._shares(prepared, number)
+                own = (shared, self._controls, prepared.backend, store, self._record, self._lease, number)
+                self._ledger = Shares(*own, feeder=self._feeder, leases=self._leases, journal=self._journal)
                 await extent.enter_async_context(self._ledger.opened(is_shared=self._is_shared))
             elif shared.lender is not None:
                 self._lend(shared.lender)
@@ -493,28 +496,26 @@ class Run(Generic[T]):
 
     async def _work_inside(self, inside: Inside) -> None:
         async with asyncio.TaskGroup() as tasks:
-            keeping = None
-            if self._feeder is not None and self._is_shared:
-                keeping = tasks.create_task(self._feeder.keep(self._lease))
+            if self._feeder is not None:
+                self._feeder.tasks = tasks
+                if self._is_shared:
+                    await self._share_feed(self._feeder)
             complete = await inside.work(cast("Run[object]", self))
-            if keeping is not None:
-                keeping.cancel()
+            if self._feeder is not None:
+                self._feeder.stop_keeping()
         if complete and not self._feed.closed:
             self._feed.end()
 
     async def _feed_and_work(self, prepared: Prepared, feeder: Feeder) -> None:
         async with asyncio.TaskGroup() as tasks:
-            keeping = filling = working = None
-            self._tasks = tasks
+            feeder.tasks, working = tasks, None
             delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
             if self._is_shared:
                 if self._cannot_continue:  # before this stage began
                     feeder.stop()
-                keeping = tasks.create_task(feeder.keep(self._lease))
-                self._reader = filling = tasks.create_task(feeder.keep_full())
+                await self._share_feed(feeder)
             if self._works:
                 working = tasks.create_task(self._work_here(prepared))
-            if working is not None:
                 await asyncio.wait({delivering, working}, return_when=asyncio.FIRST_COMPLETED)
             if feeder.alone and working is not None:
                 await asyncio.wait({working})
@@ -526,11 +527,14 @@ class Run(Generic[T]):
             await asyncio.wait({delivering})
             if feeder.fed and feeder.outstanding <= 0 and not self._feed.closed:
                 self._feed.end()
-            for task in filter(None, (keeping, filling)):
-                task.cancel()
-            feeder.release()
+            feeder.stop_keeping()
             if self._leases is not None:
                 self._leases.leave()
+
+    async def _share_feed(self, feeder: Feeder) -> None:
+        """Feed the rows to several workers."""
+        filling = await feeder.share(self._lease, self._facts_for_workers, has_rows=self._inside is None)
+        self._reader = self._reader if self._works else filling
 
     @property
     def _cannot_continue(self) -> bool:
@@ -638,26 +642,23 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone = store.instant and not self._is_shared
+        feeder.joining = joining_command(spec) if self._crew is None and self._outer is None else ""
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
-            facts |= facts_for_workers(prepared, self._first)
-            facts |= {"lease": spec.lease, "keep": spec.keep}
-            if self._row_schema is not None:
-                facts[ROWS] = schema_json(self._row_schema)
-            if self._inside is not None:
-                facts |= self._inside.facts(prepared)
+            facts |= self._facts_for_workers()
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
         if self._leaving:
             feeder.stop()
 
-    def _shares(self, prepared: Prepared, number: int) -> Shares:
-        """Return the ledger and the limits of an outermost run."""
-        own = (self.shared, self._controls, prepared.backend, self._opened, self._record)
-        return Shares(
-            *own, lease=self._lease, number=number, feeder=self._feeder, leases=self._leases, journal=self._journal
-        )
+    def _facts_for_workers(self) -> JsonObject:
+        """Return what workers in other processes need. Raises SpecError if they cannot work on the run."""
+        prepared, spec = self._prepared, self._prepared.spec
+        facts = facts_for_workers(prepared, self._first) | {"lease": spec.lease, "keep": spec.keep}
+        if self._row_schema is not None:
+            facts[ROWS] = schema_json(self._row_schema)
+        return facts if self._inside is None else facts | self._inside.facts(prepared)
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
@@ -672,10 +673,8 @@ class Run(Generic[T]):
             self._lend(lender)
         if self._leases is not None:
             self._leases.share()
-        if self._feeder is not None and self._tasks is not None:
-            self._feeder.alone = False
-            self._tasks.create_task(self._feeder.keep(self._lease))
-            self._tasks.create_task(self._feeder.keep_full())
+        if self._feeder is not None and self._feeder.tasks is not None:
+            await self._share_feed(self._feeder)
         if self._inside is not None and self.shared.lender is not None:
             await self._inside.begin_sharing(self.shared.lender)
 
@@ -786,9 +785,6 @@ class Run(Generic[T]):
         self.shared.dispatcher.set_backlogged(bool(self._backlogs))
         if where == "delivery" and self._feeder is not None:
             self._feeder.hold(full)
-
-    def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
-        self._emit(LimitChanged(self.shared.clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))
 
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
         health, wall = endpoint.health, self.shared.clock.at

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from batch_agent.agent.prepare import Prepared
 from batch_agent.blocking import on_this_loop
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import WorkStore
-from batch_agent.run.control import Inside
-from batch_agent.run.recording import facts_for_workers
-from batch_agent.run.spec_json import spec_json
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
 
 class Serving:
-    """``first`` is the first input. ``begin_sharing`` is called before the first worker joins."""
+    """``url`` is that of a record outside this process. ``schemas`` are those of the outputs, by stage. ``facts``
+    returns what workers need; it raises SpecError if they cannot work on the run. ``share`` lets other processes take
+    rows; it is called before the first one joins, unless the run ``is_shared`` from its begin."""
 
     def __init__(
         self,
         store: WorkStore,
-        prepared: Prepared,
-        first: object,
-        inside: Inside | None,
-        begin_sharing: Callable[[], Awaitable[None]],
+        url: str | None,
+        schemas: Mapping[str, OutputSchema[object] | None],
+        facts: Callable[[], JsonObject],
+        share: Callable[[], Awaitable[None]],
+        *,
+        is_shared: bool,
     ) -> None:
-        self._store, self._prepared, self._first, self._inside = store, prepared, first, inside
-        self._begin_sharing = begin_sharing
+        self._store, self.url, self._schemas, self._facts = store, url, schemas, facts
+        self._share, self._is_shared = share, is_shared
         self._loop = asyncio.get_running_loop()
+        self._desk: StoreDesk | None = None
         self._server: StoreServer | None = None
 
     @property
@@ -43,36 +45,34 @@ class Serving:
         """Path of the socket, which is created at first use. Raises SpecError if other processes cannot work on the
         run."""
         if self._server is None:
+            self._server = StoreServer(self.desk)
+        return self._server.path
+
+    @property
+    def desk(self) -> StoreDesk:
+        """What answers the calls of workers. Raises SpecError if other processes cannot work on the run."""
+        if self._desk is None:
             store = self._store
             if not isinstance(store, MemoryStore):
                 raise SpecError("the record of this run is not in this process: workers reach it at its URL")
-            facts = self._facts()  # raises before anything listens
-            schemas = {"": self._prepared.schema} if self._inside is None else self._inside.schemas
-            self._server = StoreServer(StoreDesk(store, schemas=schemas, facts=lambda: facts, on_join=self._joined))
-        return self._server.path
-
-    def _facts(self) -> JsonObject:
-        inside = {} if self._inside is None else self._inside.facts(self._prepared)
-        spec = self._prepared.spec
-        return {**facts_for_workers(self._prepared, self._first), **inside, "lease": spec.lease, "keep": spec.keep}
+            facts = self._facts()
+            self._desk = StoreDesk(store, schemas=self._schemas, facts=lambda: facts, on_join=self._joined)
+        return self._desk
 
     def _joined(self) -> None:
         """Called in a thread, before a worker joins."""
+        if not self._is_shared:
+            asyncio.run_coroutine_threadsafe(self.begin_sharing(), self._loop).result()
 
-        async def share() -> None:
-            await self._begin_sharing()
-
-        asyncio.run_coroutine_threadsafe(share(), self._loop).result()
+    async def begin_sharing(self) -> None:
+        """Let other processes take rows from now on."""
+        await self._share()
+        self._is_shared = True
 
     def specs(self) -> list[JsonObject]:
         """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
-        inside = {} if self._inside is None else self._inside.facts(self._prepared).get("specs", {})
-        return [spec_json(self._prepared), *cast("dict[str, JsonObject]", inside).values()]
-
-    @property
-    def url(self) -> str | None:
-        """URL at which workers reach the record; None if it is in this process."""
-        return None if self._store.instant else str(self._prepared.spec.run_dir)
+        facts = cast("dict[str, JsonObject]", self._facts())
+        return [facts["spec"], *cast("dict[str, JsonObject]", facts.get("specs", {})).values()]
 
     async def close(self) -> None:
         """Stop serving, when the workers have seen that the run has ended and left."""

@@ -7,17 +7,18 @@ limits. An inner run may have its own directory, for its journal and its results
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from batch_agent.agent.prepare import Prepared
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import Sink
+from batch_agent.events import ControlFinished, LimitChanged, Sink
+from batch_agent.messages import Usage
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from batch_agent.run.sharing import Lending
 
 logger = logging.getLogger("batch_agent")
-OnLimit: TypeAlias = Callable[[Endpoint, str], None]
-OnHealth: TypeAlias = Callable[[Endpoint, float], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +59,12 @@ class Shared:
     paced: bool = False
     _was_overdue: bool = False
 
-    def inside(self, prepared: Prepared, emit: Sink, on_limit: OnLimit, on_health: OnHealth) -> Shared:
+    def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""
         dispatcher = self.dispatchers.get(prepared.backend.name)
         if dispatcher is None:
-            dispatcher = self.dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+            dispatcher = open_dispatcher(prepared, run, self.clock, emit, on_health)
+            self.dispatchers[prepared.backend.name] = dispatcher
             dispatcher.spending = self.spending
         return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
 
@@ -99,9 +99,16 @@ class Shared:
             dispatcher.slots.set_paused_by(journal, overdue)
 
 
-def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) -> Dispatcher:
-    """Return the dispatcher of a backend, for all runs that share it."""
+def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_health: OnHealth) -> Dispatcher:
+    """Return the dispatcher of a backend, for all runs that share it. Its events are those of ``run``."""
     backend = prepared.backend
+
+    def on_limit(endpoint: Endpoint, reason: str) -> None:
+        emit(LimitChanged(clock(), run, endpoint.capacity.limit, reason, endpoint.name))
+
+    def on_control(endpoint: str, seconds: float, usage: Usage, cost: float | None, error: str) -> None:
+        emit(ControlFinished(clock(), run, endpoint, seconds, usage, cost, error))
+
     dispatcher = Dispatcher(
         backend,
         prepared.max_inflight,
@@ -112,6 +119,7 @@ def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) 
         control_requests=prepared.spec.control_requests,
         on_limit=on_limit,
         on_health=on_health,
+        on_control=on_control,
     )
     if backend.capabilities.reports_load:
         dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))

@@ -185,10 +185,12 @@ def pieces(prepared: Prepared) -> dict[str, str]:
     asked: dict[str, object] = {
         "task": [spec.task, spec.template],
         "system prompt": prepared.plan.own_system,
-        "versions of tools": {tool.name: tool.version for tool in prepared.tools},
         "worker": None if spec.worker is None else name_of(spec.worker),
     }
+    for tool in prepared.tools:
+        asked[f"the tool {tool.name}"] = [tool.version, tool.spec]
     for shape in prepared.shapes.asked:
         for name, value in shape_fields(shape).items():
-            asked[name] = [asked.get(name), value]
+            if name != "tools":
+                asked[name] = [asked.get(name), value]
     return {name: blake2b(to_json(value), digest_size=8).hexdigest() for name, value in asked.items()}

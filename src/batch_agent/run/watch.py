@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from batch_agent.events import Event
 from batch_agent.messages import JsonObject
 from batch_agent.observe.recorder import Recorder
 from batch_agent.record.journal import Journal, to_its_end
@@ -26,7 +25,7 @@ STATUS_EVERY = 5.0  # seconds between two writes of the run's metrics
 
 
 class Watch:
-    """A sink. ``run`` is sampled, and controlled by the control socket if there is one."""
+    """Writes what ``recorder`` collects. ``run`` is sampled, and controlled by the control socket if there is one."""
 
     def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
         self._recorder, self._run, self._has_socket = recorder, run, socket
@@ -37,10 +36,10 @@ class Watch:
         self._writing: asyncio.Future[None] | None = None
         self._sampled = self._told = 0.0  # times of the event loop
 
-    def __call__(self, event: Event) -> None:
-        self._recorder(event)
-        if self._timer is None and self._files is not None:
-            self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
+    def _wait(self) -> None:
+        """Write again after a while, because something has happened."""
+        self._recorder.on_event = None
+        self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
 
     async def begin(self, journal: Journal, run_dir: Path, header: JsonObject, at: float) -> None:
         self._journal = journal
@@ -65,6 +64,7 @@ class Watch:
 
     async def end(self) -> None:
         """Write what is left. Call it before the journal is closed. A cancellation does not interrupt this."""
+        self._recorder.on_event = None
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
@@ -81,8 +81,9 @@ class Watch:
         if self._files is None or self._journal is None:
             return
         if self._writing is not None and not self._writing.done():
-            self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
+            self._wait()
             return
+        self._recorder.on_event = self._wait
         self._writing = self._journal.in_thread(self._writer())
         self._writing.add_done_callback(self._written)
 
@@ -102,4 +103,4 @@ class Watch:
     def _written(self, writing: asyncio.Future[None]) -> None:
         if not writing.cancelled() and (error := writing.exception()) is not None:
             logger.warning("the timeline of the run stops here: %s", error)
-            self._files = None
+            self._files = self._recorder.on_event = None

@@ -66,23 +66,28 @@ class Worker:
         self._nowhere = Trail()  # the trail of all agents of a run without files
         self._following = asyncio.Semaphore(FOLLOWING)
         self._again: set[int] = set()  # rows that were stopped to start again
-        leases.on_lost = self._drop
+        leases.on_lost, leases.on_leave = self._drop, feed.wake
 
     async def work(self, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each row when there is room, until no more rows are taken."""
+        await self._start_agents(agents)
+        if self._leases.failure is not None:
+            raise self._leases.failure
+        if self._leases.over == "done":  # else rows are left
+            self._feed.end()
+
+    async def _start_agents(self, agents: asyncio.TaskGroup) -> None:
         started = 0
-        while await self._feed.wait_room():
+        while await self._feed.wait_room(self._is_over):
             self._feed.set_reading(True)
             try:
                 rows = await self._leases.next(1 if self._leases.alone else GROUP)
             finally:
                 self._feed.set_reading(False)
             if not rows:
-                if self._leases.over == "done":  # else rows are left
-                    self._feed.end()
                 return
             for held, job in zip(rows, await self._jobs(rows), strict=True):
-                if not await self._feed.wait_room():
+                if not await self._feed.wait_room(self._is_over):
                     return
                 left = self._left()
                 self._feed.expect(left)
@@ -96,6 +101,9 @@ class Worker:
                 if started % BREATHER == 0:
                     await asyncio.sleep(0)
 
+    def _is_over(self) -> bool:
+        return bool(self._leases.over)
+
     async def _jobs(self, rows: Sequence[HeldRow]) -> list[Job | AgentResult[object]]:
         """Return the jobs of leased rows: those that the feeder compiled in this process, or compiled here."""
         jobs: list[Job | AgentResult[object]] = []
@@ -106,7 +114,7 @@ class Worker:
                 continue
             index = held.lease.index
             try:
-                value = Placed(index, decode_row(held.row.value, self.row_schema))  # type: ignore[arg-type]
+                value = Placed(index, *decode_row(held.row.value, self.row_schema))  # type: ignore[arg-type]
             except InputError as error:
                 jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
             else:

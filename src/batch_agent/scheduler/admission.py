@@ -159,12 +159,14 @@ class Admission(Generic[Waiting]):
         working_set = self._set_of(endpoint)
         home = self._home.get(progress)
         tokens = max(progress.expected, progress.tokens)
-        if home is working_set and progress.turns and self.holds and not working_set.keeps(progress, now):
+        crowded = len(working_set.members) >= working_set.ample
+        if crowded and home is working_set and progress.turns and self.holds and not working_set.keeps(progress, now):
             working_set.leave(progress)
             del self._home[progress]
             home = None
-        retried = bool(self._retried) and waiting in self._retried
-        self._retried.discard(waiting)
+        retried = waiting in self._retried
+        if retried:
+            self._retried.remove(waiting)
         if home is not working_set:
             if not self._takes(working_set, now, progress.turns, tokens if progress.turns else 0):
                 self.held[waiting] = now

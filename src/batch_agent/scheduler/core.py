@@ -44,6 +44,7 @@ MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the numbe
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
 MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
 CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
+ELSEWHERE, SHORTEST_ELSEWHERE = 2.0, 1.0  # wait for another endpoint: factor over the usual wait, and seconds
 
 State = Literal["waiting", "set aside", "off the queue"]
 
@@ -158,9 +159,9 @@ class Scheduler:
     def touch(self, endpoint: Endpoint) -> None:
         """Record that the capacity of an endpoint has changed."""
         self.router.touch(endpoint)
-        if self._lanes:
+        if self._lanes.places:
             self._lanes.touch(endpoint)
-        if not self._parking:
+        if not self._parking.parked:
             return
         if endpoint in self._parking and not self.router.works(endpoint):
             self._unpark(endpoint)
@@ -169,7 +170,7 @@ class Scheduler:
     @property
     def due(self) -> float:
         """When the next waiting turn must be checked again; infinite if none waits."""
-        return min(self._parking.due if self._parking else inf, self.admission.due)
+        return min(self._parking.due if self._parking.parked else inf, self.admission.due)
 
     # Agents
 
@@ -186,7 +187,7 @@ class Scheduler:
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
-        nowhere = not self.waiting or self.waiting == len(self._parking) + len(self._lanes)
+        nowhere = not self.waiting or self.waiting == len(self._parking.parked) + len(self._lanes.places)
         if nowhere and spare > self.backing_off - (self.at_fault and self._in_their_place()):
             return True
         slots = self.slots
@@ -305,14 +306,15 @@ class Scheduler:
 
     def grant(self, now: float = 0.0) -> Slot | None:
         """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
-        if self.paused or not self.wanted:
+        if self.paused or not (self.waiting or self.aside or self.suspects or self.controls):
             return None
         match = self._match_first(now) if self._queue.has_first else None
-        if match is None and self.is_occupied:
+        most = self.max_inflight if self.allotted is None else self.allotted
+        if match is None and most is not None and self.inflight >= most:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
-        one = len(self.endpoints) == 1 and not self._lanes
+        one = len(self.endpoints) == 1 and not self._lanes.places
         if match is None and self.controls:
             match = self._match_control(now)
         if match is None:
@@ -324,7 +326,7 @@ class Scheduler:
         slot = self._hold(ticket, endpoint, now)
         if not one:
             self.router.touch(endpoint)
-            if self._lanes:
+            if self._lanes.places:
                 self._lanes.touch(endpoint)
         return slot
 
@@ -363,17 +365,17 @@ class Scheduler:
         return None
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
-        endpoint = self.endpoints[0]
+        endpoint, admission = self.endpoints[0], self.admission
         if not endpoint.has_slot(now):
             return None
         while (ticket := self._next(trial=endpoint.health.is_down)) is not None:
-            if self._admit(ticket, endpoint, now):
+            if not admission.enabled or admission.admit(ticket, ticket.progress, endpoint, now):
                 return ticket, endpoint
         return None
 
     def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
-        while self._parking and (impatient := self._parking.impatient(now)) is not None:
-            impatient.anywhere = True
+        while self._parking.parked and (impatient := self._parking.impatient(now)) is not None:
+            impatient.anywhere, impatient.avoid = True, frozenset()
             self._queue.add(impatient, impatient.progress.turns, first=True)
         match = self._match_parked(now) or self._lanes.take(now)
         if match is not None:
@@ -413,7 +415,7 @@ class Scheduler:
 
     def _trial(self, now: float) -> Endpoint | None:
         """Return a down endpoint that may be tried: one found worth it or, if none works, any that is due."""
-        if not (self._queue or self.aside or self.suspects):
+        if not (self._queue.size or self.aside or self.suspects):
             return None
         trials = self.router.trials
         while trials:
@@ -482,13 +484,20 @@ class Scheduler:
         if best is None and ticket.avoid:
             other = router.other(ticket.avoid, progress.model, progress.tokens)
             if other is not None:  # it has no slot now
-                self._park(ticket, other)
+                self._park(ticket, other, now + self._patience(ticket, other))
                 return None
             ticket.avoid = frozenset()
             best = self._best(progress, ticket.avoid, now)
         if best is None:  # the free endpoints cannot take this turn
             self._park(ticket, progress.model)
         return best
+
+    def _patience(self, ticket: Ticket, other: Endpoint) -> float:
+        """Return the seconds that a turn waits for another endpoint than the one where it failed. The other one may be
+        silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
+        if not ticket.row.tested:
+            return inf
+        return max(SHORTEST_ELSEWHERE, ELSEWHERE * self.router.wait(other, self._parking.waiting(other)))
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
         self._wait(ticket)
@@ -517,8 +526,8 @@ class Scheduler:
 
     def _next(self, *, trial: bool = False) -> Ticket | None:
         """Return the next ready ticket. A suspect runs alone; a trial is alone at its endpoint."""
-        if self._queue:
-            return self._queue.take(self.slots)
+        if self._queue.size:
+            return self._queue.take(None if self._queue.size == 1 else self.slots)
         suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
         # Trials alternate: a row that always fails must not keep a suspect from being tried.
         if self.aside and (suspect is None or self.aside[0].tried_at <= suspect.tried_at):
@@ -556,7 +565,7 @@ class Scheduler:
                 del self.admission.held[ticket]
             elif ticket in self._parking.parked:
                 self._parking.remove(ticket)
-            elif ticket in self._lanes:
+            elif ticket in self._lanes.places:
                 self._lanes.remove(ticket)
             else:
                 self._queue.remove(ticket, ticket.progress.turns)

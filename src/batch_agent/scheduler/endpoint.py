@@ -35,10 +35,9 @@ class Endpoint:
 
     def tell_others(self) -> None:
         """Notify the other dispatchers of the server about a change."""
-        if len(self.server.endpoints) > 1:
-            for other in tuple(self.server.endpoints):
-                if other is not self and other.on_change is not None:
-                    other.on_change(other)
+        for other in tuple(self.server.endpoints):
+            if other is not self and other.on_change is not None:
+                other.on_change(other)
 
     def has_slot(self, now: float) -> bool:
         """Return whether a request may be sent to it now."""

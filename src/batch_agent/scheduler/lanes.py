@@ -19,28 +19,22 @@ Waiting = TypeVar("Waiting", bound=Hashable)
 class Lanes(Generic[Waiting]):
     def __init__(self) -> None:
         self._lines: dict[Endpoint, OrderedDict[Waiting, None]] = {}  # without empty queues
-        self._places: dict[Waiting, Endpoint] = {}
+        self.places: dict[Waiting, Endpoint] = {}  # the endpoint of each waiting request
         self._heap: list[tuple[int, int, Endpoint]] = []  # by requests in flight
         self._entries: dict[Endpoint, int] = {}  # number of its valid entry in the heap; others are outdated
         self._numbers = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, waiting: Waiting) -> bool:
-        return waiting in self._places
 
     def add(self, waiting: Waiting, endpoint: Endpoint, *, first: bool = False) -> None:
         line = self._lines.setdefault(endpoint, OrderedDict())
         line[waiting] = None
         if first:
             line.move_to_end(waiting, last=False)
-        self._places[waiting] = endpoint
+        self.places[waiting] = endpoint
         if endpoint not in self._entries:
             self.touch(endpoint)
 
     def remove(self, waiting: Waiting) -> None:
-        endpoint = self._places.pop(waiting)
+        endpoint = self.places.pop(waiting)
         line = self._lines[endpoint]
         del line[waiting]
         if not line:

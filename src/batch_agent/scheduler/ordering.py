@@ -35,21 +35,24 @@ class Queue(Generic[Waiting]):
         self._forecast = forecast
         self._lines: dict[int, OrderedDict[Waiting, int]] = {}  # by turns taken; without empty queues
         self._taken = 0
+        self.size = 0  # turns that wait
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return self.size > 0
 
     def add(self, waiting: Waiting, turns: int, *, first: bool = False) -> None:
         line = self._lines.get(turns)
         if line is None:
             line = self._lines[turns] = OrderedDict()
         line[waiting] = self._taken
+        self.size += 1
         if first:
             line.move_to_end(waiting, last=False)
 
     def remove(self, waiting: Waiting, turns: int) -> None:
         line = self._lines[turns]
         del line[waiting]
+        self.size -= 1
         if not line:
             del self._lines[turns]
 
@@ -72,6 +75,7 @@ class Queue(Generic[Waiting]):
         turns = self._next_line(slots)
         line = self._lines[turns]
         waiting, _ = line.popitem(last=False)
+        self.size -= 1
         if not line:
             del self._lines[turns]
         return waiting
@@ -118,12 +122,10 @@ class ResidentFirst(Queue[Waiting]):
         self._evicted: Queue[Waiting] = Queue(forecast)
         self._late: set[Waiting] = set()  # turns in ``_evicted``
 
-    def __bool__(self) -> bool:
-        return bool(self._lines) or bool(self._evicted)
-
     def add(self, waiting: Waiting, turns: int, *, first: bool = False) -> None:
         if self._is_evicted(waiting):
             self._late.add(waiting)
+            self.size += 1
             self._evicted.add(waiting, turns, first=first)
         else:
             super().add(waiting, turns, first=first)
@@ -131,6 +133,7 @@ class ResidentFirst(Queue[Waiting]):
     def remove(self, waiting: Waiting, turns: int) -> None:
         if waiting in self._late:
             self._late.remove(waiting)
+            self.size -= 1
             self._evicted.remove(waiting, turns)
         else:
             super().remove(waiting, turns)
@@ -141,11 +144,12 @@ class ResidentFirst(Queue[Waiting]):
 
     def take(self, slots: int | None) -> Waiting:
         late = self._evicted
-        if not late:
+        if not late.size:
             return super().take(slots)
         if self._lines and self._taken % EVICTED_TURN and not late.is_urgent(slots):
             return super().take(slots)
         self._taken += 1
+        self.size -= 1
         waiting = late.take(slots)
         self._late.remove(waiting)
         return waiting

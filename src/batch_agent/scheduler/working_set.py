@@ -150,6 +150,7 @@ class WorkingSet:
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.reported: int | None = None  # capacity of the cache in tokens, reported by the engine; None: not reported
+        self._trusts = False  # in the reported capacity
         self._contradictions = 0  # contexts that were found in the cache although they should not fit
         self._confirmed = False  # a context was evicted
         self.ample = MOST_AGENTS  # number of members that fit with contexts of any size, computed at the last answer
@@ -170,10 +171,6 @@ class WorkingSet:
         return self.reported if self._trusts else self.learnt.tokens
 
     @property
-    def _trusts(self) -> bool:
-        return self.reported is not None and self._contradictions < CONTRADICTED
-
-    @property
     def room(self) -> float:
         """Tokens of the cache for contexts, without the part that agents share."""
         capacity = self.capacity
@@ -191,7 +188,11 @@ class WorkingSet:
         if tokens is None and self.reported is not None:
             self.learnt, self.margin = LearntCapacity(), 1.0
         self.reported = tokens
+        self._judge_report()
         self.measure()
+
+    def _judge_report(self) -> None:
+        self._trusts = self.reported is not None and self._contradictions < CONTRADICTED
 
     @property
     def tokens_in_flight(self) -> int:
@@ -202,6 +203,7 @@ class WorkingSet:
     def contradict(self) -> None:
         """Count evidence that the reported capacity is not that of the whole server."""
         self._contradictions += CONTRADICTED // 2 if self.reported is not None else 0
+        self._judge_report()
         self.measure()
 
     def put(self, progress: AgentProgress, turns: int, tokens: int) -> None:
@@ -222,7 +224,7 @@ class WorkingSet:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         progress.distance = None
         if not self.tracks:
-            if not self._trusts or 2 * len(self.members) <= self.ample:
+            if 2 * len(self.members) <= self.ample or not self._trusts:
                 return
             self._track()
         residency = self.residency
@@ -241,12 +243,15 @@ class WorkingSet:
 
     def answered(self, progress: AgentProgress, tokens: int, evicted: bool) -> bool:
         """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
-        distance, before = progress.distance, self.capacity
+        distance = progress.distance
         if evicted and not self.tracks:
             self._track()
         if distance is None:
-            pass
-        elif not self._trusts:
+            self.use(progress, tokens)
+            self.measure()
+            return False
+        before = self.capacity
+        if not self._trusts:
             self.learnt.learn(distance + self._growth.shared, evicted=evicted)
         elif not evicted:
             self.margin = min(1.0, self.margin + MORE)
@@ -257,6 +262,7 @@ class WorkingSet:
             self._contradictions = max(0, self._contradictions - CONFIRMS)
             if distance < FULL * self.room:  # the cache holds less than the engine reports: others use the rest
                 self.shrink()
+        self._judge_report()
         self.use(progress, tokens)
         self.measure()
         return self.capacity != before
@@ -277,10 +283,11 @@ class WorkingSet:
 
     def measure(self) -> None:
         """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
-        growth, room = self._growth, self.room
-        if room == inf or not growth.is_known:
+        growth, capacity = self._growth, self.capacity
+        if capacity is None or not growth.is_known:
             self.ample = MOST_AGENTS
             return
+        room = capacity * self.margin - growth.shared
         most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
         self.ample = int(room / max(1.0, most))
 

@@ -29,7 +29,7 @@ from batch_agent.messages import Conversation, JsonObject, Reply
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve.asking import PRIORITY, ClientCall, envelope, model_request, read_request, refused, status_of
-from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant, new_id
+from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.dialects import DIALECTS
 from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, LineRequest, check_lines, has_index
 from batch_agent.serve.models import ServedModels
@@ -133,8 +133,13 @@ class RunningBatch:
         if granted.sent_at:
             seconds, governor = clock() - granted.sent_at, self._turnstile.governor
             governor.learn_line(seconds, reply.usage.completion_tokens, self._turnstile.inflight - 1)
-        self._end(line, asked, reply, lambda: self._dialect.document(reply, request, envelope(request)))
+        self._end(
+            line, asked, reply, lambda: self._dialect.document(reply, request, envelope(request, self._name(line)))
+        )
         return {"tokens": tokens}
+
+    def _name(self, line: BatchLine) -> str:
+        return f"{self.batch.id.rpartition('_')[2]}{line.number:08x}"
 
     def _sent(self, granted: Granted) -> None:
         if not granted.sent_at:
@@ -150,7 +155,10 @@ class RunningBatch:
         if self.batch.wire == "anthropic":
             outcome: JsonObject = {"result": {"type": "succeeded", "message": body}}
         else:
-            outcome = {"response": {"status_code": 200, "request_id": new_id("req_"), "body": body}, "error": None}
+            outcome = {
+                "response": {"status_code": 200, "request_id": f"req_{self._name(line)}", "body": body},
+                "error": None,
+            }
         self.lines.put(line, asked.custom_id, outcome, ok=True)
 
     def _fail(self, line: BatchLine, asked: LineRequest, status: int, message: str, param: str | None = None) -> None:
@@ -158,7 +166,10 @@ class RunningBatch:
         if self.batch.wire == "anthropic":
             outcome: JsonObject = {"result": {"type": "errored", "error": body}}
         else:
-            outcome = {"response": {"status_code": status, "request_id": new_id("req_"), "body": body}, "error": None}
+            outcome = {
+                "response": {"status_code": status, "request_id": f"req_{self._name(line)}", "body": body},
+                "error": None,
+            }
         self.lines.put(line, asked.custom_id, outcome, ok=False)
 
     def abandon(self) -> None:

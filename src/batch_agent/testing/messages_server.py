@@ -24,6 +24,7 @@ from batch_agent.testing.replies import Say, ScriptedReply
 from batch_agent.testing.request import Refusal, Request
 from batch_agent.testing.script import Script
 from batch_agent.testing.server import ScriptedServer
+from batch_agent.testing.wire import Wire
 
 LOOK_BACK = 20  # blocks before a mark that are searched for an older entry
 
@@ -79,7 +80,7 @@ class MessagesServer(ScriptedServer):
     def wrong_with(self, request: Request) -> Refusal | None:
         return wrong_with(cast(MessagesRequest, request), self._models, self._thoughts)
 
-    def wire(self, request: Request) -> MessagesWire:
+    def wire(self, request: Request) -> Wire:
         return MessagesWire(cast(MessagesRequest, request))
 
     def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:

@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import orjson
 from aiohttp import web
 
-from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, json_response, read_body, routes
+from batch_agent.door import PATIENCE_SECONDS, Door, Handler, RequestRefused, json_response, read_body, routes
 from batch_agent.gateway.client_request import BadRequest
 from batch_agent.messages import JsonObject
 from batch_agent.testing.metrics import VllmMetrics
@@ -80,17 +80,19 @@ class ModelServer(ABC):
         return f"vllm://{self.address}"
 
     async def __aenter__(self) -> Self:
-        shown = {"/v1/models": self._list_models, "/metrics": self._show_metrics, "/health": self._health}
-        handler = routes(
-            {
-                **{path: {"POST": self._complete} for path in self.paths},
-                **{path: {"GET": get} for path, get in shown.items()},
-            }
-        )
-        door = Door(handler, self._refused, host=self._host, port=self._port, unpacks=True)
+        door = Door(routes(self.table()), self._refused, host=self._host, port=self._port, unpacks=True)
         await door.__aenter__()
         self._door, self._port = door, door.port
         return self
+
+    def table(self) -> dict[str, Mapping[str, Handler]]:
+        """Return the handlers by path and method."""
+        return {
+            **{path: {"POST": self._complete} for path in self.paths},
+            "/v1/models": {"GET": self._list_models},
+            "/metrics": {"GET": self._show_metrics},
+            "/health": {"GET": self._health},
+        }
 
     async def __aexit__(self, *exception: object) -> None:
         door, self._door = self._door, None

@@ -7,8 +7,9 @@ The outer run has no rows. Everything is prepared and checked before anything is
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any, Self, cast
 from pydantic import JsonValue
 
 from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.compiler.fields import field_names, listed
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import SpecError
+from batch_agent.errors import InputError, SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
@@ -50,6 +52,7 @@ from batch_agent.topology.stages import (
     Join,
     Reduce,
     Stage,
+    carried_after,
     check_options_of_the_whole,
 )
 
@@ -83,7 +86,7 @@ class Flow:
         self._sources: list[InputSource] = []
         self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
-        self._wire(inputs, stages, self.collector)
+        self._wire(inputs, stages, self.collector, self._options.pop("id_column", None))
         self.nodes.reverse()
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that calls a model: map or reduce")
@@ -244,24 +247,30 @@ class Flow:
 
     # Wiring
 
-    def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver) -> None:
-        """Connect the stages from the last to the first, because each must know where its rows go."""
+    def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver, id_column: str | None) -> None:
+        """Connect the stages from the last to the first, because each must know where its rows go. ``id_column`` is the
+        field with the ids of the inputs, which later rows keep."""
         for place, stage in reversed(list(enumerate(stages))):
+            carry = carried_after(stages[: place + 1])
             if isinstance(stage, Agents) and place:
-                check_fields(stages[place - 1], stage)
+                check_fields(stages[:place], stage, self._options.get("template"))
                 if (schema := schema_of_rows(stages[:place])) is not None:
                     self._row_schemas[stage.name] = schema
-                out = self._agents(stage, out, RowChannel())
+                out = self._agents(stage, out, RowChannel(), carry)
             elif isinstance(stage, Agents):
-                self._agents(stage, out, inputs)
+                own = {} if id_column is None else {"id_column": id_column}
+                if isinstance(inputs, list | tuple) and inputs:
+                    check_carry(stage, inputs[0])
+                self._agents(replace(stage, options={**own, **stage.options}), out, inputs, carry)
                 return
             else:
                 out = self._node(stage, out)
-        self._sources.append(InputSource(inputs, out))
+        self._sources.append(InputSource(inputs, out, id_column))
 
-    def _agents(self, stage: Agents, out: Receiver, inputs: Inputs) -> AgentNode:
+    def _agents(self, stage: Agents, out: Receiver, inputs: Inputs, carry: tuple[str, ...]) -> AgentNode:
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
-        node = AgentNode(stage.name, prepared, inputs if isinstance(inputs, RowChannel) else None, out)
+        channel = inputs if isinstance(inputs, RowChannel) else None
+        node = AgentNode(stage.name, replace(prepared, carry=carry), channel, out)
         self.nodes.append(node)
         return node
 
@@ -280,7 +289,7 @@ class Flow:
             case Join():
                 join = JoinNode(out)
                 other = self._function(KeyNode(stage.other_key, join.other, looked_up=True))
-                self._wire(stage.other.inputs, stage.other.stages, other)
+                self._wire(stage.other.inputs, stage.other.stages, other, None)
                 return self._function(KeyNode(stage.key, join))
 
     def _function(self, node: FunctionNode) -> Receiver:
@@ -328,22 +337,56 @@ def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
 def schema_of_rows(before: Sequence[Stage]) -> type[object] | None:
     """Return the class of the rows after these stages; None if it is unknown, or if they are plain data."""
     last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
+    if carried_after(before):
+        return None
     schema = last.options.get("output_schema") if isinstance(last, Agents | Reduce) else None
     return schema if isinstance(schema, type) and schema is not str else None
 
 
-def check_fields(before: Stage, stage: Agents) -> None:
-    """Raise SpecError for a field of the task that the rows are known not to have."""
-    fields: Iterable[str] | None = None
-    match before:
+def check_fields(before: Sequence[Stage], stage: Agents, template: str | None) -> None:
+    """Raise SpecError for a field that the stage uses or carries and its rows are known not to have. ``template`` is
+    the language of the pipeline's tasks."""
+    own, carried = known_fields(before), carried_after(before)
+    if own is None:
+        return
+    if twice := [name for name in carried if name in own]:
+        raise SpecError(
+            f"{stage.name}: its rows have a field {twice[0]!r} of their own: take it out of carry, or rename it"
+        )
+    with _named(stage.name):
+        if stage.options.get("template", template) != "jinja":
+            Template.parse(stage.options.get("task", ""), (*carried, *own))
+        _check_carry(stage.carry, (*carried, *own))
+
+
+def known_fields(before: Sequence[Stage]) -> Sequence[str] | None:
+    """Return the fields of the rows after these stages, without carried ones; None if only the rows show them."""
+    last = next((stage for stage in reversed(before) if not isinstance(stage, Filter)), None)
+    match last:
         case FlatMap():
-            fields = before.fields
+            return last.fields
         case Agents() | Reduce():
-            schema = before.options.get("output_schema")
-            known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
+            schema = last.options.get("output_schema")
+            if schema is None and last.options.get("worker") is not None:
+                return None  # it may return a dict
             if schema is None or schema is str:
-                fields = ("input",)
-            elif known is not None and isinstance(properties := known.json_schema.get("properties"), dict):
-                fields = properties
-    if fields is not None:
-        Template.parse(stage.options.get("task", ""), tuple(fields))
+                return ("input",)
+            known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
+            properties = None if known is None else known.json_schema.get("properties")
+            return tuple(properties) if isinstance(properties, dict) else None
+        case _:
+            return None
+
+
+def check_carry(stage: Agents, first: object) -> None:
+    """Raise SpecError for a carried field that the first input does not have."""
+    with suppress(InputError), _named(stage.name):
+        _check_carry(stage.carry, field_names(first))
+
+
+def _check_carry(carry: Sequence[str], fields: Sequence[str]) -> None:
+    for name in carry:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SpecError(f"carry: the rows have no field {name!r} (their fields: {listed(fields)}){hint}")

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from batch_agent.blocking import in_thread
+from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.dispatch.row_channel import FULL, RowChannel
 from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed
 from batch_agent.foreign import describe
@@ -36,8 +37,8 @@ T = TypeVar("T")
 class InputSource:
     """The inputs of a pipeline whose first stage is not a stage of agents."""
 
-    def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver) -> None:
-        self._rows, self._out = Rows(inputs), out
+    def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver, id_column: str | None) -> None:
+        self._rows, self._out, self._id_column = Rows(inputs), out, id_column
         self._reader: asyncio.Task[None] | None = None
 
     async def pump(self, shared: Shared) -> None:
@@ -54,7 +55,7 @@ class InputSource:
                 if not values:
                     why = ""
                     break
-                self._out.put(_item(count, values[0]))
+                self._out.put(self._item(count, values[0]))
                 count += 1
                 if count % BREATHER == 0:
                     await asyncio.sleep(0)
@@ -62,6 +63,14 @@ class InputSource:
             self._reader = None
             self._out.close(why)
             feed.close()
+
+    def _item(self, index: int, value: object) -> Item:
+        if isinstance(value, UnreadableRow):
+            return Item(index, error=AgentError.of(InputError(value.message)))
+        try:
+            return Item(index, value, name=own_id(fields_of(value), self._id_column))
+        except InputError:  # a function may take what is no row
+            return Item(index, value)
 
     def stop(self) -> None:
         """Read no more inputs."""
@@ -131,8 +140,9 @@ class FlatMapNode(FunctionNode):
             yield item
             return
         try:
-            for value in _plain(self._function(item.value)):
-                yield Item(0, value)
+            for number, value in enumerate(_plain(self._function(item.value))):
+                name = None if item.name is None else f"{item.name}.{number}"
+                yield Item(0, value, name=name, carried=item.carried)
         except FOREIGN as error:
             yield replace(item, error=_failure("flat_map", error))
 
@@ -191,12 +201,6 @@ def _next_of(rows: Iterator[T]) -> tuple[list[T], bool]:
         if len(made) >= FULL or time.monotonic() > until:
             return made, True
     return made, False
-
-
-def _item(index: int, value: object) -> Item:
-    if isinstance(value, UnreadableRow):
-        return Item(index, error=AgentError.of(InputError(value.message)))
-    return Item(index, value)
 
 
 def _plain(made: T) -> T:

@@ -115,7 +115,7 @@ def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], di
         prefix = next((prefix for prefix, stage in PREFIXES.items() if name.startswith(prefix) and stage in each), None)
         if prefix is not None:
             prefixed[PREFIXES[prefix]][name.removeprefix(prefix)] = value
-        elif name in OF_A_STAGE:
+        elif name in OF_A_STAGE or name in ("carry", "id_column"):
             each[MAP][name] = value
         else:
             whole[name] = value

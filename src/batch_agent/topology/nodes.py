@@ -13,7 +13,7 @@ from typing import Any, cast
 from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError
-from batch_agent.job import AgentError, AgentResult, Failure, Placed
+from batch_agent.job import AgentError, AgentResult, Failure
 from batch_agent.observe.metrics import Statistics
 from batch_agent.run.run import Run
 from batch_agent.topology.items import Item, Receiver
@@ -34,11 +34,11 @@ class AgentNode:
     def put(self, item: Item) -> None:
         assert self._inlet is not None
         if item.ok:
-            self._inlet.put(Placed(item.index, item.value))
+            self._inlet.put(item.placed())
             return
         if item.error is not None:  # a row that failed earlier also fails in this stage
             self.failed_before += 1
-            self.results.append(Failure(item.index, str(item.index), item.value, False, None, item.error))
+            self.results.append(Failure(item.index, item.job_id, item.placed().value, False, None, item.error))
         self._out.put(item)
 
     async def room(self) -> bool:
@@ -52,7 +52,7 @@ class AgentNode:
 
     def take(self, result: AgentResult[Any]) -> None:
         self.results.append(result)
-        self._out.put(Item.of(result))
+        self._out.put(Item.of(result, self.prepared.carry))
 
     def end(self) -> None:
         if self._inlet is not None:

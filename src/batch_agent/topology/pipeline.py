@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
+from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.progress import ProgressDisplay
@@ -62,8 +63,10 @@ class FlowOutcome(Generic[T]):
 
 
 class Pipeline(Generic[T]):
+    """Stages over rows. ``inputs`` are rows, a path or a table, as for ``BatchAgent.run``."""
+
     def __init__(self, inputs: Iterable[T] | AsyncIterable[T], *, stages: tuple[Stage, ...] = ()) -> None:
-        self.inputs = inputs
+        self.inputs = inputs if isinstance(inputs, list | tuple) else cast("Iterable[T]", rows_from(inputs))
         self.stages = stages
 
     @overload
@@ -72,14 +75,25 @@ class Pipeline(Generic[T]):
     def map(self, *, name: str = ..., task: str = ..., output_schema: None = None, **options: Any) -> Pipeline[str]: ...
     @overload
     def map(self, *, name: str = ..., task: str = ..., output_schema: Any, **options: Any) -> Pipeline[Any]: ...
-    def map(self, *, name: str = "map", task: str = "", output_schema: Any = None, **options: Any) -> Pipeline[Any]:
+    def map(
+        self,
+        *,
+        name: str = "map",
+        task: str = "",
+        output_schema: Any = None,
+        carry: Sequence[str] = (),
+        **options: Any,
+    ) -> Pipeline[Any]:
         """Add a stage with an agent per row, with the options of ``BatchAgent.run``, including ``worker``; the next
-        stage gets its output. ``task`` is optional with a worker."""
+        stage gets its output. ``task`` is optional with a worker. The rows of all later stages of agents are then dicts
+        that also have the fields ``carry`` of this stage's rows."""
         _check_name(name)
+        if isinstance(carry, str) or not all(isinstance(field, str) for field in carry):
+            raise SpecError(f"{name}: carry must be a list of names of fields (got {carry!r})")
         if not task and options.get("worker") is None:
             raise SpecError(f"{name}: task is missing: say what to do with each row, or give a worker")
         check_stage_options(name, options)
-        return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}))
+        return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}, tuple(carry)))
 
     def flat_map(self, function: Callable[[T], Iterable[U]]) -> Pipeline[U]:
         """Add a function that returns any number of rows for each row."""

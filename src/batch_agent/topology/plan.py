@@ -17,13 +17,14 @@ from batch_agent.agent.comparison import Comparison
 from batch_agent.agent.dryrun import HEADLINE, MARKED, DryRun, sample_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.compiler.fields import fields_of
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted, dollars, rows
 from batch_agent.topology.graph import graph_of
 from batch_agent.topology.reduce import room_for_rows
-from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage
+from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, carried_after
 
 LINE_TOKENS = 15  # of a result's line in a reduction, beside the answer itself
 FIELD = re.compile(r"\{([^\W\d]\w*)[^{}\n]*\}")
@@ -97,10 +98,10 @@ def _walk(
     inputs: object, stages: Sequence[Stage], prepared: dict[str, Prepared], planned: dict[str, DryRun]
 ) -> IncomingRows:
     before: IncomingRows | None = None
-    for stage in stages:
+    for place, stage in enumerate(stages):
         match stage:
             case Agents():
-                dry = planned[stage.name] = _mapped(prepared[stage.name], before)
+                dry = planned[stage.name] = _mapped(prepared[stage.name], before, carried_after(stages[:place]))
                 note = "" if dry.rows_exact else dry.rows_note
                 row = _placeholder(stage.options.get("output_schema"), stage.name)
                 before = IncomingRows(dry.rows, note, [row], dry.answer_tokens)
@@ -129,11 +130,13 @@ def _source(inputs: object) -> IncomingRows:
     return IncomingRows(len(inputs) if isinstance(inputs, list | tuple) else None, "", sample)
 
 
-def _mapped(prepared: Prepared, before: IncomingRows | None) -> DryRun:
+def _mapped(prepared: Prepared, before: IncomingRows | None, carried: Sequence[str]) -> DryRun:
     if before is None:  # the stage reads the inputs of the pipeline itself
         return DryRun.of(prepared)
     task = prepared.spec.task
     sample = before.sample or [{name: f"[{name}]" for name in FIELD.findall(task)}]
+    if carried:
+        sample = [{**{name: f"[{name}]" for name in carried}, **fields_of(row)} for row in sample]
     return _with_sample(prepared, before, sample, before.tokens or 0)
 
 

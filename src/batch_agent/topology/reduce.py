@@ -200,12 +200,17 @@ def leaf(item: Item) -> Row:
     index = item.index
     if item.error is None:
         try:
-            return Row(*_line({"status": "ok", "index": index}, output=item.value), index, index, covers=(index,))
+            return Row(*_line(_told_row("ok", item), output=item.value), index, index, covers=(index,))
         except Exception as error:  # the user's own classes may raise anything
             item = dataclasses.replace(item, error=_unwritable(error))
     assert item.error is not None
-    line = _line({"status": "error", "index": index}, error=_told(item.error))
+    line = _line(_told_row("error", item), error=_told(item.error))
     return Row(*line, index, index, failed=(index,))
+
+
+def _told_row(status: str, item: Item) -> dict[str, object]:
+    carried = {"carried": item.carried} if item.carried else {}
+    return {"status": status, "index": item.index, **carried}
 
 
 def _head(status: str, part: Part) -> dict[str, object]:

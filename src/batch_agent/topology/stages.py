@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,11 @@ OF_A_STAGE = noted(BatchSpec, Scope.STAGE)
 
 @dataclass(frozen=True, slots=True)
 class Agents:
+    """``carry`` are the fields of its rows that the rows of later stages have too."""
+
     name: str
     options: Mapping[str, Any]
+    carry: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,17 @@ class Reduce:
 
 
 Stage = Agents | FlatMap | Filter | Join | Reduce
+
+
+def carried_after(stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Return the fields that rows carry after these stages. One answer for many rows carries none."""
+    names: list[str] = []
+    for stage in stages:
+        if isinstance(stage, Reduce):
+            names.clear()
+        elif isinstance(stage, Agents):
+            names += (name for name in stage.carry if name not in names)
+    return tuple(names)
 
 
 def check_stage_options(name: str, options: Mapping[str, Any]) -> None:

@@ -21,10 +21,13 @@ class PinOrders:
         self._pinned: dict[str, None] = {}  # agents that are pinned, as far as is known
         self._ended: list[str] = []  # of these, those that do not come back
 
+    @property
+    def is_used(self) -> bool:
+        """Whether an agent is pinned, or a pin is to be released."""
+        return bool(self._pinned or self._ended)
+
     def order(self, request: ModelRequest) -> Order | None:
         """Return what a request orders; None if there is nothing to order."""
-        if not request.pin_seconds and not self._pinned and not self._ended:  # the usual case
-            return None
         pin, key = "", _key(request)
         if request.pin_seconds:
             pin, self._pinned[key] = key, None

@@ -26,7 +26,6 @@ from batch_agent.backends.base import (
     Facts,
     Load,
     ModelRequest,
-    OnToolCall,
     Prompt,
     RequestShape,
     conversation_of,
@@ -80,34 +79,27 @@ class VllmBackend(EngineBackend):
         return self._http.route("GET", "/server_info?config_format=json", beside=True)
 
     def own_part(self, request: ModelRequest) -> Tail:
-        fields = self._own_fields(request)
-        if not request.run:
-            return Tail(fields)
-        return Tail(fields, {"X-Request-Id": f"batchagent-{request.run}-{request.agent}-{request.turn}"})
-
-    def _own_fields(self, request: ModelRequest) -> JsonObject:
         fields: JsonObject = {}
         if self._salt is not None:
             fields["cache_salt"] = self._salt
         if self._priority and request.run:
             fields["priority"] = request.priority  # vLLM serves lower values first
-        if self._pins is not None:
+        if self._pins is not None and (request.pin_seconds or self._pins.is_used):
             fields.update(self._pins.fields(request))
-        return fields
+        if not request.run:
+            return Tail(fields)
+        return Tail(fields, {"X-Request-Id": f"batchagent-{request.run}-{request.agent}-{request.turn}"})
 
-    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        if self._pins is None:
-            return await super().infer(request, on_tool_call)
-        try:
-            reply = await super().infer(request, on_tool_call)
-        except Rejected as refusal:
-            if FIELD not in str(refusal):
-                raise
-            self._pins = None
-            return await super().infer(request, on_tool_call)
-        if self._pins is not None:
+    def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
+        super().learn(request, reply, refused)
+        if self._pins is not None and self._pins.is_used:
             self._pins.answered(request, reply)
-        return reply
+
+    async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
+        if FIELD not in str(error) or FIELD in refused:
+            return await super().without(request, error, refused)
+        self._pins, refused[FIELD] = None, error
+        return request
 
     async def facts(self, model: str) -> Facts:
         if self._priority is None:

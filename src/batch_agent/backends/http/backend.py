@@ -10,6 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import Naming, json_of, report_calls, written
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.http.connection import Receive
-from batch_agent.messages import JsonObject, Quota, Reply, Sealed, Usage
+from batch_agent.messages import JsonObject, Reply, Sealed, Usage
 
 Head = TypeVar("Head")
 _STREAMED = frozenset({"stream", "stream_options"})
@@ -47,6 +48,11 @@ class HttpBackend(Backend, Generic[Head]):
         self._capabilities = capabilities
         self._name = name or http.base_url
         self._heads: WeakKeyDictionary[RequestShape, dict[bool, Head]] = WeakKeyDictionary()
+
+    @cached_property
+    def _bare(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
+        """Each shape without its schema. Created on first use, because a fleet may have a thousand of these."""
+        return WeakKeyDictionary()
 
     @abstractmethod
     def write_head(self, shape: RequestShape, streamed: bool) -> Head:
@@ -90,32 +96,55 @@ class HttpBackend(Backend, Generic[Head]):
         self.write_head(shape, False)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        if (client := self.own_body(request)) is not None:
-            return await self._forward(client, request)
-        naming = Naming(request.conversation.messages, self._chat.faults)
-        stream, receive = None, None
-        if on_tool_call is not None and self.capabilities.streaming:
-            request.said.clear()  # from an earlier attempt
-            clock = asyncio.get_running_loop().time
-            stream = self.read_stream(naming, on_tool_call, clock, request.said)
-            receive = _hearing(stream.feed, request, clock)
-        body, headers = self.write_body(self._head(request.shape, stream is not None), request)
-        quota: Quota | None = None
+        """Return the answer. If the server refuses an option, the request is sent again without it (``without``)."""
+        refused: dict[str, Rejected] = {}
+        while True:
+            client = request.client
+            if client is not None and client.wire not in self.wires:
+                client = None
+            shape, stream, receive = request.shape, None, None
+            if client is None and shape.schema is not None and self._capabilities.schema_note:
+                request = replace(request, shape=(shape := self.without_schema(shape)))
+            naming = Naming(request.conversation.messages, self._chat.faults)
+            headers: list[Mapping[str, str]] = []  # of the answer
+            try:
+                if client is not None:
+                    reply = await self._forward(client, request, naming, headers)
+                else:
+                    if on_tool_call is not None and self._capabilities.streaming:
+                        request.said.clear()  # from an earlier attempt
+                        clock = asyncio.get_running_loop().time
+                        stream = self.read_stream(naming, on_tool_call, clock, request.said)
+                        receive = _hearing(stream.feed, request, clock)
+                    body, own = self.write_body(self._head(shape, stream is not None), request)
+                    route = self.route_of(request, stream is not None)
+                    answer = await self._http.send(route, body, receive, own, headers.append, request.traceparent)
+                    if answer is None and stream is not None:
+                        reply = stream.finish()
+                    else:
+                        # A server may also send the whole answer at once although a stream was requested.
+                        reply = self.read_whole(answer or b"", naming)
+                        if on_tool_call is not None:
+                            report_calls(reply, on_tool_call)
+                    reply = self.finished(reply, shape)
+            except Rejected as error:
+                request = await self.without(request, error, refused)
+                continue
+            if self.learns:
+                self.learn(request, reply, refused)
+            quota = read_quota(headers[0]) if headers else None
+            return reply if quota is None else replace(reply, quota=quota)
 
-        def on_headers(answered: Mapping[str, str]) -> None:
-            nonlocal quota
-            quota = read_quota(answered)
+    learns = False  # ``learn`` is called
 
-        route = self.route_of(request, stream is not None)
-        answer = await self._http.send(route, body, receive, headers, on_headers, request.traceparent)
-        if answer is None and stream is not None:
-            reply = stream.finish()
-        else:
-            # A server may also send the whole answer at once although a stream was requested.
-            reply = self.read_whole(answer or b"", naming)
-            report_calls(reply, on_tool_call)
-        reply = self.finished(reply, request.shape)
-        return reply if quota is None else replace(reply, quota=quota)
+    def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
+        """Learn from an answer what the server can do. ``refused``: the options that were left out, with their
+        refusals."""
+
+    async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
+        """Return the request without the option that the server refused, and add that to ``refused``. This is another
+        request, not a retry of the row. Raises the refusal if it has another reason."""
+        raise error
 
     @property
     def wires(self) -> frozenset[str]:
@@ -136,17 +165,12 @@ class HttpBackend(Backend, Generic[Head]):
         """Return the route for a client's own request, on a server that has several wires."""
         return self._chat
 
-    async def _forward(self, client: ClientBody, request: ModelRequest) -> Reply:
+    async def _forward(
+        self, client: ClientBody, request: ModelRequest, naming: Naming, answered: list[Mapping[str, str]]
+    ) -> Reply:
         """Send a client's own request. The Reply has its whole answer, even if that was cut or filtered."""
         fields, headers = self.write_own(client, request)
-        quota: Quota | None = None
-
-        def on_headers(answered: Mapping[str, str]) -> None:
-            nonlocal quota
-            quota = read_quota(answered)
-
         relay, clock, end = request.relay, asyncio.get_running_loop().time, _StreamEnd()
-        naming = Naming(request.conversation.messages, self._chat.faults)
         own = client.wire == self.wire
         stream = self.read_stream(naming, lambda call: None, clock, request.said) if relay and own else None
 
@@ -158,10 +182,10 @@ class HttpBackend(Backend, Generic[Head]):
 
         route = self.own_route(client.wire)
         taking = None if relay is None else receive
-        body = await self._http.send(route, written(fields), taking, headers, on_headers, request.traceparent)
+        body = await self._http.send(route, written(fields), taking, headers, answered.append, request.traceparent)
         try:
             if body is None:
-                return Reply("") if stream is None else replace(stream.finish(), quota=quota)
+                return Reply("") if stream is None else stream.finish()
             reply = self.read_whole(body, naming) if own else read_other(body, route.faults)
         except (Truncated, Rejected) as cut:
             if cut.status is not None:
@@ -169,8 +193,8 @@ class HttpBackend(Backend, Generic[Head]):
             finish = "length" if isinstance(cut, Truncated) else "content_filter"
             reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason=finish)
             if body is None:
-                return replace(reply, quota=quota)
-        return replace(reply, sealed=Sealed(f"{client.wire} document", json_of(body)), quota=quota)
+                return reply
+        return replace(reply, sealed=Sealed(f"{client.wire} document", json_of(body)))
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         """Convert the answer for the engine, if the wire requested it in another form."""
@@ -194,6 +218,11 @@ class HttpBackend(Backend, Generic[Head]):
     def body_of(self, request: ModelRequest) -> bytes:
         """Return the body of a request that is not streamed, for callers with another transport."""
         return self.write_body(self._head(request.shape, False), request)[0]
+
+    def without_schema(self, shape: RequestShape) -> RequestShape:
+        if (bare := self._bare.get(shape)) is None:
+            bare = self._bare[shape] = replace(shape, schema=None)
+        return bare
 
     def _head(self, shape: RequestShape, streamed: bool) -> Head:
         heads = self._heads.get(shape)

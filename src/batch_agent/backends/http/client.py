@@ -16,12 +16,12 @@ from yarl import URL
 
 from batch_agent.backends.http.faults import CHAT, Faults, Wording
 from batch_agent.errors import SpecError
-from batch_agent.http.connection import OnHead, Receive
+from batch_agent.http.connection import WRITE_BYTES, OnHead, Receive
 from batch_agent.http.failures import TransportError
 from batch_agent.http.origin import Origin, basic_authorization
 from batch_agent.http.parser import ResponseParser
 from batch_agent.http.request import with_length, write_head, write_lines
-from batch_agent.http.transport import Transport
+from batch_agent.http.transport import CONNECT_SECONDS, Transport
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
@@ -114,14 +114,13 @@ class HttpClient:
         on_headers: Callable[[Mapping[str, str]], None] | None = None,
         traceparent: str = "",
     ) -> bytes | None:
-        """Return the body of a good answer; None if ``receive`` consumed it as a stream. ``headers`` are added to this
-        request, and ``traceparent``, unless the user set that header; ``on_headers`` gets the headers of a good answer
-        before its body."""
-        method, streamed = route.method, False
+        """Send a request once, and return the body of a good answer; None if ``receive`` consumed it as a stream.
+        ``headers`` are added to this request, and ``traceparent``, unless the user set that header; ``on_headers`` gets
+        the headers of a good answer before its body. Cancelling closes the connection."""
+        pool, streamed = self._transport.pool, False
         head = self._head(route, headers, body)
         if traceparent and self._sends_traceparent:
             head += b"traceparent: %b\r\n" % traceparent.encode()
-        head = with_length(head, method, body)
         on_head: OnHead | None = None
         if receive is not None:
             # The stream is consumed where its bytes arrive, in this task's context.
@@ -137,9 +136,18 @@ class HttpClient:
                 return lambda chunk: run(taking, chunk)
 
         try:
-            response = await self._transport.exchange(
-                self._origin, method, head, body, route.max_bytes, on_head=on_head, fresh=route.once
-            )
+            connection = None if route.once else pool.take(self._origin)
+            if connection is None:
+                connection = await pool.connect(self._origin, CONNECT_SECONDS, fresh=route.once)
+            response = ResponseParser(route.method, route.max_bytes)
+            done = connection.ask(response, with_length(head, route.method, body), body or b"", on_head, pool.beat)
+            try:
+                if body is not None and len(body) > WRITE_BYTES:
+                    await connection.upload(body)
+                await done
+            except BaseException as error:
+                pool.failed(connection, response, done, error)
+                raise
             if streamed:
                 return None
             answer = response.take()
@@ -155,7 +163,10 @@ class HttpClient:
         if route.sign is None and self._proxy is None:
             if not own:
                 return route.head
-            if not any(name in route.headers for name in own):
+            for name in own:
+                if name in route.headers:
+                    break
+            else:
                 return route.head + write_lines(own.items())
         headers = route.headers.copy()
         headers.update(own or {})

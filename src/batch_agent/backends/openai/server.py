@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import orjson
 
-from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, RequestShape
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
@@ -30,19 +30,19 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
 OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
+SCHEMA = "schema"  # the option that a server may refuse
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(NamedTuple):
     """Fields of one request beside its messages: body fields (a priority, hints) and headers (an id). They come after
     the messages, so that the prefix stays the same."""
 
-    fields: JsonObject = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
+    fields: JsonObject
+    headers: Mapping[str, str] | None = None
 
 
-NO_TAIL = Tail()
+NO_TAIL = Tail({})
 
 
 class OpenAIServer(HttpBackend[bytes]):
@@ -81,11 +81,6 @@ class OpenAIServer(HttpBackend[bytes]):
     # Facts about shapes, created on first use, because a fleet may have a thousand of these.
 
     @cached_property
-    def _bare(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
-        """Each shape without its schema."""
-        return WeakKeyDictionary()
-
-    @cached_property
     def _wraps(self) -> WeakKeyDictionary[RequestShape, bool]:
         return WeakKeyDictionary()
 
@@ -105,21 +100,30 @@ class OpenAIServer(HttpBackend[bytes]):
             raise SpecError(f"{self.name} takes no seed: leave it out")
         super().check(shape)
 
-    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        shape = request.shape
-        schema = shape.schema if self.own_body(request) is None else None
-        if schema is not None and self._capabilities.schema_note:
-            request, schema = replace(request, shape=self._without_schema(shape)), None
-        try:
-            reply = await super().infer(request, on_tool_call)
-        except Rejected as error:
-            refusal = await self._explained(error, shape.model)
-            if schema is None:
-                raise refusal from None
-            return await self._ask_without_schema(request, on_tool_call, refusal)
-        if schema is not None and not self._capabilities.schema_proven and not reply.tool_calls:
+    learns = True
+
+    def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
+        schema = request.shape.schema
+        if refused and (refusal := refused.get(SCHEMA)) is not None:
+            self._give_schemas_up(f"refused the output schema ({refusal})")
+        elif schema is None or reply.tool_calls or self._capabilities.schema_proven:
+            return
+        elif self.own_body(request) is None:
             self._judge(reply.text, schema)
-        return reply
+
+    async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
+        """Leave out the schema, if it is the reason for the refusal. A server without earlier answers may refuse a
+        schema with any message."""
+        refusal = await self._explained(error, request.shape.model)
+        if request.shape.schema is None or self.own_body(request) is not None:
+            raise refused.get(SCHEMA, refusal) from None
+        blame = blamed(refusal)
+        if blame == "no" or (blame == "perhaps" and (self._capabilities.schema_proven or self._keeps_schemas)):
+            raise refusal from None
+        if blame == "surely":
+            self._give_schemas_up(f"refused the output schema ({refusal})")
+        refused[SCHEMA] = refusal
+        return replace(request, shape=self.without_schema(request.shape))
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         if shape.schema is not None and self._wraps_answer(shape, shape.schema):
@@ -149,22 +153,23 @@ class OpenAIServer(HttpBackend[bytes]):
         fields, headers = super().write_own(client, request)
         tail = self.tail_of(request)
         fields["model"] = self._dialect.deployment or request.shape.model
-        return {**tail.fields, **fields}, {**(headers or {}), **tail.headers}
+        return {**tail.fields, **fields}, {**(headers or {}), **(tail.headers or {})}
 
     def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
-        tail = self.tail_of(request)
-        return join_body(head, request.conversation.view(self.view), end_body(tail.fields)), tail.headers
+        fields, headers = self.tail_of(request)
+        pieces = request.conversation.view(self.view).pieces
+        return b"".join((head, b",".join(pieces), end_body(fields) if fields else b"]}")), headers
 
     def tail_of(self, request: ModelRequest) -> Tail:
         """Return the fields of this request; the user's extra_body overrides them."""
         if self._tail is None and not self._dialect.cache_key:
             return NO_TAIL  # most servers
-        tail = NO_TAIL if self._tail is None else self._tail(request)
-        fields = dict(tail.fields)
+        fields, headers = NO_TAIL if self._tail is None else self._tail(request)
         if self._dialect.cache_key:
-            fields["prompt_cache_key"] = self._cache_key(request)
-        extra = request.shape.extra_body
-        return Tail({name: value for name, value in fields.items() if name not in extra}, tail.headers)
+            fields = {**fields, "prompt_cache_key": self._cache_key(request)}
+        if fields and (extra := request.shape.extra_body):
+            fields = {name: value for name, value in fields.items() if name not in extra}
+        return Tail(fields, headers)
 
     def _cache_key(self, request: ModelRequest) -> str:
         """Return a key shared by all agents with the same prefix: the same model, tools and system prompt."""
@@ -178,23 +183,6 @@ class OpenAIServer(HttpBackend[bytes]):
 
     # Detection of missing features
 
-    async def _ask_without_schema(
-        self, request: ModelRequest, on_tool_call: OnToolCall | None, refusal: Rejected
-    ) -> Reply:
-        """Send the request without the schema, if the schema is the reason for the refusal. This is another request,
-        not a retry of the row. A server without earlier answers may refuse a schema with any message."""
-        blame = blamed(refusal)
-        if blame == "no" or (blame == "perhaps" and (self._capabilities.schema_proven or self._keeps_schemas)):
-            raise refusal
-        if blame == "surely":
-            self._give_schemas_up(f"refused the output schema ({refusal})")
-        try:
-            reply = await self.infer(replace(request, shape=self._without_schema(request.shape)), on_tool_call)
-        except Rejected:
-            raise refusal from None
-        self._give_schemas_up(f"refused the output schema ({refusal})")
-        return reply
-
     def _judge(self, text: str, schema: JsonObject) -> None:
         if is_kept(text, schema):
             self._keeps_schemas = True
@@ -207,11 +195,6 @@ class OpenAIServer(HttpBackend[bytes]):
             self._capabilities = replace(
                 self._capabilities, native_schema=False, schema_with_tools=False, schema_note=note
             )
-
-    def _without_schema(self, shape: RequestShape) -> RequestShape:
-        if (bare := self._bare.get(shape)) is None:
-            bare = self._bare[shape] = replace(shape, schema=None)
-        return bare
 
     def _wraps_answer(self, shape: RequestShape, schema: JsonObject) -> bool:
         if (wraps := self._wraps.get(shape)) is None:

@@ -69,12 +69,12 @@ def serve_command(options: argparse.Namespace) -> int:
     if options.action == "keys":
         return _keys(options)
     from batch_agent.serve.models import names_in, open_models
-    from batch_agent.serve.server import BatchServer, ServeOptions
+    from batch_agent.serve.server import BatchService, ServeOptions
 
     config = _config(options.config)
     models = {**_models_in(config), **names_in(options.model)}
     backend = options.backend or config.get("backend")
-    server = BatchServer(
+    server = BatchService(
         ServeOptions(
             Path(options.data),
             options.host,

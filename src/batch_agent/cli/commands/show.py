@@ -30,6 +30,7 @@ from batch_agent.observe.text import rows, terminal_width
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import RunReader, open_run, row_name
 from batch_agent.record.steps import Past
+from batch_agent.topology.items import Item, carried_by
 
 FIRST = 1  # rows that are shown by default
 
@@ -94,27 +95,31 @@ class ShownPart:
         known: dict[bytes, list[tuple[int, str, object]]] = {row: [] for row in wanted}
         spec = None if self._prepared is None else self._prepared.spec
         column, inputs = None if spec is None else spec.id_column, () if spec is None else spec.inputs
-        places: list[Iterable[tuple[int, object]]] = []
+        places: list[Iterable[tuple[int, object, str | None]]] = []
         if wanted and isinstance(inputs, list | LazyRows):
-            places.append(enumerate(inputs))
+            places.append((index, value, None) for index, value in enumerate(inputs))
         if wanted:
             places += [part.answered() for part in parts if part is not self]
         for place in places:
-            for index, value in place:
+            for index, value, name in place:
                 row = row_of(value, "")
                 done = self.run.rows.has(index)
                 if row in wanted and not done:
-                    known[row].append((index, row_name(value, index, column), value))
+                    known[row].append((index, row_name(value, index, column, name), value))
         return known
 
-    def answered(self) -> Iterator[tuple[int, object]]:
-        """Yield what may be a row of the next stage: each output, its items if it is a list, and as a field."""
+    def answered(self) -> Iterator[tuple[int, object, str | None]]:
+        """Yield what may be a row of the next stage, and its id: each output, its items if it is a list, and as a
+        field, with the fields that it carries."""
+        carry = self.run.facts().get("carry")
+        names = [str(name) for name in carry] if isinstance(carry, list) else []
         for record in self.run.rows:
-            index, output = record["index"], record.get("output")
+            index, output, name = record["index"], record.get("output"), record.get("job_id")
             if record.get("ok") and isinstance(index, int):
-                yield index, output
-                yield index, {"input": output}
-                yield from ((index, item) for item in (output if isinstance(output, list) else ()))
+                name = name if isinstance(name, str) and name != str(index) else None
+                carried = carried_by(record.get("input"), names)
+                for value in (output, {"input": output}, *(output if isinstance(output, list) else ())):
+                    yield index, Item(index, value, carried=carried).placed().value, name
 
     def named(self, wanted: str, parts: Sequence[ShownPart]) -> list[ShownRow]:
         """Return the rows with this id, else the row at this position in the inputs."""
@@ -185,15 +190,22 @@ def _chosen(parts: Sequence[ShownPart], options: argparse.Namespace) -> Iterator
                 yield from (part.finished(*row) for row in islice(part.run.rows.placed(), FIRST))
 
 
+def _has_id(row: ShownRow, wanted: str) -> bool:
+    """Return whether the row has this id, and not only this position."""
+    record = row.record or {}
+    return record.get("job_id") == wanted != str(record.get("index"))
+
+
 def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
-    """Return the row ``ID`` or ``STAGE/ID``. Raises SpecError if more than one stage has it."""
+    """Return the row ``STAGE/ID``, or the rows ``ID`` of all stages. Raises SpecError for a position that more than one
+    stage has."""
     stage, _, own = wanted.partition("/")
     within = [part for part in parts if part.name and part.name == stage and own]
     if within:
         return within[0].named(own, parts)
     found = {part.name: part.named(wanted, parts) for part in parts}
     having = [name for name, those in found.items() if those]
-    if len(having) > 1:
+    if len(having) > 1 and not all(_has_id(row, wanted) for those in found.values() for row in those):
         names = " or ".join(f"--row {name}/{wanted}" for name in having)
         raise SpecError(f"more than one stage has a row {wanted!r}: give {names}")
     return [row for those in found.values() for row in those]

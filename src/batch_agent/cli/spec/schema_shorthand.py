@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from batch_agent.cli.spec.textfile import read_text
+from batch_agent.compiler.schema import JSON_TYPES
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 
@@ -23,7 +24,6 @@ TYPES = {
     **dict.fromkeys(("integer", "int"), "integer"),
     **dict.fromkeys(("boolean", "bool"), "boolean"),
 }
-JSON_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 COMBINED = ("$schema", "$ref", "anyOf", "oneOf", "allOf", "enum")
 CHOICE = "|"
 
@@ -80,7 +80,8 @@ def _field(name: str, value: JsonValue) -> JsonObject:
     choices = value.split(CHOICE) if isinstance(value, str) else []
     if len(choices) > 1 and all(choice.strip() for choice in choices):
         return {"type": "string", "enum": [choice.strip() for choice in choices]}
+    schema = f"; the type of a JSON schema is {', '.join(JSON_TYPES)}" if name == "type" else ""
     raise SpecError(
         f"{name} is {json.dumps(value)}: a field is text, number, integer, boolean, a choice such as a|b|c, "
-        "a list of one of these or an object"
+        f"a list of one of these or an object{schema}"
     )

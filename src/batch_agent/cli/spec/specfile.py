@@ -26,8 +26,8 @@ from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
-from batch_agent.option import NotSettable, kinds, notes
-from batch_agent.spec import MCP, BatchSpec
+from batch_agent.option import NotSettable, check_names, kinds, notes
+from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
 from batch_agent.tools.base import Tool, tools_at
 from batch_agent.tools.mcp.address import expanded
 
@@ -207,6 +207,10 @@ def read_specfile(path: Path) -> SpecFile:
     if wrong is not None:
         raise SpecError(f"{path}: {wrong!r} is not the name of an option")
     file = SpecFile(path, text, options)
+    try:
+        check_names(BatchSpec, options.keys() - {STAGES, *OLD_NAMES}, OLD_NAMES)
+    except SpecError as error:
+        raise file.error(str(error)) from None
     for name, refused in notes(BatchSpec, NotSettable).items():
         if name in options and refused.in_files:
             raise file.error(f"{name} cannot be given in a file: {refused.reason}")

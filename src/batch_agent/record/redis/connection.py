@@ -12,13 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.record.address import PASSWORD_VARIABLE, StoreAddress
-
-if TYPE_CHECKING:
-    import redis.asyncio
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -66,24 +63,6 @@ def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
     if address.cluster:
         return cast(Client, redis.RedisCluster(**options))
     return cast(Client, redis.Redis(**options, db=address.database, ssl=address.tls))
-
-
-def connect_async(
-    address: StoreAddress, *, timeout: float = TIMEOUT
-) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
-    """Return the same kind of client for the event loop."""
-    _redis()
-    import redis.asyncio as client
-
-    if address.cluster:
-        return client.RedisCluster(
-            host=address.host, port=address.port, username=address.user, password=address.password,
-            socket_timeout=timeout, socket_connect_timeout=TIMEOUT,
-        )  # fmt: skip
-    return client.Redis(
-        host=address.host, port=address.port, db=address.database, username=address.user, password=address.password,
-        ssl=address.tls, socket_timeout=timeout, socket_connect_timeout=TIMEOUT,
-    )  # fmt: skip
 
 
 class RedisConnection:

@@ -36,6 +36,7 @@ from batch_agent.record.reader import (
 from batch_agent.record.redis.connection import Client, RedisConnection, entries
 from batch_agent.record.redis.scripts import GROUP
 from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
+from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.steps import Past, Spent
 from batch_agent.record.store import KeptStep
@@ -156,9 +157,9 @@ class RedisReader(RunReader):
         yield from (self._unfinished(row, column) for row in waiting)
 
     def _unfinished(self, row: QueuedRow, column: object) -> UnfinishedRow:
-        value = from_json(row.value)
+        value, name = _named(row, column)
         steps = self.steps_of(row.row) if row.started else ()
-        return UnfinishedRow(row_of(value, ""), steps, row.index, row_name(value, row.index, column), value)
+        return UnfinishedRow(row_of(value, ""), steps, row.index, name, value)
 
     def unfinished_count(self) -> int:
         return sum(1 for _ in self._pending())
@@ -264,7 +265,7 @@ class RedisReader(RunReader):
                 continue
             past, fed = self._past(row.row), int(place.partition("-")[0]) / 1000
             turn = 1 if past is None else 1 + len(past.turns) + len(past.asked)
-            name = row_name(from_json(row.value), row.index, column)
+            _, name = _named(row, column)
             rows.append({"index": row.index, "job_id": name, "state": "running", "began": fed, "turn": turn})
         return rows
 
@@ -282,7 +283,7 @@ class RedisReader(RunReader):
         place, column = self._places.get(row), self._id_column()
         found = None if place is None else self._at(place)
         if found is None:
-            names = ((each, row_name(from_json(each.value), each.index, column)) for each in self._queue())
+            names = ((each, _named(each, column)[1]) for each in self._queue())
             found = next((each for each, name in names if row in (name, str(each.index))), None)
         if found is None:
             return None
@@ -290,8 +291,7 @@ class RedisReader(RunReader):
         name = f"{self.stage_name}/{found.index}" if self.stage_name else str(found.index)
         if (told := self.store.follow_row(name)) is not None:
             return told, None
-        value, past = from_json(found.value), self._past(found.row)
-        name = row_name(value, found.index, column)
+        (value, name), past = _named(found, column), self._past(found.row)
         facts: JsonObject = {"index": found.index, "job_id": name, "input": cast(Any, value), "saying": None}
         return facts, past
 
@@ -322,6 +322,12 @@ class RedisReader(RunReader):
             raise
         except BatchAgentError as error:
             raise NotAlive(str(error)) from None
+
+
+def _named(row: QueuedRow, column: object) -> tuple[object, str]:
+    """Return the input of a row and its name: its id, one from an earlier stage, or its index."""
+    value, name = decode_row(row.value)
+    return value, row_name(value, row.index, column, name)
 
 
 def _queued(place: str, fields: dict[bytes, bytes], started: bool) -> QueuedRow:
