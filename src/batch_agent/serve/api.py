@@ -243,7 +243,7 @@ class Api:
 
     async def _file_content(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
         file = await self._file(tenant, id)
-        return await _send_files(request, [self.path_of(file)], "application/octet-stream")
+        return await send_files(request, [self.path_of(file)], "application/octet-stream")
 
     # Batches of OpenAI
 
@@ -423,7 +423,7 @@ class Api:
         if not batch.is_over:
             raise RequestRefused(404, f"Message batch {id} has no results yet: it has not ended.")
         folder = self._batches.folder(id)
-        return await _send_files(request, [folder / OUTPUT, folder / ERRORS], "application/x-jsonl")
+        return await send_files(request, [folder / OUTPUT, folder / ERRORS], "application/x-jsonl")
 
     # Models
 
@@ -546,7 +546,7 @@ def _read_messages(body: Path, folder: Path) -> tuple[int, str | None]:
         body.unlink(missing_ok=True)
 
 
-async def _send_files(request: web.BaseRequest, paths: list[Path], kind: str) -> web.StreamResponse:
+async def send_files(request: web.BaseRequest, paths: list[Path], kind: str) -> web.StreamResponse:
     """Send files one after another as one answer. Memory does not grow with their size."""
     with suppress(FileNotFoundError):
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]

@@ -371,7 +371,6 @@ class ServedBatches:
                     running = self.running[batch.id] = RunningBatch(batch, lines, self._models, self._turnstile)
                     stop = await self._run(running)
                     if self._turnstile.resting and not stop and lines.left:
-                        await in_thread(lines.flush)
                         await asyncio.get_running_loop().create_future()  # until this process ends
                 await self._finalize(batch, lines, stop)
             finally:
@@ -431,7 +430,6 @@ class ServedBatches:
         told = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            running.lines.flush()
             done = running.lines.total - running.lines.left
             if done != told:
                 told = done

@@ -416,8 +416,13 @@ class BatchLines:
         query += f"ORDER BY prefix, number LIMIT {AT_ONCE}"
         while found := self._index.execute(query, (group, number)).fetchall():
             for number, offset, size, group, digest in found:
-                if not self.is_done(number) and not (self.dedupes and self._is_copy(number, digest)):
+                if not self.is_done(number) and not (self.dedupes and self._waits_for_same(number, digest)):
                     yield BatchLine(number, offset, size, group)
+
+    def _waits_for_same(self, number: int, digest: bytes) -> bool:
+        """Return whether an earlier line asks the same, and its answer is still to come."""
+        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0]
+        return bool(first != number and not self.is_done(first))
 
     def _is_copy(self, number: int, digest: bytes) -> bool:
         """Return whether an earlier line asks the same."""
@@ -462,11 +467,8 @@ class BatchLines:
             path = self.folder / ((OUTPUT if ok else ERRORS) + PART)
             file = self._files[ok] = open(path, "ab", opener=private)  # noqa: SIM115
         file.write(orjson.dumps({**head, **outcome}) + b"\n")
+        file.flush()  # after a kill, what is not here was not done
         self._count(number, ok=ok)
-
-    def flush(self) -> None:
-        for file in self._files.values():
-            file.flush()
 
     def finish(self, stop: str) -> int:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a

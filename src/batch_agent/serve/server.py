@@ -24,9 +24,11 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
+from batch_agent.serve.admin import Admin
 from batch_agent.serve.api import Api, ApiLimits, refuse
 from batch_agent.serve.batches import ServedBatches
 from batch_agent.serve.catalog import Catalog
@@ -34,6 +36,7 @@ from batch_agent.serve.governor import Governor
 from batch_agent.serve.interactive import Interactive
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.turnstile import Turnstile
+from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
 
 logger = logging.getLogger("batch_agent")
@@ -92,6 +95,7 @@ class BatchService:
                 follower.use(await self.models.models())
             extent.push_async_callback(self._close, dispatcher)
             await extent.enter_async_context(poll_load(self.models, dispatcher, None, lambda full: None))
+            self.webhooks = Webhooks(self.catalog, options.now)
             governor = Governor(options.interactive_latency)
             self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked)
             self.batches = ServedBatches(
@@ -101,14 +105,18 @@ class BatchService:
                 self.turnstile,
                 max_lines=options.max_lines,
                 now=options.now,
+                notify=self.webhooks.wake,
             )
             self.interactive = Interactive(self.models, dispatcher, self.turnstile, PATIENCE_SECONDS)
             limits = ApiLimits(options.reserve, options.anthropic_window, PATIENCE_SECONDS)
             self.api = Api(self.catalog, self.batches, self.interactive, self.models, limits, now=options.now)
+            self.admin = Admin(self.catalog, self.batches, self.interactive, self.turnstile, self.dispatcher)
+            self.admin.open_metrics = is_loopback(options.host)
             await in_thread(self._clean)
             await self._keep_books()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.turnstile.run())
+                tasks.create_task(self.webhooks.run())
                 await self.batches.resume(tasks)
                 door = Door(self._handle, refuse, host=options.host, port=options.port)
                 async with door:
@@ -153,7 +161,11 @@ class BatchService:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
+        if request.path == "/metrics" and request.method == "GET":
+            return metrics_response(await self.admin.metrics(request))
         try:
+            if request.path.startswith("/serve/"):
+                return await self.admin.handle(request)
             return await self.api.handle(request)
         except StoreError as error:
             logger.warning("a request for %s failed: %s", request.path, error)

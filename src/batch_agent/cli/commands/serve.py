@@ -14,6 +14,12 @@ from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
 from batch_agent.errors import SpecError
 
+ADMIN = {
+    "status": "show the state of a server",
+    "list": "list the batches, newest first",
+    "cancel": "cancel a batch",
+    "export": "write the outcomes of a batch as JSON lines",
+}
 DATA_HELP = "directory of files, batches and keys (default %(default)s)"
 
 
@@ -48,6 +54,17 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     _add_keys(actions.add_parser("keys", help="add, list and revoke tenants"))
+    for name, told in ADMIN.items():
+        action = actions.add_parser(name, help=told)
+        if name in ("cancel", "export"):
+            action.add_argument("batch", metavar="BATCH", help="id of the batch")
+        if name == "export":
+            action.add_argument("--output", metavar="FILE", help="(default: standard output)")
+        else:
+            action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
+        action.add_argument("--url", help="address of the server; without it, --data is read")
+        action.add_argument("--key", help="key of a tenant or of the operator, for --url (default: OPENAI_API_KEY)")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +85,10 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 def serve_command(options: argparse.Namespace) -> int:
     if options.action == "keys":
         return _keys(options)
+    if options.action is not None:
+        from batch_agent.cli.commands.serve_admin import admin_command
+
+        return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
     from batch_agent.serve.server import BatchService, ServeOptions
 
