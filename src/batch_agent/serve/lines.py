@@ -31,6 +31,7 @@ INPUT, INDEX, OUTPUT, ERRORS, PART = "input.jsonl", "lines.db", "output.jsonl", 
 MOST_LINE_BYTES = 64 * 1024 * 1024
 MOST_ERRORS = 100  # that a failed batch lists
 MOST_ID_CHARACTERS = {"openai": 512, "anthropic": 64}
+LONG_PREFIX_BYTES = 2048
 AT_ONCE = 512  # lines per query
 DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
     "This request could not be executed before the completion window expired."
@@ -45,6 +46,10 @@ class BatchLine:
     offset: int
     size: int
     group: bytes
+
+    @property
+    def has_long_prefix(self) -> bool:
+        return self.group.startswith(b"\x01")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +274,18 @@ class MessageBatchLines:
 
 
 def group_of(body: JsonObject) -> bytes:
-    """Return the digest of the system prompt and the tools of a request; b"" if it has neither."""
+    """Return the digest of the system prompt and the tools of a request; b"" if it has neither. It begins with 1 if
+    they are so long that an engine should compute them once."""
     parts: list[JsonValue] = [body.get("system"), body.get("instructions"), body.get("tools")]
     messages = body.get("messages")
     if isinstance(messages, list):
         first = messages[0] if messages else None
         if isinstance(first, dict) and first.get("role") in ("system", "developer"):
             parts.append(first.get("content"))
-    return _digest(orjson.dumps(parts))[:8] if any(parts) else b""
+    if not any(parts):
+        return b""
+    text = orjson.dumps(parts)
+    return (b"\x01" if len(text) >= LONG_PREFIX_BYTES else b"\x00") + _digest(text)[:8]
 
 
 def _id(own: str) -> bytes:
@@ -428,10 +437,6 @@ class BatchLines:
         """Return whether an earlier line asks the same."""
         first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()
         return bool(first[0] != number)
-
-    def size_of(self, group: bytes) -> int:
-        """Return whether several lines share a prefix: 1, or 2 for any higher number."""
-        return len(self._index.execute("SELECT 1 FROM line WHERE prefix = ? LIMIT 2", (group,)).fetchall())
 
     def read(self, line: BatchLine) -> LineRequest:
         found = read_json(os.pread(self._input.fileno(), line.size, line.offset))

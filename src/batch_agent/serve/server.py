@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -46,6 +45,8 @@ GB = 1024**3
 DAY = 86400.0
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
+LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
+OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
 DRAIN_SECONDS = 5.0  # for lines in flight, when the server is stopped
 
 
@@ -62,7 +63,7 @@ class ServeOptions:
     anthropic_window: float = DAY
     interactive_latency: float | None = 2.5
     max_inflight: int | None = None
-    keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    shared: bool = False  # several processes serve the same data
     now: Callable[[], float] = time.time
 
 
@@ -71,7 +72,7 @@ class BatchService:
 
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:
         self.options, self.models = options, models
-        self.catalog = Catalog(options.data, clock=options.now)
+        self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
         for name in ("files", "batches"):
             (options.data / name).mkdir(mode=0o700, exist_ok=True)
         self.key = self.catalog.operator_key()
@@ -104,6 +105,7 @@ class BatchService:
                 shared,
                 self.turnstile,
                 max_lines=options.max_lines,
+                lease=LEASE_SECONDS if options.shared else None,
                 now=options.now,
                 notify=self.webhooks.wake,
             )
@@ -206,10 +208,10 @@ class BatchService:
         used = await in_thread(self.catalog.used_today)
         self.turnstile.set_terms({each.name: (each.share, each.tokens_per_day) for each in tenants}, used)
         names = {each.name for each in tenants}
-        for batch in await in_thread(self.catalog.unfinished):
-            if (
-                batch.tenant not in names and batch.status in ("validating", "in_progress")
-            ) or batch.stop == "cancelled":  # its key was revoked
+        unfinished = await in_thread(self.catalog.unfinished)
+        await self.batches.take_over(unfinished)
+        for batch in unfinished:
+            if batch.tenant not in names or batch.stop == "cancelled":  # its key was revoked; or by another process
                 await self.batches.cancel(batch.id)
 
     async def _sweep(self) -> None:
@@ -224,9 +226,10 @@ class BatchService:
     def _clean(self) -> None:
         """Remove what a killed process left: uploads without an end, and folders without a batch."""
         data = self.options.data
+        before = time.time() - (OLD_SECONDS if self.options.shared else 0.0)
         for folder in (data / "batches").iterdir():
-            if self.catalog.batch(folder.name) is None:
+            if self.catalog.batch(folder.name) is None and folder.stat().st_mtime <= before:
                 shutil.rmtree(folder, ignore_errors=True)
-        for entry in os.scandir(data / "files"):
-            if not self.catalog.has_file(entry.name):
-                Path(entry.path).unlink(missing_ok=True)
+        for file in (data / "files").iterdir():
+            if not self.catalog.has_file(file.name) and file.stat().st_mtime <= before:
+                file.unlink(missing_ok=True)
