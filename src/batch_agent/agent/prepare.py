@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from batch_agent.agent.shapes import Shapes, build_shapes
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
+from batch_agent.backends.schemes import PROVIDERS
 from batch_agent.compiler.documents import Read
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
@@ -119,9 +120,11 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:
+        provider = (spec.model or "").partition("/")[0]
+        runtime = runtime.resolved(provider if provider in PROVIDERS else spec.backend)
         if sends:
             runtime.check()
-        where = runtime.backend if spec.backend is None else spec.backend
+        where = runtime.own_backend() if spec.backend is None else spec.backend
         spec = spec.model_copy(update={"worker": runtime, "runtime": None})
     backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)

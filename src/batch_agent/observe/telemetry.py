@@ -83,11 +83,11 @@ class SpanOfCall:
 
 
 class Telemetry:
-    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` may block while the collector answers."""
+    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` blocks while the collector answers."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
         sampler = RowSampler.from_environment(environ)
-        self._collector = Collector()
+        self._collector = CollectorState()
         self._metrics = (
             None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _metrics(environ, self._collector)
         )
@@ -125,7 +125,7 @@ class Telemetry:
             self._metrics.close()
 
 
-class Collector:
+class CollectorState:
     """Whether the collector answers, from the requests of the SDK's exporters."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ def _around() -> tuple[int, int] | None:
     return (context.trace_id, context.span_id) if context.is_valid else None
 
 
-def _processor(environ: Mapping[str, str], collector: Collector) -> BatchSpanProcessor:
+def _processor(environ: Mapping[str, str], collector: CollectorState) -> BatchSpanProcessor:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     size = None if environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else QUEUE
@@ -203,7 +203,7 @@ def _processor(environ: Mapping[str, str], collector: Collector) -> BatchSpanPro
     return BatchSpanProcessor(OTLPSpanExporter(session=collector.session()), max_queue_size=size)
 
 
-def _metrics(environ: Mapping[str, str], collector: Collector) -> OtelMetrics:
+def _metrics(environ: Mapping[str, str], collector: CollectorState) -> OtelMetrics:
     from batch_agent.observe.otel_metrics import OtelMetrics
 
     if _is_grpc(environ, "METRICS"):
