@@ -117,6 +117,7 @@ MAIN = (
     "Pipeline",
     "Tool",
     "Fleet",
+    *("ScriptedServer", "Request", "Say", "CallTools", "ToolUse", "Fail", "ScriptedBackend", "MessagesServer"),
 )
 FIRST = """---
 nosearch: true
@@ -213,7 +214,8 @@ def api(folder: Path) -> None:
             value = getattr(module, own)
             if inspect.isclass(value):
                 members = [] if own == "BatchSpec" else ["   :members:"]
-                lines += [f".. autoclass:: {own}", *members, ""]
+                bases = ["   :show-inheritance:"] if issubclass(value, Exception) else []
+                lines += [f".. autoclass:: {own}", *members, *bases, ""]
             elif callable(value):
                 lines += [f".. autofunction:: {own}", ""]
         write(folder / f"{name}.md", "\n".join([*lines, "```\n"]))

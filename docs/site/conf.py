@@ -22,6 +22,7 @@ myst_enable_extensions = ["attrs_inline"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: name for name in ("Script", "ScriptedReply", "JsonObject", "JsonValue")}
 autodoc_mock_imports = ["ray", "redis"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100

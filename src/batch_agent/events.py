@@ -186,6 +186,18 @@ class HealthChanged(RunEvent):
 
 
 @value_type
+class ControlFinished(RunEvent):
+    """A control request ended: a few tokens of no row, sent to find out whether rows or an endpoint are bad. ``error``
+    is the error's message, or "" if it was answered."""
+
+    endpoint: str
+    seconds: float
+    usage: Usage
+    cost: float | None = None  # $; None if no price is known
+    error: str = ""
+
+
+@value_type
 class CacheRead(RunEvent):
     """The KV caches of the engines behind a run, about once a second. From ``held_seconds`` on, since its start."""
 
@@ -244,6 +256,7 @@ Event = (
     | JobFinished
     | LimitChanged
     | HealthChanged
+    | ControlFinished
     | CacheRead
     | StreamingDecided
     | SchemaUnsupported

@@ -225,3 +225,16 @@ def test_a_row_that_breaks_beside_one_that_crashes_the_server_is_answered_withou
     machine.teardown()
     assert isinstance(machine.rows[-1].result, Reply)
     assert isinstance(machine.rows[-2].result, BackendError)
+
+
+def test_rows_that_failed_at_one_server_go_back_to_it_if_the_other_is_silent() -> None:
+    machine = Dispatching()
+    machine.start(servers=[False, False], ceiling=1, max_retries=0, hedge=None, dispatchers=1, all_heal=False)
+    machine.change(1, "slow")
+    machine.change(0, "garbage")
+    machine.add(30, "good")
+    machine.wait(3.0)
+    machine.change(1, "stuck")
+    machine.wait(15.0)
+    machine.teardown()  # the first is healed
+    assert all(isinstance(row.result, Reply) for row in machine.rows)

@@ -10,6 +10,7 @@ import pytest
 from batch_agent import BatchAgent, RunUnreachable
 from batch_agent.backends.base import ModelRequest, OnToolCall, Probe
 from batch_agent.errors import Unavailable
+from batch_agent.events import ControlFinished, Event
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply, Usage
 from batch_agent.observe.metrics import Statistics
@@ -49,6 +50,7 @@ def test_bad_rows_that_are_the_last_fail_alone(rows: int, bad: int) -> None:
         assert (statistics.ended, statistics.outages) == ("complete", ())
         assert now() < 30
         assert len(backend.requests) - controls(backend) == rows + 3 * bad, "each has its three retries"
+        assert statistics.control_requests == controls(backend)
 
     scenario()
 
@@ -195,3 +197,19 @@ def test_a_row_that_crashes_its_server_each_time_fails_after_its_retries(rows: i
         assert (statistics.ended, backend.crashes <= 8) == ("complete", True)
 
     scenario()
+
+
+@virtual_clock
+async def test_control_requests_are_counted_priced_and_in_an_event() -> None:
+    def script(request: Request) -> Say | Fail:
+        usage = Usage(prompt_tokens=10, completion_tokens=2)
+        return Say("ok", usage=usage) if request.is_control else Fail(500)
+
+    events: list[Event] = []
+    backend = ScriptedBackend(script)
+    _, statistics = await finish(backend, 1, prices={"input": 1, "output": 1}, sinks=[events.append])
+    told = [event for event in events if isinstance(event, ControlFinished)]
+    assert len(told) == statistics.control_requests == controls(backend) > 0
+    assert {(event.usage.prompt_tokens, event.error) for event in told} == {(10, "")}
+    assert statistics.usage.prompt_tokens == 10 * len(told)
+    assert statistics.cost == pytest.approx(12e-6 * len(told))

@@ -90,7 +90,7 @@ def full_server(seed: int) -> Outcome:
 def growing_server(seed: int) -> Outcome:
     """A server whose slots grow from 16 to 128."""
     chance = random.Random(seed)
-    seconds, at = chance.uniform(0.5, 2.5), 60.0
+    seconds, at = chance.uniform(0.5, 4.0), 60.0
     server = PlainServer(Limits(lambda now: 16 if now < at else 128, seconds), seed)
     rows = int((at * 16 + 150 * 128) / seconds)
     took = run_virtual(finish(server, rows))

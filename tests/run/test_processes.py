@@ -16,10 +16,14 @@ from typing import Any
 import pytest
 from tests.run.process_work import NOTES, note, notes
 
-from batch_agent import BatchAgent, Pipeline, SpecError, Tool
+from batch_agent import BatchAgent, BatchSpec, Pipeline, SpecError, Tool
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import prepare, with_model
 from batch_agent.errors import RunRejected
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
+from batch_agent.run.joining import prepare_worker
+from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 ROOT = Path(__file__).parents[2]
@@ -315,3 +319,11 @@ async def feed(directory: str, url: str, rows: str, others: str) -> None:
 
 if __name__ == "__main__":
     asyncio.run(feed(*sys.argv[1:]))
+
+
+def test_a_worker_has_the_embedded_model_that_the_feeder_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino_genai")
+    monkeypatch.delenv("BATCH_AGENT_BACKEND", raising=False)
+    feeders = with_model(prepare(BatchSpec(task="Sum up {input}", inputs=["a"])), "smollm2")
+    facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), "model": feeders.model}
+    assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None).model == "smollm2"

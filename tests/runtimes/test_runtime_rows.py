@@ -146,8 +146,11 @@ async def test_an_agent_without_any_backend_uses_the_login_of_its_command(
     login = home / LOGINS[kind]
     login.parent.mkdir(parents=True)
     login.write_text("{}")
-    [result] = await BatchAgent.run(runtime=runtime(kind, tmp_path), task="{input}", inputs=["a"])
+    known: dict[str, Any] = {"runtime": runtime(kind, tmp_path), "task": "{input}", "inputs": ["a"]}
+    [result] = await BatchAgent.run(**known, run_dir=tmp_path / "run")
     assert result.ok, result.error
+    [again] = await BatchAgent.run(**known, run_dir=tmp_path / "run", resume=True)
+    assert again.resumed and again.output == result.output
     told = json.loads(result.output)
     assert str(login.parent).startswith(
         told["env"][{"claude": "CLAUDE_CONFIG_DIR", "codex": "CODEX_HOME"}.get(kind, "XDG_DATA_HOME")]
@@ -161,8 +164,11 @@ async def test_the_runs_backend_comes_before_a_login(home: Path, tmp_path: Path)
     (home / LOGINS["claude"]).write_text("{}")
     async with ScriptedServer(lambda request: Say("through the gateway"), models=["m"]) as server:
         agent = runtime("claude", tmp_path)
-        results = await BatchAgent.run(runtime=agent, task="{input}", inputs=["a"], backend=server.backend_url)
+        known: dict[str, Any] = {"runtime": agent, "task": "{input}", "run_dir": tmp_path / "run"}
+        results = await BatchAgent.run(**known, inputs=["a"], backend=server.backend_url)
+        again = await BatchAgent.run(**known, inputs=["a", "b"], resume=True)  # at the recorded backend
     assert results[0].output == "through the gateway" and results[0].turns == 1
+    assert [result.output for result in again] == ["through the gateway"] * 2
 
 
 def test_a_login_that_is_wanted_and_missing_is_named_before_anything_starts(home: Path, tmp_path: Path) -> None:

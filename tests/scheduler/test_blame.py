@@ -329,15 +329,16 @@ def test_rows_that_break_together_have_not_crashed_the_server_each(
     beside = endpoint.history.has_other_cause(row, 1.0)
     assert beside == unclear
     assert row.crash(endpoint.history, Attempt(row, 1.0, 2.0, "broken", sound=True, beside=beside)) != unclear
-    assert row.is_poison(0) != unclear
 
 
-def test_crashes_after_good_answers_fail_a_row_after_its_retries() -> None:
+@pytest.mark.parametrize(("max_retries", "crashes"), [(0, 2), (1, 2), (3, 4)])
+def test_crashes_after_good_answers_fail_a_row_after_its_retries(max_retries: int, crashes: int) -> None:
+    """One crash may be an outage that began while this row was in flight."""
     history, row = EndpointHistory(), RowHistory()
-    for number in range(4):
-        assert not row.is_poison(3)
+    for number in range(crashes):
+        assert not row.is_poison(max_retries)
         assert row.crash(history, Attempt(row, number, number + 0.5, "broken", sound=True))
-    assert row.is_poison(3)
+    assert row.is_poison(max_retries)
 
 
 class Judging(RuleBasedStateMachine):

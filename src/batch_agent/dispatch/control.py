@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from batch_agent.backends.base import Backend, ModelRequest
-from batch_agent.dispatch.policy import Question
+from batch_agent.dispatch.policy import Observer, Question
 from batch_agent.dispatch.probing import Probed
 from batch_agent.errors import BackendError, JobError, Truncated
 from batch_agent.messages import Conversation, Message, Reply, Usage
@@ -28,6 +28,7 @@ CONTROL_JOB = "control"  # instead of a row's id
 CONTROL_WORDS = "Answer with the word OK."
 
 Ask = Callable[["ControlCall", Ticket], Awaitable[Reply]]
+OnControl = Callable[[str, float, Usage, float | None, str], None]  # endpoint, seconds, usage, cost, error or ""
 
 
 class Claims(Protocol):
@@ -59,6 +60,21 @@ class ControlCall(Question):
             return await self._backend.infer(self._request)
         except Truncated as cut:
             return Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
+
+
+class ControlObserver(Observer):
+    """Passes the end of a control request to ``on_control``."""
+
+    __slots__ = ("_endpoint", "_on_control")
+
+    def __init__(self, endpoint: str, on_control: OnControl) -> None:
+        self._endpoint, self._on_control = endpoint, on_control
+
+    def failed(self, error: BackendError, seconds: float, cost: float | None, delay: float | None) -> None:
+        self._on_control(self._endpoint, seconds, error.usage or Usage(), cost, str(error))
+
+    def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
+        self._on_control(self._endpoint, seconds, reply.usage, cost, "")
 
 
 class ControlRequests:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.dispatch.control import ControlCall
+from batch_agent.dispatch.control import ControlCall, ControlObserver, OnControl
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
@@ -135,12 +135,13 @@ class Dispatcher:
         control_requests: bool = False,
         on_limit: OnLimit = lambda endpoint, reason: None,
         on_health: OnHealth = lambda endpoint, now: None,
+        on_control: OnControl = lambda endpoint, seconds, usage, cost, error: None,
     ) -> None:
         self.backend = backend
         self.terms = Terms(max_inflight) if terms is None else terms
         endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
-        self._on_health = on_health
+        self._on_health, self._on_control = on_health, on_control
         self.endpoints = EndpointMonitor(
             self.scheduler,
             backend,
@@ -248,7 +249,9 @@ class Dispatcher:
 
     async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
         """Send a control request."""
-        return await self.ask(call, Policy(0), ticket=ticket)
+        assert ticket.pinned is not None
+        observer = ControlObserver(ticket.pinned.name, self._on_control)
+        return await self.ask(call, Policy(0), ticket=ticket, observer=observer)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """Send several questions as one request in one slot. Returns an answer or an error for each.

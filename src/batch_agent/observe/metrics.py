@@ -16,6 +16,7 @@ from batch_agent.errors import Interrupted
 from batch_agent.events import (
     AnswerRejected,
     CacheRead,
+    ControlFinished,
     DrainStarted,
     Ended,
     Event,
@@ -42,7 +43,7 @@ from batch_agent.observe.stage_counts import StageCount
 WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
-RARE = (CacheRead, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
+RARE = (CacheRead, ControlFinished, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
 TOOLS = 64  # counted by name: a model may invent any number of names
 
 
@@ -123,6 +124,7 @@ class Statistics:
     queued: int = 0
     turns: int = 0
     retries: int = 0
+    control_requests: int = 0  # requests of no row, to find out whether rows or a server are bad
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None  # $; None if no price is known
     cache_hits: int = 0  # turns that the response cache answered
@@ -227,7 +229,7 @@ class Metrics(TypedSink):
         self._counts = [0, 0, 0, 0]  # agents in each state
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # total seconds in each state
         self._peak_running = 0
-        self._turns = self._retries = 0
+        self._turns = self._retries = self._controls = 0
         self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
         self._cost: float | None = None
         self._cache_hits = 0
@@ -284,6 +286,7 @@ class Metrics(TypedSink):
             queued=self._counts[_QUEUED],
             turns=self._turns,
             retries=self._retries,
+            control_requests=self._controls,
             usage=Usage(self._prompt, self._cached, self._completion, self._reasoning, self._cache_writes),
             cost=elapsed * run.cost_per_second if run and run.cost_per_second else self._cost,
             cache_hits=self._cache_hits,
@@ -338,6 +341,9 @@ class Metrics(TypedSink):
         match event:
             case CacheRead():
                 self._kv = event
+            case ControlFinished():
+                self._controls += 1
+                self._pay(event.usage, event.cost)
             case DrainStarted():
                 self._draining = True
             case ModelChosen():

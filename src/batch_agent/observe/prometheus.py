@@ -15,6 +15,7 @@ from batch_agent.events import (
     AnswerRejected,
     CacheRead,
     ContextCompacted,
+    ControlFinished,
     Event,
     HealthChanged,
     JobFinished,
@@ -64,6 +65,7 @@ class RunNumbers(ListSink):
             AnswerRejected: self._rejected,
             ContextCompacted: self._compacted,
             HealthChanged: self._health_changed,
+            ControlFinished: self._controlled,
             CacheRead: self._cache_read,
             RunStarted: self._run_started,
             ModelChosen: self._model_chosen,
@@ -77,6 +79,9 @@ class RunNumbers(ListSink):
         self.resumed = Counter("batch_agent_rows_resumed_total", "Rows with a result recorded by an earlier session.")
         self.failures = Counter("batch_agent_row_failures_total", "Failed rows by type of error.", ("error_type",))
         self.turns = Counter("batch_agent_turns_total", "Complete answers from models.", ("endpoint",))
+        self.controls = Counter(
+            "batch_agent_control_requests_total", "Requests of no row, to find out whether a server works.", ("state",)
+        )
         self.failed_turns = Counter(
             "batch_agent_turn_failures_total", "Turns that failed, by type of error.", ("error_type",)
         )
@@ -135,6 +140,10 @@ class RunNumbers(ListSink):
     def _turn_failed(self, event: TurnFailed) -> None:
         (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
         self._spent(event.usage or Usage(), event.cost)
+
+    def _controlled(self, event: ControlFinished) -> None:
+        self.controls.add(1, "failed" if event.error else "ok")
+        self._spent(event.usage, event.cost)
 
     def _tool_finished(self, event: ToolFinished) -> None:
         self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)

@@ -81,6 +81,7 @@ def summary_json(
         "rows_per_second": round(statistics.overall_rate, 3),
         "turns": statistics.turns,
         "retries": statistics.retries,
+        "control_requests": statistics.control_requests,
         "answers_rejected": statistics.rejected,
         "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,
@@ -167,6 +168,8 @@ def _token_line(statistics: Statistics) -> str:
     line += f" in {counted(statistics.turns, 'turn')}"
     if statistics.retries:
         line += f", {counted(statistics.retries, 'request')} sent again"
+    if statistics.control_requests:
+        line += f", {counted(statistics.control_requests, 'control request')}"
     if statistics.rejected:
         line += f", {counted(statistics.rejected, 'answer')} rejected and asked for again"
     return line

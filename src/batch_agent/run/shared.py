@@ -6,22 +6,23 @@ limits. An inner run may have its own directory, for its journal and its results
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from batch_agent.agent.prepare import Prepared
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import Sink
+from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
+from batch_agent.messages import Usage
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
-from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
     from batch_agent.run.sharing import Lending
 
 logger = logging.getLogger("batch_agent")
-OnLimit: TypeAlias = Callable[[Endpoint, str], None]
-OnHealth: TypeAlias = Callable[[Endpoint, float], None]
 
 
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
-    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do."""
+    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
+    ``paced``: the inputs of inner runs come only when an agent may start."""
 
     clock: Clock
     emit: Sink
@@ -56,15 +56,34 @@ class Shared:
     store: RunStore | None = None
     journal: Journal | None = None
     lender: Lending | None = None
+    paced: bool = False
     _was_overdue: bool = False
 
-    def inside(self, prepared: Prepared, emit: Sink, on_limit: OnLimit, on_health: OnHealth) -> Shared:
+    def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""
         dispatcher = self.dispatchers.get(prepared.backend.name)
         if dispatcher is None:
-            dispatcher = self.dispatchers[prepared.backend.name] = open_dispatcher(prepared, on_limit, on_health)
+            dispatcher = open_dispatcher(prepared, run, self.clock, emit, on_health)
+            self.dispatchers[prepared.backend.name] = dispatcher
             dispatcher.spending = self.spending
         return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
+
+    @property
+    def cannot_continue(self) -> bool:
+        return self.dispatcher.over is not None or bool(self.spending.exhausted)
+
+    @property
+    def slots(self) -> int | None:
+        """The slots of all backends; None: no limit."""
+        slots = [each.scheduler.slots for each in self.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    def why(self, ended: Ended) -> str:
+        """Return why a run ended in this way, or ""."""
+        if ended == "out of budget":
+            return self.spending.exhausted
+        over = self.dispatcher.over
+        return over[1] if over is not None and ended == over[0] else ""
 
     def live(self) -> LiveNumbers:
         """Return the current numbers that no event reports."""
@@ -73,12 +92,13 @@ class Shared:
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
 
-    def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
-        """Let a backend whose answers take hours record its jobs in the record of the run."""
+    async def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
+        """Let a backend whose answers take hours record its jobs in the record of the outermost run."""
         if backend.capabilities.patient:
-            place = store if isinstance(store, RedisRunStore) else self.directory
-            backend.keep(place)
-            if place is None:
+            record = self.store or store
+            outlasts = await asyncio.to_thread(record.outlasts)
+            backend.keep(record, outlasts=outlasts)
+            if not outlasts:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_rates(self, spec: BatchSpec) -> None:
@@ -97,9 +117,16 @@ class Shared:
             dispatcher.slots.set_paused_by(journal, overdue)
 
 
-def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) -> Dispatcher:
-    """Return the dispatcher of a backend, for all runs that share it."""
+def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_health: OnHealth) -> Dispatcher:
+    """Return the dispatcher of a backend, for all runs that share it. Its events are those of ``run``."""
     backend = prepared.backend
+
+    def on_limit(endpoint: Endpoint, reason: str) -> None:
+        emit(LimitChanged(clock(), run, endpoint.capacity.limit, reason, endpoint.name))
+
+    def on_control(endpoint: str, seconds: float, usage: Usage, cost: float | None, error: str) -> None:
+        emit(ControlFinished(clock(), run, endpoint, seconds, usage, cost, error))
+
     dispatcher = Dispatcher(
         backend,
         prepared.max_inflight,
@@ -110,6 +137,7 @@ def open_dispatcher(prepared: Prepared, on_limit: OnLimit, on_health: OnHealth) 
         control_requests=prepared.spec.control_requests,
         on_limit=on_limit,
         on_health=on_health,
+        on_control=on_control,
     )
     if backend.capabilities.reports_load:
         dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))

@@ -15,9 +15,9 @@ A failure that either side may have caused is undecided until there is evidence:
 - A server may answer control requests and no row. If control requests alone have charged ``MOST_CONVICTED`` rows, and
   no row was answered, the endpoint counts as down while rows are left that have not failed yet.
 - If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it. If each time
-  another request had been answered since the last outage, the row fails after its retries. If only a probe had found it
-  up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server with changing faults looks the same
-  for a while.
+  another request had been answered since the last outage, the row fails after its retries, but not after the first
+  crash. If only a probe had found it up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server
+  with changing faults looks the same for a while.
 - Without control requests (they are off, or the server refuses them) a probe that finds the endpoint up charges the
   row, also not before ``LEAST_TRYING``: a probe does not show every fault of a server.
 
@@ -103,7 +103,7 @@ class RowHistory:
 
     def is_poison(self, max_retries: int) -> bool:
         """Return whether the row crashes servers, and not the servers fail by themselves."""
-        if sum(crash.proven for crash in self.crashes) > max_retries:
+        if sum(crash.proven for crash in self.crashes) > max(1, max_retries):  # one may be a coincidence
             return True
         if len(self.crashes) <= max(1, max_retries - SUSPECT):
             return False

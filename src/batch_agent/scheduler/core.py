@@ -35,7 +35,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
-from batch_agent.scheduler.ordering import LAST, Queue, ResidentFirst
+from batch_agent.scheduler.ordering import FIRST, LAST, Queue, ResidentFirst
 from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
@@ -44,6 +44,7 @@ MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the numbe
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
 MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
 CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
+ELSEWHERE, SHORTEST_ELSEWHERE = 2.0, 1.0  # wait for another endpoint: factor over the usual wait, and seconds
 
 State = Literal["waiting", "set aside", "off the queue"]
 
@@ -67,7 +68,7 @@ class Ticket:
     @property
     def chore(self) -> bool:
         """Whether it is an auxiliary request, not an agent's turn; it is left out of the statistics."""
-        return self.progress.turns == LAST
+        return self.progress.turns < 0
 
 
 @dataclass(slots=True, eq=False)
@@ -307,13 +308,16 @@ class Scheduler:
         """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
         if self.paused or not (self.waiting or self.aside or self.suspects or self.controls):
             return None
-        most = self.max_inflight if self.allotted is None else self.allotted
-        if most is not None and self.inflight >= most:
-            return None
+        match = self._match_first(now) if self._queue.has_first else None
+        if match is None:
+            most = self.max_inflight if self.allotted is None else self.allotted
+            if most is not None and self.inflight >= most:
+                return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes.places
-        match = self._match_control(now) if self.controls else None
+        if match is None and self.controls:
+            match = self._match_control(now)
         if match is None:
             match = self._match_one(now) if one else self._match_many(now)
         if match is None:
@@ -346,6 +350,21 @@ class Scheduler:
                 return ticket, endpoint
         return None
 
+    def _match_first(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        """Return an interactive request, and the least busy endpoint for it. It does not wait until another request
+        ends; but the limits of a provider, and outages, hold for it too."""
+        for ticket in self._queue.first():
+            model = ticket.progress.model
+            able = [
+                endpoint
+                for endpoint in self.endpoints
+                if endpoint.is_working and endpoint.takes_control(now) and self.router.serves(endpoint, model)
+            ]
+            if able:
+                self._queue.remove(ticket, FIRST)
+                return ticket, min(able, key=lambda each: each.inflight / (each.slots or inf))
+        return None
+
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
         endpoint, admission = self.endpoints[0], self.admission
         if not endpoint.has_slot(now):
@@ -357,7 +376,7 @@ class Scheduler:
 
     def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._parking.parked and (impatient := self._parking.impatient(now)) is not None:
-            impatient.anywhere = True
+            impatient.anywhere, impatient.avoid = True, frozenset()
             self._queue.add(impatient, impatient.progress.turns, first=True)
         match = self._match_parked(now) or self._lanes.take(now)
         if match is not None:
@@ -466,13 +485,20 @@ class Scheduler:
         if best is None and ticket.avoid:
             other = router.other(ticket.avoid, progress.model, progress.tokens)
             if other is not None:  # it has no slot now
-                self._park(ticket, other)
+                self._park(ticket, other, now + self._patience(ticket, other))
                 return None
             ticket.avoid = frozenset()
             best = self._best(progress, ticket.avoid, now)
         if best is None:  # the free endpoints cannot take this turn
             self._park(ticket, progress.model)
         return best
+
+    def _patience(self, ticket: Ticket, other: Endpoint) -> float:
+        """Return the seconds that a turn waits for another endpoint than the one where it failed. The other one may be
+        silent, and the first one up again. A hedge has not failed, and waits for as long as its first request."""
+        if not ticket.row.tested:
+            return inf
+        return max(SHORTEST_ELSEWHERE, ELSEWHERE * self.router.wait(other, self._parking.waiting(other)))
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
         self._wait(ticket)

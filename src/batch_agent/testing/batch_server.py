@@ -82,10 +82,12 @@ class BatchServer(MessagesServer):
 
     @property
     def openai_url(self) -> str:
+        """Return the backend URL of OpenAI's batch API here."""
         return f"openai-batch://{self.address}/v1?tls=false&gather=0.05&look=0.01"
 
     @property
     def anthropic_url(self) -> str:
+        """Return the backend URL of Anthropic's batch API here."""
         return f"anthropic-batch://{self.address}?tls=false&gather=0.05&look=0.01"
 
     @property
