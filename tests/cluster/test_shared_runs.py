@@ -144,7 +144,7 @@ async def test_forced_rows_keep_their_answers_under_another_task_and_schema_and_
 
         again = await run(5, resume=True, **new)
         assert all(result.resumed for result in again) and server.received == asked + 1
-        back = await run(4, resume=True, retry_failed=False)
+        back = await run(4, resume=True, retry_failed=False, on_change="resend")
     assert [result.output for result in back] == [result.output for result in plain]
     assert server.received == asked + 1
 

@@ -102,6 +102,8 @@ class ModelRequest:
     # The text of a streamed answer so far, for a caller that cancels the turn.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
     client: ClientBody | None = field(default=None, compare=False, repr=False)  # set for a request through the gateway
+    # Gets the bytes of a streamed answer as they come, for a client whose own request is sent (``ClientBody``).
+    relay: Callable[[bytes], None] | None = field(default=None, compare=False, repr=False)
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:

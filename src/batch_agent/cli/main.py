@@ -148,6 +148,11 @@ COMMANDS: Mapping[str, Command] = {
         "serve a simulated engine, to test and plan runs without a GPU",
         "Serve a simulated inference engine over HTTP. Its answers and timings are invented.",
     ),
+    "serve": Command(
+        "serve the batch APIs of OpenAI and Anthropic on your own servers",
+        "Serve the batch APIs of OpenAI and Anthropic, and interactive requests, in front of any backend. Batches "
+        "survive restarts, and interactive requests go first.",
+    ),
     "fleet": Command(
         "wait for, inspect, measure and proxy many servers",
         "Work with the servers of a hostfile: wait until they are up, show their status, measure their throughput, or "

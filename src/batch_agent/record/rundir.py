@@ -49,6 +49,7 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "run.lock",
     "jobs.jsonl",
 )
+OPTIONS = "options"  # the fact that has the resolved options of a run
 OLD_LOCK = "lock"  # of earlier versions, which may still run here
 
 
@@ -90,9 +91,10 @@ class RunDir:
             undone.pop_all()
         return cls(path, lock, journal, lost_journal=lost)
 
-    def begin_files(self) -> None:
+    def begin_files(self, *, drop: bool = False) -> None:
+        """Begin the result files of a session. ``drop``: earlier lines are no longer results of the run."""
         try:
-            self._files.begin()
+            self._files.begin(drop=drop)
             (self.path / SUMMARY).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
@@ -190,6 +192,13 @@ def read_jobs(path: Path) -> list[bytes]:
         return []
     except OSError as error:
         raise StoreError(f"cannot read {path / JOBS}: {error.strerror}") from None
+
+
+def recorded_options(facts: JsonObject) -> JsonObject:
+    """Return the options that a run was recorded with. Earlier versions recorded some of them, with the command."""
+    command = facts.get("command")
+    options = facts.get(OPTIONS) or (command.get("asked") if isinstance(command, dict) else None)
+    return options if isinstance(options, dict) else {}
 
 
 def read_run(path: Path) -> JsonObject:

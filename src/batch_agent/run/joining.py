@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.fingerprint import fingerprint_of, under_record
 from batch_agent.agent.prepare import Prepared, prepare, with_model
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json
@@ -147,7 +146,7 @@ class WorkedStages:
         import_from: Path | None,
         patience: float,
     ) -> None:
-        self.names, self.schemas = names, {}
+        self.names, self.parts = names, {}
         self._store, self._backends, self._trust = store, backends, trust
         self._import_from, self._patience = import_from, patience
         self._runs: dict[str, Run[object]] = {}  # stages that this worker works on now
@@ -155,7 +154,7 @@ class WorkedStages:
         self.over: Over = ""
         self.finished = 0
 
-    schemas: Mapping[str, OutputSchema[object] | None]
+    parts: Mapping[str, Prepared]
 
     def facts(self, prepared: Prepared) -> JsonObject:
         return {}
@@ -287,6 +286,7 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
     prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
     if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
         prepared = with_model(prepared, str(facts["model"]))
+    prepared = under_record(prepared, facts)
     with suppress(SpecError):  # a row that another stage made: it fails alone
         prepared.plan.check_first(from_json(str(facts["first"]).encode()))
     if fingerprint_of(prepared).hex() != facts["fingerprint"]:

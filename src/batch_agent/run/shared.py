@@ -18,7 +18,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import ControlFinished, LimitChanged, Sink
+from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
 from batch_agent.messages import Usage
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
@@ -40,7 +40,8 @@ logger = logging.getLogger("batch_agent")
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
-    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do."""
+    ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
+    ``paced``: the inputs of inner runs come only when an agent may start."""
 
     clock: Clock
     emit: Sink
@@ -55,6 +56,7 @@ class Shared:
     store: RunStore | None = None
     journal: Journal | None = None
     lender: Lending | None = None
+    paced: bool = False
     _was_overdue: bool = False
 
     def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
@@ -65,6 +67,23 @@ class Shared:
             self.dispatchers[prepared.backend.name] = dispatcher
             dispatcher.spending = self.spending
         return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
+
+    @property
+    def cannot_continue(self) -> bool:
+        return self.dispatcher.over is not None or bool(self.spending.exhausted)
+
+    @property
+    def slots(self) -> int | None:
+        """The slots of all backends; None: no limit."""
+        slots = [each.scheduler.slots for each in self.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    def why(self, ended: Ended) -> str:
+        """Return why a run ended in this way, or ""."""
+        if ended == "out of budget":
+            return self.spending.exhausted
+        over = self.dispatcher.over
+        return over[1] if over is not None and ended == over[0] else ""
 
     def live(self) -> LiveNumbers:
         """Return the current numbers that no event reports."""

@@ -19,7 +19,7 @@ import orjson
 
 from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, RequestShape
 from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
 from batch_agent.backends.openai.models import check_options
 from batch_agent.backends.openai.providers import STANDARD, Dialect
@@ -30,6 +30,7 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
 SCHEMA = "schema"  # the option that a server may refuse
+OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
 
@@ -69,6 +70,7 @@ class OpenAIServer(HttpBackend[bytes]):
         route = http.route("POST", self.path + query)
         super().__init__(http, route, capabilities=capabilities or Capabilities(images=True), name=name)
         self._models = http.route("GET", f"/models{query}")
+        self._query = query
         self._given = list(models)
         self._served: list[str] | None = None  # None: not requested yet
         self._listing = asyncio.Lock()
@@ -139,6 +141,13 @@ class OpenAIServer(HttpBackend[bytes]):
         return names
 
     # One request
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return frozenset({self.wire, *OTHER_WIRES})
+
+    def own_route(self, wire: str) -> Route:
+        return self._chat if wire == self.wire else self._http.route("POST", f"/{wire}{self._query}")
 
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
         fields, headers = super().write_own(client, request)

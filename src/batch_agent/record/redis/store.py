@@ -15,6 +15,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.base import Identity, Outlay
+from batch_agent.record.directory import KEEPS
 from batch_agent.record.redis import scripts
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
 from batch_agent.record.redis.lent import RedisShares
@@ -113,6 +114,7 @@ class RedisRunStore(RedisShares):
             max(1, int(lease * 1000)),
             "results" if keep_results_only else "all",
             self._nonce,
+            int(resuming.drop),
         )
         waits = 2  # the lease of a dead feeder ends meanwhile; a live feeder renews its lease
         while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
@@ -126,11 +128,7 @@ class RedisRunStore(RedisShares):
             self._command("SADD", RUNS, self.address.name)
         sitting, previous, position = answer
         if resuming.force and previous:
-            logger.warning(
-                "force_resume=True (--force-resume): rows of %s keep the answers they have, even if the task, model, "
-                "schema or tools changed",
-                self.address,
-            )
+            logger.warning(KEEPS, self.address)
         return FeederSitting(
             int(sitting), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
         )
@@ -144,7 +142,8 @@ class RedisRunStore(RedisShares):
     def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
         retry = self._resuming.retry
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
-        arguments: list[object] = [sitting, next(self._calls), again, self._steps, int(self._resuming.force)]
+        how = int(self._resuming.force), int(self._resuming.cut)
+        arguments: list[object] = [sitting, next(self._calls), again, self._steps, *how]
         for row in rows:
             arguments += (row.index, row.key.hex(), row.content.hex(), row.value)
         return cast("list[object]", self._fenced(scripts.FEED, *arguments))
