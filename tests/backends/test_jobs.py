@@ -291,7 +291,7 @@ async def test_what_was_bought_before_a_kill_is_taken_although_its_lease_has_use
         with sqlite3.connect(killed / "journal.db") as journal:
             journal.execute("UPDATE session SET leased_tokens = 690")
         journal.close()
-        results = await ask(server, "a", "b", run_dir=killed, resume=True, **limits)
+        results = await ask(server, "a", "b", run_dir=killed, resume=True, on_change="resend", **limits)
     assert [result.ok for result in results] == [True, False]
     assert results[1].error.type == "Interrupted"
     assert len(server.jobs) == 1
