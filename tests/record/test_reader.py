@@ -7,8 +7,9 @@ import itertools
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -20,7 +21,8 @@ from batch_agent.cli.main import main
 from batch_agent.record.lock import Lock
 from batch_agent.record.reader import DirectoryReader, look, open_run
 from batch_agent.record.rundir import FAILURES, LOCK, RESULTS, RUN
-from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
+from batch_agent.run.run import Run
+from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
@@ -175,6 +177,33 @@ def test_a_run_whose_model_is_loading_is_starting(tmp_path: Path, capsys: pytest
     assert look(tmp_path).state == "complete"
 
 
+@needs_redis
+async def test_a_run_in_redis_whose_model_is_loading_is_starting(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Loading(ScriptedBackend):
+        async def __aenter__(self) -> Self:
+            self.begun.set()
+            await self.ready.wait()
+            return await super().__aenter__()
+
+        begun, ready = asyncio.Event(), asyncio.Event()
+
+    async def state() -> str:
+        return (await asyncio.to_thread(look, url)).state
+
+    async with ScriptedServer(lambda request: Say("fine"), models=["m"]) as server:
+        options: dict[str, Any] = {"task": "{input}", "inputs": ["a"], "model": "m", "run_dir": url}
+        prepared = BatchAgent.plan(backend=server.backend_url, **options)
+        backend = Loading(lambda request: Say("fine"))
+        async with Run[object](replace(prepared, backend=backend)) as run:
+            await backend.begun.wait()
+            while await asyncio.to_thread(main, ["status", url]):
+                await asyncio.sleep(0)
+            assert "starting" in capsys.readouterr().out
+            backend.ready.set()
+            assert [result.output async for result in run.results()] == ["fine"]
+        assert await state() == "complete"
+
+
 class Held:
     """A server whose agents look something up, and whose second answers never come."""
 
@@ -191,6 +220,7 @@ class Held:
         return Say("never")
 
 
+@pytest.mark.covers("show with inputs of unfinished rows", "pipeline")
 async def test_unfinished_rows_of_a_stage_are_shown_with_what_the_stage_before_answered(
     place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +280,7 @@ async def test_unfinished_rows_keep_their_steps_when_a_run_is_copied(url: str, t
     assert [await read(copy, turns) for copy in copies] == [[1, 1], [1, 1]]
 
 
+@pytest.mark.covers("streamed text in the page", "Redis")
 @needs_redis
 async def test_the_text_that_a_row_in_redis_streams_reaches_a_viewer(url: str) -> None:
     words = " ".join(f"word{number}" for number in range(400))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import JsonValue
 
 from batch_agent.agent.fingerprint import KEYED, RAISED, AnyWorker, under_record
 from batch_agent.agent.prepare import Prepared
+from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import InputError, SpecError, StoreError
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
@@ -25,7 +27,7 @@ from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
-from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, State
 from batch_agent.record.store import Resuming, RunStore, WorkStore
@@ -86,6 +88,28 @@ async def open_to_feed(
         await in_thread(store.close)
         raise
     return store
+
+
+@asynccontextmanager
+async def announced(store: RunStore | None) -> AsyncIterator[None]:
+    """Tell readers of a run in Redis that it is starting, until it is fed. A directory is locked for that."""
+    if not isinstance(store, RedisRunStore):
+        yield
+        return
+
+    async def announce() -> None:
+        with suppress(StoreError):  # the run itself reports it
+            while await in_thread(store.announce):  # noqa: ASYNC110  Redis forgets it otherwise
+                await asyncio.sleep(ANNOUNCED / 3)
+
+    announcing = asyncio.get_running_loop().create_task(announce())
+    try:
+        yield
+    finally:
+        announcing.cancel()
+        await outlast(announcing)
+        with suppress(StoreError):
+            await in_thread(store.stop_announcing)
 
 
 async def refuse_changes(spec: BatchSpec, parts: Mapping[str, Prepared], worker: AnyWorker | None) -> None:

@@ -99,6 +99,8 @@ class RedisReader(RunReader):
         return facts
 
     def view(self) -> RunView:
+        if self.store.facts() is None and self.store.is_announced():
+            return RunView(self.name, {}, "starting", 0, RunProgress())
         facts = self.facts()
         table, now = self.store.table()
         return self._view(facts, table, [member.status for member in table.live(now).values()])
@@ -108,6 +110,8 @@ class RedisReader(RunReader):
         state = cast(ShownState, facts.get("state"))
         if state == "running" and not standing.feeder:
             state = "interrupted"
+        if state != "running" and self.store.is_announced():
+            state = "starting"
         ended, summary, counts = facts.get("rows"), facts.get("summary"), standing.counts
         resumed = cast(int, ended.get("resumed", 0)) if isinstance(ended, dict) else 0
         ok, failed = counts.ok, counts.failed

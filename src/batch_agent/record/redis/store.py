@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from threading import Lock
 from typing import Any, cast
 
 from batch_agent.errors import SpecError, StoreError
@@ -40,6 +41,7 @@ logger = logging.getLogger("batch_agent")
 
 RUNS = "batch-agent:runs"  # set of the names of the runs in a database
 KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
+STARTING, ANNOUNCED = "starting", 30  # key of a run whose feeder has not begun, and its seconds
 BLOCKED = 1.0  # seconds that a command may wait in Redis
 
 
@@ -59,6 +61,8 @@ class RedisRunStore(RedisShares):
         self._looked = 0.0  # when expired leases were last looked for
         self._lease = LEASE
         self._resuming = Resuming()
+        self._announcing = Lock()
+        self._feeds = False  # it feeds the run, or did
         self.polite = True  # give other workers time to renew after an outage; look for expired leases rarely
 
     @classmethod
@@ -80,6 +84,22 @@ class RedisRunStore(RedisShares):
     def open(self, resuming: Resuming) -> None:
         if not (resuming.resume or resuming.force) and self.facts() is not None:
             raise self._taken()
+
+    def announce(self) -> bool:
+        """Tell readers for a while that this process is about to feed the run. Returns False once it feeds it."""
+        with self._announcing:
+            if not self._feeds:
+                self._command("SET", self.key(STARTING), self._nonce, "EX", ANNOUNCED)
+            return not self._feeds
+
+    def is_announced(self) -> bool:
+        return bool(self._command("EXISTS", self.key(STARTING)))
+
+    def stop_announcing(self) -> None:
+        with self._announcing:
+            if not self._feeds:
+                self._feeds = True
+                self._command("DEL", self.key(STARTING))
 
     def _taken(self) -> SpecError:
         return SpecError(
@@ -106,6 +126,7 @@ class RedisRunStore(RedisShares):
 
     def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
         self._resuming = resuming
+        self.stop_announcing()
         lease = float(cast(float, facts.get("lease", LEASE)))
         arguments = (
             to_json(facts),
