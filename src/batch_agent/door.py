@@ -41,13 +41,20 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class RequestRefused(Exception):
-    """A request that gets an error ``status`` instead of an answer. ``param`` is the field of the body to blame."""
+    """A request that gets an error ``status`` instead of an answer. ``param`` is the field of the body to blame,
+    ``code`` a word for programs."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.headers = status, param, headers
+        self.status, self.param, self.code, self.headers = status, param, code, headers
 
 
 Refuse = Callable[[web.BaseRequest, RequestRefused], web.Response]

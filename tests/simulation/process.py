@@ -46,6 +46,7 @@ from batch_agent.record.store import KeptStep, LeasedRow
 from batch_agent.run.crew import REFUSED, ProcessCrew, Served
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run
+from batch_agent.run.trust import Trust
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply
@@ -156,7 +157,7 @@ class WorkerProcess(Process):
     def __init__(self, sitting: Sitting, number: int, interruptions: Sequence[Kill | Stop]) -> None:
         super().__init__(sitting, number, interruptions)
         self.joined: list[tuple[str, int]] = []  # stage, and the number of a worker in it
-        self.worker = JoinedWorker(cast(ServedStore, ServedStore(self._exchange)), wait=30.0)
+        self.worker = JoinedWorker(ServedStore(self._exchange), Trust(everything=True), wait=30.0)
 
     async def work(self) -> tuple[int, str]:
         """Its exit status, and what it said."""

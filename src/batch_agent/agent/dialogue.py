@@ -31,6 +31,7 @@ from batch_agent.errors import (
     Truncated,
 )
 from batch_agent.events import AnswerRejected, ContextCompacted
+from batch_agent.foreign import drop_frames
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
@@ -47,7 +48,7 @@ TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask 
 NOT_OFFERED = "Error: not run: no tools are offered here. Answer without calling tools."
 MISMATCH = (
     "the next request of this row differs from the recorded one: {difference}. The recorded answers are not "
-    "used. Undo the change since the run was recorded; or resume with force_resume=True (--force-resume), "
+    'used. Undo the change since the run was recorded; or resume with on_change="keep" (--keep-answers), '
     "which uses recorded answers without this check"
 )
 
@@ -77,7 +78,6 @@ class Dialogue:
         self._follows = work.worker is None  # its messages follow from the row, so they are not recorded
         self._fixed = _fixed(said)
         self._repairs = 0  # answers that were requested again because they were invalid
-        self._forgiven = 0  # the number of those before a failure that is now retried
         self._early: EarlyCalls | None = None
         # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
         # the first messages.
@@ -114,7 +114,7 @@ class Dialogue:
                     if shape.max_tokens is not None:
                         fitted = compactor.fitted(shape, compactor.foreseen(self))
                 while reply is None:
-                    if self._follows and trail.records and work.ticket is None:
+                    if self._follows and trail.records and work.ticket is None and not trail.is_settled:
                         await trail.settle()  # before later steps depend on it
                     turn = self._turn(fitted)
                     question = turn if send is None else send(turn.request)
@@ -180,15 +180,14 @@ class Dialogue:
     def _leave_record(self) -> None:
         """Begin to send. Raises LimitExceeded if no further request is allowed."""
         work = self._work
-        if not work.trail.fresh:
-            work.trail.fresh = True
-            self._forgiven = self._repairs if work.trail.retried else 0
+        work.trail.fresh = True
         if self._is_out_of_turns:
             raise LimitExceeded(f"after max_turns, {self.max_turns}, the model has not given its last answer")
         limit = work.r.max_turns
         if not self._follows and limit is not None and work.tally.turns >= limit:
             raise LimitExceeded(f"after max_turns, {limit}, the worker asks again")
-        self.close()
+        if self._early is not None:
+            self.close()
 
     def _turn(self, shape: RequestShape) -> TurnCall:
         """Return the next request."""
@@ -349,13 +348,13 @@ class Dialogue:
         r = work.r
         work.check_open()
         work.record_answer()
-        forgives = self._goes_on or (work.trail.retried and work.past_turn is not None)
-        if self._repairs - self._forgiven >= r.policy.max_retries and not forgives:
+        if self._repairs >= r.policy.max_retries and not self._goes_on:
             raise error
         if work.trail.fresh:
             r.emit(AnswerRejected(r.clock(), r.run, work.job.index, work.tally.turns, error.type, str(error)))
         self._repairs += 1
         work.tally.again = True
+        drop_frames(error)
 
     @property
     def _goes_on(self) -> bool:

@@ -23,9 +23,8 @@ from pydantic import JsonValue
 
 from batch_agent.agent.dialogue import Dialogue, Send
 from batch_agent.agent.loop import InnerWorker
-from batch_agent.agent.resources import Resources
 from batch_agent.agent.transcript import transcript
-from batch_agent.agent.turn import EarlyCalls, Tally
+from batch_agent.agent.turn import EarlyCalls, Resources, Tally
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.pictures import content_of
@@ -34,6 +33,7 @@ from batch_agent.errors import InputError, Interrupted, JobError, RowEnded, Stor
 from batch_agent.events import ToolFinished, ToolStarted
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall
+from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.record.replay import WorkReplay
 from batch_agent.record.steps import (
     Asked,
@@ -47,7 +47,6 @@ from batch_agent.record.steps import (
     call_digest,
     conversation_of_ask,
 )
-from batch_agent.record.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.tools.pool import ToolOutcome
@@ -108,16 +107,19 @@ class Work:
             self._place: Workplace | None = None  # created at first use
             self._output: str | None = None  # the worker's return value as JSON
         past, user = trail.past, self.worker is not None
-        self.replay = WorkReplay(past, takes_over=user) if past.worked or (user and trail.records) else None
+        replays = past.worked or past.left is not None or (user and trail.records)
+        self.replay = WorkReplay(past, takes_over=user) if replays else None
         # The recorded answers of the tool loop: those that it has not reached, the next one last, and the latest one.
         self.turns_ahead: list[PastTurn] = list(reversed(past.turns))
         self.past_turn: PastTurn | None = None
-        if trail.has_past:
+        if trail.has_past or past.left is not None:
             self._count_past()
 
     def _count_past(self) -> None:
         """Count everything that is recorded, even if it is not needed again: it was paid."""
         past = self.trail.past
+        for usage in () if past.left is None else past.left.paid:
+            self.tally.pay(usage, None)
         for reply in [turn.reply for turn in past.turns] + [ask.reply for ask in past.asked]:
             self.tally.add(reply, None)
             self.text = reply.text
@@ -145,7 +147,7 @@ class Work:
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
             self.truncated = trail.past.ended is not None and trail.past.ended.truncated
             return worker.read(kept)
-        if trail.has_past:
+        if trail.has_past or trail.past.left is not None:
             await self._loop.run_in_executor(None, worker.places.clear, trail.agent)
         returned = await worker.run(self)
         self._output, output, self.repaired = worker.written(returned)
@@ -178,8 +180,11 @@ class Work:
         if ticket is not None:
             return ticket
         slots, progress = self.r.dispatcher.slots, self.progress
-        if self.worker is not None and model != progress.model:  # it determines the choice of server
-            progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
+        if model != progress.model:  # it determines the choice of server
+            if self.worker is None:
+                progress.model = model  # a built-in worker has one conversation
+            else:
+                progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
         if slots.scheduler.admission.enabled:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)
@@ -451,6 +456,12 @@ class Work:
         else:
             fingerprint = self.worker.fingerprint
             trail.add(Ended(self.spent(), self._output, fingerprint, truncated=self.truncated))
+
+    @property
+    def seconds_before(self) -> float:
+        """Seconds that earlier sessions worked in this conversation."""
+        left = self.trail.past.left
+        return self.tally.before - (0.0 if left is None else left.spent.total)
 
     def seconds(self) -> float:
         """Return how long the agent has worked, in all sessions."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +149,11 @@ COMMANDS: Mapping[str, Command] = {
         "serve a simulated engine, to test and plan runs without a GPU",
         "Serve a simulated inference engine over HTTP. Its answers and timings are invented.",
     ),
+    "serve": Command(
+        "serve the batch APIs of OpenAI and Anthropic on your own servers",
+        "Serve the batch APIs of OpenAI and Anthropic, and interactive requests, in front of any backend. Batches "
+        "survive restarts, and interactive requests go first.",
+    ),
     "fleet": Command(
         "wait for, inspect, measure and proxy many servers",
         "Work with the servers of a hostfile: wait until they are up, show their status, measure their throughput, or "
@@ -186,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(options: argparse.Namespace) -> int:
     try:
         command: Callable[[argparse.Namespace], int] = _function(COMMANDS[options.command].does, options.command)
+        gc.freeze()  # what was imported stays: the garbage collector need not look at it again and again
         return command(options)
     except InternalError:
         raise

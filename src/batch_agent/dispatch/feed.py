@@ -24,11 +24,12 @@ class Feed:
         self.channel: RowChannel[object] | None = None  # set when the rows come from runs that share this dispatcher
         self.room: asyncio.Future[None] | None = None
         self.reading = False  # waits for its next input
+        self.paced = False  # its inputs come only when an agent may start, so that it does not wait for room
 
     async def wait_room(self, is_over: Callable[[], object] = lambda: False) -> bool:
         """Wait until another agent may start. Returns False if none will: ``is_over`` is asked again after ``wake``."""
         while not self.closed and not is_over():
-            if self._slots.scheduler.has_room(self._slots.loop.time()):
+            if self.paced or self._slots.scheduler.has_room(self._slots.loop.time()):
                 return True
             self.room = self._slots.loop.create_future()
             await self.room

@@ -40,6 +40,34 @@ def parse_json(chunks: Iterable[bytes], name: str) -> Iterator[Row]:
         raise text.error("text after the end of the list")
 
 
+def parse_field(chunks: Iterable[bytes], name: str, field: str) -> Iterator[object]:
+    """Yield the items of the list ``field`` of a JSON object, one at a time. Raises SpecError if the object has another
+    field, or none of that name."""
+    text = _Text(chunks, name)
+    if text.peek() != "{":
+        raise SpecError(f"{name} must be a JSON object")
+    text.skip()
+    if text.peek() != '"' or text.value()[0] != field or text.peek() != ":":
+        raise SpecError(f"{name} must have the field {field!r} and no other")
+    text.skip()
+    if text.peek() != "[":
+        raise SpecError(f"{field}: a list is required")
+    text.skip()
+    more = text.peek() != "]"
+    while more:
+        value, is_text = text.value()
+        if not is_text:
+            raise text.error("not UTF-8")
+        yield value
+        more = text.peek() == ","
+        if more:
+            text.skip()
+    for end in ("]", "}", ""):
+        if text.peek() != end:
+            raise text.error(f"expecting {end or 'the end'!r}")
+        text.skip()
+
+
 class _Text:
     """The current part of the file. Earlier text is discarded, and later text is not read yet."""
 
@@ -65,8 +93,14 @@ class _Text:
         self._at += 1
 
     def item(self, where: str) -> Row:
+        value, is_text = self.value()
+        return as_row(value, where) if is_text else UnreadableRow(f"{where} is not UTF-8")
+
+    def value(self) -> tuple[object, bool]:
+        """Return the next value, and whether its text is UTF-8."""
         self.peek()
-        value, end = None, self._at
+        value: object = None
+        end = self._at
         while True:
             wanted = 2 * (len(self._buffer) - self._at)
             try:
@@ -83,7 +117,7 @@ class _Text:
                 raise self.error(str(error)) from None
             self._read(wanted)
         text, self._at = self._buffer[self._at : end], end
-        return as_row(value, where) if is_utf8(text) else UnreadableRow(f"{where} is not UTF-8")
+        return value, is_utf8(text)
 
     def error(self, reason: str) -> SpecError:
         line = self._line + self._buffer.count("\n", 0, self._at)

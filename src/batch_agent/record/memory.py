@@ -116,6 +116,7 @@ class MemoryStore:
         self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
         self._call_position = 0
         self._files: dict[str, str] = {}
+        self._jobs: list[bytes] = []
         self._followed: dict[str, float] = {}  # row that a viewer follows → until when
         self._reported: dict[str, tuple[JsonObject, float]] = {}  # its conversation, and until when it is shown
 
@@ -552,6 +553,25 @@ class MemoryStore:
     def get_file(self, name: str) -> str | None:
         with self._lock:
             return self._whole._files.get(name)
+
+    # Jobs at batch APIs
+
+    def outlasts(self) -> bool:
+        return self.writes
+
+    def job_lines(self) -> list[bytes]:
+        return self._whole._read_jobs()
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        self._whole._write_jobs(lines)
+
+    def _read_jobs(self) -> list[bytes]:
+        with self._lock:
+            return [*self._jobs]
+
+    def _write_jobs(self, lines: Sequence[bytes]) -> None:
+        with self._lock:
+            self._jobs += lines
 
     # Rows that viewers follow
 

@@ -30,6 +30,7 @@ logger = logging.getLogger("batch_agent")
 
 LARGEST = 2**63 - 1  # the largest integer of SQLite
 TABLE = "table"  # the fact that is the table of shares
+FACTS = "facts"  # the fact that is a copy of run.json
 APPLICATION_ID = 0x62614A6C  # marks the file as a journal: "baJl"
 # Python releases its lock during each statement, and then waits for the event loop to get it back. So few large
 # statements are faster.
@@ -158,7 +159,8 @@ class SqliteJournal:
         on disk at the latest together with the next steps."""
         values: list[object] = []
         for step in steps:
-            values += (step.agent, step.key, step.content, step.kind, step.body, checksum(step))
+            check = crc32(step.body, crc32(step.key + step.content, step.agent & 0xFFFF_FFFF) ^ step.kind)
+            values += (step.agent, step.key, step.content, step.kind, step.body, check)
         with _explained(self._path):
             if not self._path.exists():  # SQLite would continue writing to the deleted file
                 raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
@@ -306,16 +308,12 @@ class SqliteJournal:
         self._db.close()
 
 
-def checksum(step: KeptStep) -> int:
-    """Return the checksum of a record. It covers whose record it is, so that no record is taken for another."""
-    whose = crc32(step.key + step.content, step.agent & 0xFFFF_FFFF)
-    return crc32(step.body, whose ^ step.kind)
-
-
 def _is_whole(step: KeptStep, check: int | None) -> bool:
-    """Return whether a record is as it was written. Older formats have no checksums."""
+    """Return whether a record is as it was written. The checksum also covers whose record it is, so that no record is
+    taken for another. Older formats have no checksums."""
     body: object = step.body  # SQLite keeps any type
-    return isinstance(body, bytes) and (check is None or check == checksum(step))
+    whose = crc32(step.key + step.content, step.agent & 0xFFFF_FFFF)
+    return isinstance(body, bytes) and (check is None or check == crc32(body, whose ^ step.kind))
 
 
 def _connect(path: Path) -> sqlite3.Connection:

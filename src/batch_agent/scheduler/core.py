@@ -35,7 +35,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
-from batch_agent.scheduler.ordering import LAST, Queue, ResidentFirst
+from batch_agent.scheduler.ordering import FIRST, LAST, Queue, ResidentFirst
 from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
@@ -68,7 +68,7 @@ class Ticket:
     @property
     def chore(self) -> bool:
         """Whether it is an auxiliary request, not an agent's turn; it is left out of the statistics."""
-        return self.progress.turns == LAST
+        return self.progress.turns < 0
 
 
 @dataclass(slots=True, eq=False)
@@ -308,13 +308,15 @@ class Scheduler:
         """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
         if self.paused or not (self.waiting or self.aside or self.suspects or self.controls):
             return None
+        match = self._match_first(now) if self._queue.has_first else None
         most = self.max_inflight if self.allotted is None else self.allotted
-        if most is not None and self.inflight >= most:
+        if match is None and most is not None and self.inflight >= most:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes.places
-        match = self._match_control(now) if self.controls else None
+        if match is None and self.controls:
+            match = self._match_control(now)
         if match is None:
             match = self._match_one(now) if one else self._match_many(now)
         if match is None:
@@ -345,6 +347,21 @@ class Scheduler:
             if endpoint.takes_control(now):
                 del self.controls[ticket]
                 return ticket, endpoint
+        return None
+
+    def _match_first(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        """Return an interactive request, and the least busy endpoint for it. It does not wait until another request
+        ends; but the limits of a provider, and outages, hold for it too."""
+        for ticket in self._queue.first():
+            model = ticket.progress.model
+            able = [
+                endpoint
+                for endpoint in self.endpoints
+                if endpoint.is_working and endpoint.takes_control(now) and self.router.serves(endpoint, model)
+            ]
+            if able:
+                self._queue.remove(ticket, FIRST)
+                return ticket, min(able, key=lambda each: each.inflight / (each.slots or inf))
         return None
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:

@@ -6,7 +6,8 @@ of rows is known and the batch is ending, every other slot goes to the agent wit
 work on the longest agents, and the other half delivers results early. When the work left per slot takes hardly longer
 than the longest agent, that agent gets every slot: each of its waits would delay the end.
 
-Requests that are not an agent's turn, such as summaries, have a queue of their own, which comes last.
+Requests that are not an agent's turn, such as summaries, have a queue of their own, which comes last. Interactive
+requests have one that comes first.
 
 Agents that have taken the same number of turns wait in one queue. The queues are compared when a slot is free, with the
 estimates of that time.
@@ -15,11 +16,12 @@ estimates of that time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from batch_agent.scheduler.forecast import ENDING, TurnForecast
 
+FIRST = -2  # instead of turns taken: the queue that is served before all others
 LAST = -1  # instead of turns taken: the queue that is served when all others are empty
 PATIENCE = 1024  # after this many grants the oldest waiter is served, so that none waits forever
 EVICTED_TURN = 8  # one in this many grants goes to an agent whose context was evicted
@@ -54,6 +56,15 @@ class Queue(Generic[Waiting]):
         if not line:
             del self._lines[turns]
 
+    @property
+    def has_first(self) -> bool:
+        """Return whether an interactive request waits."""
+        return FIRST in self._lines
+
+    def first(self) -> Sequence[Waiting]:
+        """Return the interactive requests that wait, in their order."""
+        return tuple(self._lines.get(FIRST, ()))
+
     def newest(self) -> Iterator[Waiting]:
         """Return the newest turn for each number of turns taken. Turns that failed wait before new ones."""
         return (next(reversed(line)) for line in self._lines.values())
@@ -73,6 +84,8 @@ class Queue(Generic[Waiting]):
         lines, forecast = self._lines, self._forecast
         if len(lines) == 1:
             return next(iter(lines))
+        if FIRST in lines:
+            return FIRST
         if self._taken % PATIENCE == 0:
             oldest = min(lines, key=self._joined)
             if self._taken - self._joined(oldest) >= PATIENCE:
@@ -92,7 +105,7 @@ class Queue(Generic[Waiting]):
 
     def is_urgent(self, slots: int | None) -> bool:
         """Return whether a turn that waits here determines the end of the batch."""
-        turns = [turns for turns in self._lines if turns != LAST]
+        turns = [turns for turns in self._lines if turns >= 0]
         if not slots or not turns:
             return False
         return self._forecast.slack(max(turns, key=self._forecast.turns_left), slots) <= URGENT

@@ -23,12 +23,10 @@ from batch_agent.backends.base import (
     Probe,
     RequestShape,
 )
-from batch_agent.backends.http.answer_reader import AnswerReader
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.probe import probe_server
-from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.wire import Naming, json_of, report_calls, written
+from batch_agent.backends.http.wire import AnswerReader, Naming, json_of, read_quota, report_calls, written
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.http.connection import Receive
 from batch_agent.messages import JsonObject, Reply, Sealed, Usage
@@ -99,9 +97,7 @@ class HttpBackend(Backend, Generic[Head]):
         """Return the answer. If the server refuses an option, the request is sent again without it (``without``)."""
         refused: dict[str, Rejected] = {}
         while True:
-            client = request.client
-            if client is not None and client.wire != self.wire:
-                client = None
+            client = self.own_body(request)
             shape, stream, receive = request.shape, None, None
             if client is None and shape.schema is not None and self._capabilities.schema_note:
                 request = replace(request, shape=(shape := self.without_schema(shape)))
@@ -130,16 +126,14 @@ class HttpBackend(Backend, Generic[Head]):
             except Rejected as error:
                 request = await self.without(request, error, refused)
                 continue
-            if self.learns:
+            if refused or not reply.tool_calls:
                 self.learn(request, reply, refused)
             quota = read_quota(headers[0]) if headers else None
             return reply if quota is None else replace(reply, quota=quota)
 
-    learns = False  # ``learn`` is called
-
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
-        """Learn from an answer what the server can do. ``refused``: the options that were left out, with their
-        refusals."""
+        """Learn what the server can do from an answer without tool calls, or to a request from which refused options
+        were left out."""
 
     async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
         """Return the request without the option that the server refused, and add that to ``refused``. This is another
@@ -153,27 +147,48 @@ class HttpBackend(Backend, Generic[Head]):
     def own_body(self, request: ModelRequest) -> ClientBody | None:
         """Return what a client sent in this backend's wire format; None if it must be translated."""
         client = request.client
-        return client if client is not None and client.wire == self.wire else None
+        return client if client is not None and client.wire in self.wires else None
 
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
-        """Return the fields of a client's request, and headers. The answer is never streamed."""
+        """Return the fields of a client's request, and headers. The answer is streamed only to ``relay``."""
+        if request.relay is not None:
+            return dict(client.fields), client.headers
         return {name: value for name, value in client.fields.items() if name not in _STREAMED}, client.headers
+
+    def own_route(self, wire: str) -> Route:
+        """Return the route for a client's own request, on a server that has several wires."""
+        return self._chat
 
     async def _forward(
         self, client: ClientBody, request: ModelRequest, naming: Naming, answered: list[Mapping[str, str]]
     ) -> Reply:
         """Send a client's own request. The Reply has its whole answer, even if that was cut or filtered."""
         fields, headers = self.write_own(client, request)
-        sent = self._http.send(self._chat, written(fields), None, headers, answered.append, request.traceparent)
-        body = await sent or b""
+        relay, clock, end = request.relay, asyncio.get_running_loop().time, _StreamEnd()
+        own = client.wire == self.wire
+        stream = self.read_stream(naming, lambda call: None, clock, request.said) if relay and own else None
+
+        def receive(chunk: bytes) -> bool:
+            request.heard_at = clock()
+            if relay is not None:
+                relay(chunk)
+            return end.feed(chunk) if stream is None else stream.feed(chunk)
+
+        route = self.own_route(client.wire)
+        taking = None if relay is None else receive
+        body = await self._http.send(route, written(fields), taking, headers, answered.append, request.traceparent)
         try:
-            reply = self.read_whole(body, naming)
-        except (Truncated, Rejected) as end:
-            if end.status is not None:
+            if body is None:
+                return Reply("") if stream is None else stream.finish()
+            reply = self.read_whole(body, naming) if own else read_other(body, route.faults)
+        except (Truncated, Rejected) as cut:
+            if cut.status is not None:
                 raise
-            finish = "length" if isinstance(end, Truncated) else "content_filter"
-            reply = Reply(end.text, usage=end.usage or Usage(), finish_reason=finish)
-        return replace(reply, sealed=Sealed(f"{self.wire} document", json_of(body)))
+            finish = "length" if isinstance(cut, Truncated) else "content_filter"
+            reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason=finish)
+            if body is None:
+                return reply
+        return replace(reply, sealed=Sealed(f"{client.wire} document", json_of(body)))
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         """Convert the answer for the engine, if the wire requested it in another form."""
@@ -211,6 +226,27 @@ class HttpBackend(Backend, Generic[Head]):
         if head is None:
             head = heads[streamed] = self.write_head(shape, streamed)
         return head
+
+
+class _StreamEnd:
+    """Finds the last event of a stream whose content is only passed on."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def feed(self, chunk: bytes) -> bool:
+        self._tail = (self._tail + chunk)[-32:]
+        return b"data: [DONE]" in self._tail
+
+
+def read_other(body: bytes, faults: Faults) -> Reply:
+    """Return the answer on a wire that is not a conversation: only its usage is read."""
+    document = json_of(body)
+    if not isinstance(document, dict):
+        raise faults.bad(f"the answer is not a JSON object: {faults.clean(body.decode('utf-8', 'replace'))}")
+    usage = document.get("usage")
+    counts = {name: count for name, count in (usage if isinstance(usage, dict) else {}).items() if type(count) is int}
+    return Reply("", usage=Usage(counts.get("prompt_tokens", 0), 0, counts.get("completion_tokens", 0)))
 
 
 def _hearing(feed: Receive, request: ModelRequest, clock: Callable[[], float]) -> Receive:

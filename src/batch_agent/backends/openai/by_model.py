@@ -44,7 +44,7 @@ class OpenAIByModel(OpenAIBackend):
 
     @property
     def wires(self) -> frozenset[str]:
-        return frozenset({self.wire, self._responses.wire})
+        return super().wires | self._responses.wires
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         if needs_responses(request.shape.model) or self._responses.own_body(request) is not None:

@@ -19,7 +19,8 @@ import orjson
 
 from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, RequestShape
 from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.openai.chat_answer import sealed_with
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
 from batch_agent.backends.openai.models import check_options
 from batch_agent.backends.openai.providers import STANDARD, Dialect
@@ -30,6 +31,7 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
 SCHEMA = "schema"  # the option that a server may refuse
+OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
 
@@ -69,6 +71,7 @@ class OpenAIServer(HttpBackend[bytes]):
         route = http.route("POST", self.path + query)
         super().__init__(http, route, capabilities=capabilities or Capabilities(images=True), name=name)
         self._models = http.route("GET", f"/models{query}")
+        self._query = query
         self._given = list(models)
         self._served: list[str] | None = None  # None: not requested yet
         self._listing = asyncio.Lock()
@@ -98,15 +101,11 @@ class OpenAIServer(HttpBackend[bytes]):
             raise SpecError(f"{self.name} takes no seed: leave it out")
         super().check(shape)
 
-    learns = True
-
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
-        schema = request.shape.schema
+        schema, proven = request.shape.schema, self._capabilities.schema_proven
         if refused and (refusal := refused.get(SCHEMA)) is not None:
             self._give_schemas_up(f"refused the output schema ({refusal})")
-        elif schema is None or reply.tool_calls or self._capabilities.schema_proven:
-            return
-        elif self.own_body(request) is None:
+        elif not (schema is None or proven or reply.tool_calls) and self.own_body(request) is None:
             self._judge(reply.text, schema)
 
     async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
@@ -125,7 +124,9 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         if shape.schema is not None and self._wraps_answer(shape, shape.schema):
-            return replace(reply, text=unwrapped(reply.text))
+            reply = replace(reply, text=unwrapped(reply.text))
+        if self._dialect.wants_reasoning and reply.reasoning:
+            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
         return reply
 
     async def models(self) -> list[str]:
@@ -139,6 +140,13 @@ class OpenAIServer(HttpBackend[bytes]):
         return names
 
     # One request
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return frozenset({self.wire, *OTHER_WIRES})
+
+    def own_route(self, wire: str) -> Route:
+        return self._chat if wire == self.wire else self._http.route("POST", f"/{wire}{self._query}")
 
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
         fields, headers = super().write_own(client, request)

@@ -1,0 +1,547 @@
+"""The life of batches: validated, run, finalized; cancelled, expired and removed. Each has one task here.
+
+A batch is one run on one record, the run directory ``run/`` in the folder of the batch. Its rows are the lines that
+have no outcome yet, so that a restarted server continues where the last one was killed: a line whose answer is on disk
+is not asked again. design/serve.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, isinf
+from pathlib import Path
+
+from batch_agent.agent.dialogue import Dialogue
+from batch_agent.agent.prepare import prepare
+from batch_agent.backends.base import ModelRequest
+from batch_agent.blocking import in_thread
+from batch_agent.dispatch.cancellation import first_error
+from batch_agent.errors import BatchAgentError, Interrupted, JobError, StoreError
+from batch_agent.gateway.client_request import BadRequest, RequestReader
+from batch_agent.job import AgentResult, Placed
+from batch_agent.messages import Conversation, JsonObject, Reply
+from batch_agent.run.run import Run
+from batch_agent.run.shared import Shared
+from batch_agent.serve.asking import PRIORITY, ClientCall, envelope, model_request, read_request, refused, status_of
+from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
+from batch_agent.serve.dialects import DIALECTS
+from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, LineRequest, check_lines, has_index
+from batch_agent.serve.models import ServedModels
+from batch_agent.serve.objects import notice_of
+from batch_agent.serve.turnstile import Entrant, Turnstile
+from batch_agent.spec import BatchSpec
+
+logger = logging.getLogger("batch_agent")
+
+VALIDATIONS = 2  # inputs that are checked at once
+OPEN_PER_TENANT = 4  # runs of a tenant that are open at once, those with the earliest deadlines first
+GRACE_SECONDS = 10.0  # for lines in flight, when their batch is cancelled
+PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
+AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
+LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
+MOST_LATER = 1024  # lines that wait for it in memory
+RUN = "run"
+
+
+@dataclass(slots=True, eq=False)
+class Granted:
+    """A line that may be asked. ``expected``: the tokens that its tenant's account was charged for it."""
+
+    line: BatchLine
+    asked: LineRequest
+    expected: float
+    sent_at: float = 0.0
+    tokens: int = 0
+
+
+class RunningBatch:
+    """A batch that has been validated, while its lines are asked."""
+
+    def __init__(self, batch: ServedBatch, lines: BatchLines, models: ServedModels, turnstile: Turnstile) -> None:
+        self.batch, self.lines, self._models, self._turnstile = batch, lines, models, turnstile
+        self.entrant = Entrant(batch.id, batch.tenant, batch.deadline, lambda: lines.left)
+        self._dialect, self._reader = DIALECTS[batch.endpoint], RequestReader()
+        self._granted: dict[int, Granted] = {}
+        self._leaders: dict[bytes, asyncio.Future[None]] = {}  # by prefix: done when its first line has begun
+        self.run: Run[object] | None = None
+
+    async def rows(self) -> AsyncIterator[Placed]:
+        """Yield a row for each line that may start."""
+        async for line in self._in_order():
+            if not await self._turnstile.wait_turn(self.entrant, line.size):
+                return
+            asked = self.lines.read(line)
+            self._granted[line.number] = Granted(line, asked, self.entrant.granted)
+            yield Placed(line.number, {"id": asked.custom_id, "line": line.number})
+        self._turnstile.close(self.entrant)
+
+    async def _in_order(self) -> AsyncIterator[BatchLine]:
+        """Yield the lines that are left. Those with a long prefix come after the answer to the first of them, so that
+        the engine has computed it; meanwhile other lines come."""
+        later: deque[BatchLine] = deque()
+        for line in self.lines.left_in_order():
+            while later and (len(later) >= MOST_LATER or self._is_led(later[0].group)):
+                await self._follow(later[0].group)
+                yield later.popleft()
+            if line.has_long_prefix:
+                if line.group not in self._leaders:
+                    if len(self._leaders) >= MOST_LATER:
+                        self._leaders.clear()
+                    self._leaders[line.group] = asyncio.get_running_loop().create_future()
+                elif not self._is_led(line.group):
+                    later.append(line)
+                    continue
+            yield line
+        while later:
+            await self._follow(later[0].group)
+            yield later.popleft()
+
+    def _is_led(self, group: bytes) -> bool:
+        leader = self._leaders.get(group)
+        return leader is None or leader.done()
+
+    async def _follow(self, group: bytes) -> None:
+        """Wait until the first line of a group was answered, but not for long."""
+        leader = self._leaders.get(group)
+        if leader is not None and not leader.done():
+            self.entrant.away = True
+            await asyncio.wait({leader}, timeout=LEAD_SECONDS)
+            self._lead_over(group)
+            self.entrant.away = self.entrant.closed
+
+    def _lead_over(self, group: bytes) -> None:
+        leader = self._leaders.get(group)
+        if leader is not None and not leader.done():
+            leader.set_result(None)
+
+    async def answer(self, row: object, dialogue: Dialogue) -> object:
+        """Answer one line. The worker of the batch's run."""
+        assert isinstance(row, dict)
+        granted = self._granted[row["line"]]
+        try:
+            return await self._answer(granted, dialogue)
+        finally:
+            self._lead_over(granted.line.group)
+            if self._granted.pop(granted.line.number, None) is not None:
+                sent = bool(granted.sent_at)
+                self._turnstile.ended(self.entrant, granted.tokens, granted.expected, sent=sent)
+
+    async def _answer(self, granted: Granted, dialogue: Dialogue) -> object:
+        line, asked = granted.line, granted.asked
+        try:
+            request = read_request(self._reader, self._models, self._dialect, asked.body)
+        except (BadRequest, BatchAgentError) as error:
+            status = 404 if isinstance(error, BatchAgentError) else 400
+            self._fail(line, asked, status, str(error), getattr(error, "param", None))
+            return None
+        clock = asyncio.get_running_loop().time
+
+        def send(question: ModelRequest) -> ClientCall:
+            question = model_request(request, question, priority=PRIORITY)
+            question.conversation = Conversation(request.messages)
+            return _LineCall(self._models, question, partial(self._sent, granted))
+
+        reply = await dialogue.ask(request.shape, send=send)
+        granted.tokens = tokens = reply.usage.prompt_tokens + reply.usage.completion_tokens
+        if granted.sent_at:
+            seconds, governor = clock() - granted.sent_at, self._turnstile.governor
+            governor.learn_line(seconds, reply.usage.completion_tokens, self._turnstile.inflight - 1)
+        self._end(
+            line, asked, reply, lambda: self._dialect.document(reply, request, envelope(request, self._name(line)))
+        )
+        return {"tokens": tokens}
+
+    def _name(self, line: BatchLine) -> str:
+        return f"{self.batch.id.rpartition('_')[2]}{line.number:08x}"
+
+    def _sent(self, granted: Granted) -> None:
+        if not granted.sent_at:
+            granted.sent_at = asyncio.get_running_loop().time()
+            self._turnstile.sent(self.entrant)
+
+    def _end(self, line: BatchLine, asked: LineRequest, reply: Reply, document: Callable[[], JsonObject]) -> None:
+        refusal = refused(reply)
+        if refusal is not None:
+            self._fail(line, asked, *refusal)
+            return
+        body = document()
+        if self.batch.wire == "anthropic":
+            outcome: JsonObject = {"result": {"type": "succeeded", "message": body}}
+        else:
+            outcome = {
+                "response": {"status_code": 200, "request_id": f"req_{self._name(line)}", "body": body},
+                "error": None,
+            }
+        self.lines.put(line, asked.custom_id, outcome, ok=True)
+
+    def _fail(self, line: BatchLine, asked: LineRequest, status: int, message: str, param: str | None = None) -> None:
+        body = self._dialect.error(status, message, param)
+        if self.batch.wire == "anthropic":
+            outcome: JsonObject = {"result": {"type": "errored", "error": body}}
+        else:
+            outcome = {
+                "response": {"status_code": status, "request_id": f"req_{self._name(line)}", "body": body},
+                "error": None,
+            }
+        self.lines.put(line, asked.custom_id, outcome, ok=False)
+
+    def abandon(self) -> None:
+        """End lines that were granted and that the run has not begun."""
+        for granted in self._granted.values():
+            self._turnstile.ended(self.entrant, 0, granted.expected, sent=bool(granted.sent_at))
+        self._granted.clear()
+
+    def take(self, result: AgentResult[object]) -> None:
+        """Take the result of a row. One that failed has no outcome yet."""
+        if result.ok or result.error.type == Interrupted.type or self.lines.is_done(result.index):
+            return
+        line = self.lines.at(result.index)
+        error: JobError = result.error.exception()
+        self._fail(line, self.lines.read(line), status_of(error), result.error.message)
+
+
+class _LineCall(ClientCall):
+    __slots__ = ("_on_sent",)
+
+    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[], None]) -> None:
+        super().__init__(backend, request)
+        self._on_sent = on_sent
+
+    async def send(self, endpoint: str) -> Reply:
+        self._on_sent()
+        return await super().send(endpoint)
+
+
+class ServedBatches:
+    """All batches of a server. ``lease``: seconds for which a process owns a batch, if several share the catalog.
+    ``now`` returns unix seconds."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        models: ServedModels,
+        shared: Shared,
+        turnstile: Turnstile,
+        *,
+        max_lines: int,
+        lease: float | None = None,
+        now: Callable[[], float],
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
+        self._max_lines, self._lease, self._now, self._notify = max_lines, lease, now, notify
+        self._owner = secrets.token_hex(8)  # the name of this process
+        self.running: dict[str, RunningBatch] = {}
+        self._live: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, asyncio.Event] = {}  # set when a batch is cancelled
+        self._validating = asyncio.Semaphore(VALIDATIONS)
+        self._waiting: dict[str, dict[str, tuple[float, asyncio.Future[None]]]] = {}  # by tenant and batch
+        self._open: dict[str, set[str]] = {}  # batches with an open run, by tenant
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def folder(self, id: str) -> Path:
+        return self._catalog.data / "batches" / id
+
+    async def resume(self, tasks: asyncio.TaskGroup) -> None:
+        """Continue the batches that have not ended."""
+        self._tasks = tasks
+        await self.take_over(await in_thread(self._catalog.unfinished))
+
+    async def take_over(self, batches: list[ServedBatch]) -> None:
+        """Begin with batches that no process works on, and keep those of this process."""
+        for batch in batches:
+            if self._lease is not None or batch.id not in self._live:
+                await self.start(batch)
+
+    async def start(self, batch: ServedBatch) -> None:
+        """Begin with a batch, unless this or another process works on it."""
+        if not await in_thread(partial(self._catalog.claim, batch.id, self._owner, self._lease)):
+            return
+        if batch.id not in self._live and self._tasks is not None and not self._turnstile.resting:
+            self._stops[batch.id] = asyncio.Event()
+            if batch.stop:
+                self._stops[batch.id].set()
+            task = self._live[batch.id] = self._tasks.create_task(self._accompany(batch.id))
+            task.add_done_callback(lambda _: self._forget(batch.id))
+
+    def _forget(self, id: str) -> None:
+        self._live.pop(id, None)
+        self._stops.pop(id, None)
+
+    async def drain(self, seconds: float) -> None:
+        """Start no further line, and wait for those in flight."""
+        self._turnstile.rest()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._turnstile.wait_idle()
+
+    # What clients ask for
+
+    async def cancel(self, id: str) -> ServedBatch | None:
+        """Cancel a batch. One that has ended, or is being finalized, stays as it is."""
+
+        def change(batch: ServedBatch) -> ServedBatch | None:
+            if batch.status not in ("validating", "in_progress"):
+                return None
+            return batch.at("cancelling", self._now(), stop="cancelled")
+
+        batch = await in_thread(partial(self._catalog.change_batch, id, change))
+        if batch is not None and batch.stop == "cancelled" and id in self._stops:
+            self._stops[id].set()
+        return batch
+
+    async def cancel_all(self, tenant: str) -> None:
+        """Cancel every batch of a tenant."""
+        for batch in await in_thread(self._catalog.unfinished):
+            if batch.tenant == tenant:
+                await self.cancel(batch.id)
+
+    async def remove(self, batch: ServedBatch) -> None:
+        """Remove a batch that has ended, and everything that belongs to it."""
+        await in_thread(partial(self._catalog.remove_batch, batch.id))
+        await in_thread(partial(shutil.rmtree, self.folder(batch.id), ignore_errors=True))
+
+    def progress(self, batch: ServedBatch) -> ServedBatch:
+        """Return a batch with its current numbers."""
+        running = self.running.get(batch.id)
+        if running is None or batch.is_over:
+            return batch
+        tallied = running.lines.tallied
+        return replace(batch, completed=tallied.completed, failed=tallied.failed, usage=dict(tallied.usage))
+
+    def estimate(self, batch: ServedBatch) -> float | None:
+        """Return the unix time at which a batch will be done; None if it is not known."""
+        running = self.running.get(batch.id)
+        if running is None:
+            return None
+        left = self._turnstile.seconds_left(running.entrant)
+        return None if isinf(left) else self._now() + left
+
+    def queued(self, tenant: str) -> int:
+        """Return the number of lines of a tenant that are not done. Blocks."""
+        left = 0
+        for batch in self._catalog.unfinished():
+            if batch.tenant == tenant and batch.status in ("in_progress", "finalizing"):
+                batch = self.progress(batch)
+                left += batch.total - batch.completed - batch.failed
+        return left
+
+    # One batch
+
+    async def _accompany(self, id: str) -> None:
+        """Take a batch to its end. A record that cannot be written is tried again."""
+        while True:
+            try:
+                batch = await in_thread(partial(self._catalog.batch, id))
+                if batch is None or batch.is_over:
+                    return
+                if batch.status == "validating" or (batch.status == "cancelling" and not batch.total):
+                    await self._validate(batch)
+                else:
+                    await self._work(batch)
+            except (StoreError, OSError) as error:
+                logger.warning("batch %s: %s; it is continued in %g s", id, error, AGAIN_SECONDS)
+                await asyncio.sleep(AGAIN_SECONDS)
+            except BatchAgentError:
+                logger.exception("batch %s failed; it is continued in %g s", id, AGAIN_SECONDS)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _validate(self, batch: ServedBatch) -> None:
+        if batch.stop == "cancelled":
+            await self._put(batch.at("cancelled", self._now()))
+            return
+        async with self._validating:
+            await self._models.models()  # so that ``knows`` knows
+            folder = self.folder(batch.id)
+            checked = await in_thread(partial(check_lines, folder, batch.endpoint, self._models.knows, self._max_lines))
+        errors = checked.errors
+        tenant = await in_thread(partial(self._tenant, batch.tenant))
+        if not errors and tenant is not None:
+            queued = await in_thread(partial(self.queued, batch.tenant))
+            if queued + checked.total > tenant.max_queued:
+                told = f"{queued} lines are queued, and {tenant.max_queued} may be; this batch has {checked.total}."
+                errors = [{"code": "queue_limit_exceeded", "message": told, "param": None, "line": None}]
+
+        def change(now: ServedBatch) -> ServedBatch | None:
+            if now.status != "validating":
+                return None
+            if errors:
+                return now.at("failed", self._now(), errors=errors, total=0)
+            return now.at("in_progress", self._now(), total=checked.total, model=checked.model)
+
+        changed = await in_thread(partial(self._catalog.change_batch, batch.id, change))
+        if changed is not None and changed.status == "failed":
+            await self._put(changed)
+
+    def _tenant(self, name: str) -> Tenant | None:
+        return next((tenant for tenant in self._catalog.tenants() if tenant.name == name), None)
+
+    async def _work(self, batch: ServedBatch) -> None:
+        """Run the lines of a batch that are left, and finalize it."""
+        stop, folder = batch.stop, self.folder(batch.id)
+        if not has_index(folder):  # it was cancelled while it was validated
+            await self._put(batch.at("cancelled", self._now()))
+            return
+        if batch.status == "in_progress" and not stop:
+            await self._wait_open(batch)
+        try:
+            lines = await in_thread(partial(BatchLines, folder, batch))
+            try:
+                if batch.status != "finalizing" and lines.left and not stop:
+                    running = self.running[batch.id] = RunningBatch(batch, lines, self._models, self._turnstile)
+                    stop = await self._run(running)
+                    if self._turnstile.resting and not stop and lines.left:
+                        await asyncio.get_running_loop().create_future()  # until this process ends
+                await self._finalize(batch, lines, stop)
+            finally:
+                self.running.pop(batch.id, None)
+                await in_thread(lines.close)
+        finally:
+            self._leave_open(batch)
+
+    async def _run(self, running: RunningBatch) -> str:
+        """Ask lines until none is left, or until the batch is cancelled or expires. Returns which, or ""."""
+        batch, entrant = running.batch, running.entrant
+        spec = BatchSpec(
+            task="{id}",
+            inputs=running.rows(),
+            backend=self._models,
+            model=batch.model or "any",
+            no_hoist=True,
+            run_dir=str(self.folder(batch.id) / RUN),
+            resume=True,
+        )
+        run = running.run = Run[object](prepare(spec), worker=running.answer, within=self._shared)
+        self._turnstile.enter(entrant)
+        stops = self._stops[batch.id]
+        stop = ""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                working = tasks.create_task(self._take_results(run, running))
+                beside = [tasks.create_task(stops.wait()), tasks.create_task(self._tell_progress(running))]
+                try:
+                    limit = max(0.0, batch.deadline - self._now())
+                    await asyncio.wait({working, beside[0]}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                    if not working.done():
+                        stop = "cancelled" if stops.is_set() else "expired"
+                        self._turnstile.close(entrant)
+                        if stop == "cancelled":
+                            await asyncio.wait({working}, timeout=GRACE_SECONDS)
+                        if not working.done():
+                            run.cancel()
+                        await asyncio.wait({working})
+                finally:
+                    for task in beside:
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        finally:
+            self._turnstile.leave(entrant)
+            running.abandon()
+        return stop if running.lines.left else ""
+
+    async def _take_results(self, run: Run[object], running: RunningBatch) -> None:
+        async with run:
+            async for result in run.results():
+                running.take(result)
+
+    async def _tell_progress(self, running: RunningBatch) -> None:
+        """Write the numbers of a batch now and then, for other processes and for the time after a kill."""
+        told = 0
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            done = running.lines.total - running.lines.left
+            if done != told:
+                told = done
+                with suppress(StoreError):
+                    await in_thread(partial(self._catalog.change_batch, running.batch.id, self.progress))
+
+    async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str) -> None:
+        """Complete the files of a batch, and end it."""
+
+        def change(now: ServedBatch) -> ServedBatch:
+            return replace(now, stop=stop or now.stop) if now.status == "finalizing" else self._begin_end(now, stop)
+
+        begun = await in_thread(partial(self._catalog.change_batch, batch.id, change))
+        assert begun is not None
+        stop = begun.stop
+        left = await in_thread(partial(lines.finish, stop or "expired"))
+        end, now = stop or "completed", self._now()
+        files: dict[str, StoredFile] = {}
+        for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
+            path = self.folder(batch.id) / name
+            if path.exists() and batch.wire == "openai":
+                files[name] = StoredFile(
+                    f"file-{batch.id.rpartition('_')[2]}-{kind}",
+                    batch.tenant,
+                    f"{batch.id}_{kind}.jsonl",
+                    path.stat().st_size,
+                    "batch_output",
+                    now,
+                    None if batch.output_expires is None else now + batch.output_expires,
+                    batch.id,
+                )
+        tallied = lines.tallied
+        done = begun.at(
+            end,  # type: ignore[arg-type]
+            now,
+            completed=tallied.completed,
+            failed=tallied.failed,
+            cancelled=begun.cancelled + (left if stop == "cancelled" else 0),
+            expired=begun.expired + (left if stop == "expired" else 0),
+            usage=dict(tallied.usage),
+            output_file=files[OUTPUT].id if OUTPUT in files else "",
+            error_file=files[ERRORS].id if ERRORS in files else "",
+        )
+        await self._put(done, list(files.values()))
+
+    def _begin_end(self, batch: ServedBatch, stop: str) -> ServedBatch:
+        """Return a batch whose lines are done or will not be asked any more."""
+        if stop == "cancelled" or batch.status == "cancelling":
+            return replace(batch, stop=stop or batch.stop)
+        return batch.at("finalizing", self._now(), stop=stop)
+
+    async def _put(self, batch: ServedBatch, files: list[StoredFile] | None = None) -> None:
+        """Write a batch that has ended, with the notice to its tenant."""
+        notice = notice_of(batch, self._now())
+        await in_thread(partial(self._catalog.put_batch, batch, files or [], notice))
+        self._notify()
+
+    # How many runs are open
+
+    async def _wait_open(self, batch: ServedBatch) -> None:
+        """Wait until few batches of the tenant are open, or until this one is cancelled or expires."""
+        own = self._waiting.setdefault(batch.tenant, {})
+        turn = asyncio.get_running_loop().create_future()
+        own[batch.id] = batch.deadline, turn
+        self._open_next(batch.tenant)
+        stopping = asyncio.ensure_future(self._stops[batch.id].wait())
+        try:
+            limit = max(0.0, batch.deadline - self._now())
+            await asyncio.wait({turn, stopping}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            own.pop(batch.id, None)
+
+    def _open_next(self, tenant: str) -> None:
+        waiting, opened = self._waiting.get(tenant, {}), self._open.setdefault(tenant, set())
+        # A batch with an earlier deadline than all open ones does not wait for them.
+        for id, (deadline, turn) in sorted(waiting.items(), key=lambda item: item[1][0]):
+            known = [self.running[each].batch.deadline for each in opened if each in self.running]
+            if len(opened) >= OPEN_PER_TENANT and deadline >= min(known, default=inf):
+                return
+            if not turn.done():
+                opened.add(id)
+                turn.set_result(None)
+
+    def _leave_open(self, batch: ServedBatch) -> None:
+        self._open.get(batch.tenant, set()).discard(batch.id)
+        self._open_next(batch.tenant)

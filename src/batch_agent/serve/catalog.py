@@ -1,0 +1,479 @@
+"""The catalog: tenants, files, batches and what is due to be sent, in one SQLite file below ``--data``.
+
+It knows nothing of HTTP or of runs. Every method is one transaction, blocks, and may be called from any thread. What it
+returns are values; changing them changes nothing here. Several processes may use one catalog.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from threading import RLock
+from typing import Literal, Self
+
+import orjson
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.messages import JsonObject
+
+OPERATOR = "operator"  # the tenant of the generated key
+KEY_FILE = "key"
+FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
+BUSY_SECONDS = 30.0
+GB = 1024**3
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS tenant (
+    name TEXT PRIMARY KEY, hash TEXT UNIQUE NOT NULL, revoked INTEGER NOT NULL DEFAULT 0, terms TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS file (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, expires REAL,
+    document TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS file_tenant ON file (tenant, seq);
+CREATE TABLE IF NOT EXISTS batch (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, wire TEXT NOT NULL,
+    status TEXT NOT NULL, ended REAL, document TEXT NOT NULL, owner TEXT NOT NULL DEFAULT '', lease REAL NOT NULL
+    DEFAULT 0);
+CREATE INDEX IF NOT EXISTS batch_tenant ON batch (tenant, wire, seq);
+CREATE INDEX IF NOT EXISTS batch_status ON batch (status);
+CREATE TABLE IF NOT EXISTS idempotency (
+    tenant TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, batch TEXT NOT NULL, PRIMARY KEY (tenant, key));
+CREATE TABLE IF NOT EXISTS usage (
+    tenant TEXT NOT NULL, day INTEGER NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (tenant, day));
+CREATE TABLE IF NOT EXISTS notice (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, body TEXT NOT NULL, due REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0);
+"""
+
+Wire = Literal["openai", "anthropic"]
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+
+
+class KeyReused(Exception):
+    """The Idempotency-Key was used before with another body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """``share``: its weight beside other tenants. ``max_queued``: lines that may wait in all. ``tokens_per_day``: None
+    for any number."""
+
+    name: str
+    share: float = 1.0
+    max_queued: int = 1_000_000
+    tokens_per_day: int | None = None
+    max_file: int = 2 * GB
+    webhook: str = ""
+    secret: str = ""  # signs what is sent to the webhook
+    created: float = 0.0
+
+    @property
+    def is_operator(self) -> bool:
+        return self.name == OPERATOR
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    id: str
+    tenant: str
+    filename: str
+    bytes: int
+    purpose: str
+    created: float
+    expires: float | None = None
+    batch: str = ""  # the batch whose directory has the content, for an output file
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBatch:
+    """A batch as the catalog has it. Times are unix seconds. ``counts``: lines that succeeded and failed. ``stop`` is
+    the reason why no further line starts: "cancelled" or "expired"."""
+
+    id: str
+    tenant: str
+    wire: Wire
+    endpoint: str
+    window: str
+    created: float
+    deadline: float
+    status: Status = "validating"
+    input_file: str = ""
+    metadata: Mapping[str, str] | None = None
+    output_expires: float | None = None  # seconds from the creation of an output file
+    times: Mapping[str, float] = field(default_factory=dict)  # when it entered each status
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0  # part of ``failed``: lines that were not done when it was cancelled
+    expired: int = 0  # part of ``failed``: lines that were not done at its deadline
+    model: str | None = None
+    usage: Mapping[str, int] = field(default_factory=dict)
+    errors: Sequence[JsonObject] = ()
+    output_file: str = ""
+    error_file: str = ""
+    stop: str = ""
+    digest: str = ""  # of the body that created it
+    deleted: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def ended(self) -> float | None:
+        return self.times.get(self.status) if self.is_over else None
+
+    def at(self, status: Status, now: float, **changes: object) -> ServedBatch:
+        """Return it in another status."""
+        return replace(self, status=status, times={**self.times, status: now}, **changes)  # type: ignore[arg-type]
+
+
+_TENANT = {each.name for each in fields(Tenant)}
+_FILE = {each.name for each in fields(StoredFile)}
+_BATCH = {each.name for each in fields(ServedBatch)}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+def hashed(key: str) -> str:
+    """Return the digest of a key. Keys are random, so that a plain hash cannot be reversed by guessing."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class Catalog:
+    def __init__(self, data: Path, *, shared: bool = False, clock: Callable[[], float] = time.time) -> None:
+        """``shared``: processes of several machines use it."""
+        self.data, self._clock, self._lock = data, clock, RLock()
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = data / "serve.db"
+        try:
+            path.touch(0o600)
+            self._db = sqlite3.connect(
+                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
+            )
+            # A write-ahead log needs memory that the processes share, which two machines do not have.
+            self._db.execute(f"PRAGMA journal_mode={'DELETE' if shared else 'WAL'}")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(SCHEMA)
+        except (sqlite3.Error, OSError) as error:
+            raise SpecError(f"cannot open {path}: {error}") from None
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise StoreError(f"the catalog {self.data / 'serve.db'}: {error}") from error
+
+    def _rows(self, query: str, *values: object) -> list[tuple[str, ...]]:
+        with self._lock:
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise StoreError(f"the catalog {self.data / 'serve.db'}: {error}") from error
+
+    # Tenants
+
+    def operator_key(self) -> str:
+        """Return the generated key. It is created at the first call, and survives restarts."""
+        path = self.data / KEY_FILE
+        with self._lock:
+            try:
+                key = path.read_text().strip()
+            except FileNotFoundError:
+                key = ""
+            if not key:
+                key = f"sk-serve-{secrets.token_urlsafe(32)}"
+                part = path.with_suffix(".part")
+                part.touch(0o600)
+                part.write_text(key + "\n")
+                part.replace(path)
+            if self.tenant_of(key) is None:
+                with self._writing() as db:
+                    terms = orjson.dumps({"created": self._clock()}).decode()
+                    db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (OPERATOR, hashed(key), terms))
+            return key
+
+    def add_tenant(self, tenant: Tenant) -> str:
+        """Add a tenant, and return its new key. Raises SpecError if the name is in use."""
+        key = f"sk-serve-{secrets.token_urlsafe(32)}"
+        terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
+        with self._writing() as db:
+            known = db.execute("SELECT revoked FROM tenant WHERE name = ?", (tenant.name,)).fetchone()
+            if known is not None and not known[0]:
+                raise SpecError(f"there is a tenant {tenant.name!r} already: revoke it first, or choose another name")
+            db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
+        return key
+
+    def set_tenant(self, tenant: Tenant, key: str) -> None:
+        """Add or change a tenant with a given key."""
+        terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
+        with self._writing() as db:
+            db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
+
+    def revoke(self, name: str) -> None:
+        """Revoke a tenant's key. Raises SpecError if there is no such tenant."""
+        with self._writing() as db:
+            changed = db.execute("UPDATE tenant SET revoked = 1 WHERE name = ? AND NOT revoked", (name,)).rowcount
+        if not changed:
+            raise SpecError(f"there is no tenant {name!r}")
+
+    def tenants(self) -> list[Tenant]:
+        """Return the tenants that are not revoked."""
+        found = self._rows("SELECT name, terms FROM tenant WHERE NOT revoked ORDER BY name")
+        return [_tenant(name, terms) for name, terms in found]
+
+    def tenant_of(self, key: str) -> Tenant | None:
+        """Return the tenant that a key belongs to."""
+        found = self._rows("SELECT name, terms FROM tenant WHERE hash = ? AND NOT revoked", hashed(key))
+        return _tenant(*found[0]) if found else None
+
+    # Files
+
+    def add_file(self, file: StoredFile) -> None:
+        with self._writing() as db:
+            _insert_file(db, file)
+
+    def file(self, id: str, tenant: str) -> StoredFile | None:
+        found = self._rows(
+            "SELECT document FROM file WHERE id = ? AND tenant = ? AND (expires IS NULL OR expires > ?)",
+            *(id, tenant, self._clock()),
+        )
+        return _file(found[0][0]) if found else None
+
+    def has_file(self, id: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM file WHERE id = ?", id))
+
+    def files(
+        self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> list[StoredFile]:
+        """Return a page of files. ``after`` is the last id of the page before."""
+        order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
+        query, values = "SELECT document FROM file WHERE tenant = ?", [tenant]
+        query += " AND (expires IS NULL OR expires > ?)"
+        more: list[object] = [*values, self._clock()]
+        if purpose is not None:
+            query += " AND json_extract(document, '$.purpose') = ?"
+            more.append(purpose)
+        if after is not None:
+            query += f" AND seq {sign} (SELECT seq FROM file WHERE id = ? AND tenant = ?)"
+            more += [after, tenant]
+        found = self._rows(f"{query} ORDER BY seq {order} LIMIT ?", *more, limit)
+        return [_file(document) for (document,) in found]
+
+    def remove_file(self, id: str) -> None:
+        with self._writing() as db:
+            db.execute("DELETE FROM file WHERE id = ?", (id,))
+
+    def expired_files(self) -> list[StoredFile]:
+        return [_file(row[0]) for row in self._rows("SELECT document FROM file WHERE expires <= ?", self._clock())]
+
+    # Batches
+
+    def add_batch(self, batch: ServedBatch, key: str | None = None) -> ServedBatch:
+        """Add a batch. If the Idempotency-Key ``key`` was used before, return the batch of then. Raises KeyReused if
+        that one had another body."""
+        with self._writing() as db:
+            if key is not None:
+                known = db.execute(
+                    "SELECT i.digest, b.document FROM idempotency i LEFT JOIN batch b ON b.id = i.batch "
+                    "WHERE i.tenant = ? AND i.key = ?",
+                    (batch.tenant, key),
+                ).fetchone()
+                if known is not None and known[1] is not None:
+                    if known[0] != batch.digest:
+                        raise KeyReused
+                    return _batch(known[1])
+                db.execute(
+                    "INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)",
+                    (batch.tenant, key, batch.digest, batch.id),
+                )
+            db.execute(
+                "INSERT INTO batch (id, tenant, wire, status, document) VALUES (?, ?, ?, ?, ?)",
+                (batch.id, batch.tenant, batch.wire, batch.status, _json(batch)),
+            )
+        return batch
+
+    def batch_under(self, tenant: str, key: str) -> ServedBatch | None:
+        """Return the batch that was created with an Idempotency-Key."""
+        query = "SELECT b.document FROM idempotency i JOIN batch b ON b.id = i.batch WHERE i.tenant = ? AND i.key = ?"
+        found = self._rows(query, tenant, key)
+        return _batch(found[0][0]) if found else None
+
+    def put_batch(self, batch: ServedBatch, files: Sequence[StoredFile] = (), notice: JsonObject | None = None) -> None:
+        """Write a batch with the files that come with its new status, and the notice of it."""
+        with self._writing() as db:
+            _put_batch(db, batch)
+            for file in files:
+                _insert_file(db, file)
+            if notice is not None:
+                db.execute(
+                    "INSERT OR REPLACE INTO notice (id, tenant, body, due) VALUES (?, ?, ?, ?)",
+                    (notice["id"], batch.tenant, orjson.dumps(notice).decode(), self._clock()),
+                )
+
+    def change_batch(self, id: str, change: Callable[[ServedBatch], ServedBatch | None]) -> ServedBatch | None:
+        """Apply ``change`` to the newest version of a batch, in one transaction. None leaves it as it is. Returns the
+        batch after that; None if there is no such batch."""
+        with self._writing() as db:
+            found = db.execute("SELECT document FROM batch WHERE id = ?", (id,)).fetchone()
+            if found is None:
+                return None
+            batch = _batch(found[0])
+            changed = change(batch)
+            if changed is not None:
+                _put_batch(db, changed)
+            return changed or batch
+
+    def batch(self, id: str, tenant: str | None = None, wire: Wire | None = None) -> ServedBatch | None:
+        found = self._rows("SELECT document FROM batch WHERE id = ?", id)
+        batch = _batch(found[0][0]) if found else None
+        if batch is None or (tenant is not None and batch.tenant != tenant) or (wire and batch.wire != wire):
+            return None
+        return None if batch.deleted else batch
+
+    def batches(
+        self,
+        tenant: str | None,
+        wire: Wire | None = None,
+        *,
+        after: str | None = None,
+        before: str | None = None,
+        limit: int = 20,
+    ) -> list[ServedBatch]:
+        """Return a page of batches, newest first. ``tenant`` None: of all. ``after`` and ``before`` are ids: the page
+        begins behind the first, or ends in front of the second."""
+        query, values = "SELECT document FROM batch WHERE json_extract(document, '$.deleted') = 0", list[object]()
+        if tenant is not None:
+            query, values = f"{query} AND tenant = ?", [tenant]
+        if wire is not None:
+            query += " AND wire = ?"
+            values.append(wire)
+        order = "DESC"
+        for other, sign in ((after, "<"), (before, ">")):
+            if other is not None:
+                query += f" AND seq {sign} (SELECT seq FROM batch WHERE id = ?)"
+                values.append(other)
+                order = "ASC" if sign == ">" else "DESC"
+        found = [_batch(row[0]) for row in self._rows(f"{query} ORDER BY seq {order} LIMIT ?", *values, limit)]
+        return found if order == "DESC" else found[::-1]
+
+    def unfinished(self) -> list[ServedBatch]:
+        """Return the batches that have not ended, oldest first."""
+        marks = ", ".join("?" * len(FINAL))
+        query = f"SELECT document FROM batch WHERE status NOT IN ({marks}) ORDER BY seq"
+        return [_batch(row[0]) for row in self._rows(query, *FINAL)]
+
+    def claim(self, id: str, owner: str, seconds: float | None) -> bool:
+        """Make a process the owner of a batch for some time, unless another process is. ``seconds`` None: there is no
+        other process. Returns whether it is the owner."""
+        now = self._clock()
+        with self._writing() as db:
+            if seconds is None:
+                return bool(db.execute("UPDATE batch SET owner = ? WHERE id = ?", (owner, id)).rowcount)
+            changed = db.execute(
+                "UPDATE batch SET owner = ?, lease = ? WHERE id = ? AND (owner IN ('', ?) OR lease < ?)",
+                (owner, now + seconds, id, owner, now),
+            )
+            return bool(changed.rowcount)
+
+    def ended_before(self, time: float) -> list[ServedBatch]:
+        query = "SELECT document FROM batch WHERE ended <= ? LIMIT 100"
+        return [_batch(row[0]) for row in self._rows(query, time)]
+
+    def remove_batch(self, id: str) -> None:
+        """Remove a batch with the files that belong to it."""
+        with self._writing() as db:
+            db.execute("DELETE FROM file WHERE json_extract(document, '$.batch') = ?", (id,))
+            db.execute("DELETE FROM idempotency WHERE batch = ?", (id,))
+            db.execute("DELETE FROM batch WHERE id = ?", (id,))
+
+    # Tokens by day
+
+    def add_usage(self, tokens: Mapping[str, int]) -> None:
+        """Count tokens of tenants for today."""
+        day = int(self._clock() // 86400)
+        with self._writing() as db:
+            for tenant, count in tokens.items():
+                db.execute(
+                    "INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
+                    (tenant, day, count),
+                )
+
+    def used_today(self) -> dict[str, int]:
+        found = self._rows("SELECT tenant, tokens FROM usage WHERE day = ?", int(self._clock() // 86400))
+        return {tenant: int(tokens) for tenant, tokens in found}
+
+    # Notices to webhooks
+
+    def due_notices(self) -> list[tuple[str, str, str, int]]:
+        """Return id, tenant, body and number of failed attempts of the notices that are due."""
+        query = "SELECT id, tenant, body, tries FROM notice WHERE due <= ? ORDER BY due LIMIT 100"
+        return [(id, tenant, body, int(tries)) for id, tenant, body, tries in self._rows(query, self._clock())]
+
+    def next_notice(self) -> float | None:
+        """Return when the next notice is due."""
+        found = self._rows("SELECT due FROM notice ORDER BY due LIMIT 1")
+        return float(found[0][0]) if found else None
+
+    def postpone_notice(self, id: str, seconds: float) -> None:
+        with self._writing() as db:
+            due = self._clock() + seconds
+            db.execute("UPDATE notice SET tries = tries + 1, due = ? WHERE id = ?", (due, id))
+
+    def remove_notice(self, id: str) -> None:
+        with self._writing() as db:
+            db.execute("DELETE FROM notice WHERE id = ?", (id,))
+
+
+def _tenant(name: str, terms: str) -> Tenant:
+    known = {field: value for field, value in orjson.loads(terms).items() if field in _TENANT and field != "name"}
+    return Tenant(name, **known)
+
+
+def _file(document: str) -> StoredFile:
+    return StoredFile(**{name: value for name, value in orjson.loads(document).items() if name in _FILE})
+
+
+def _batch(document: str) -> ServedBatch:
+    return ServedBatch(**{name: value for name, value in orjson.loads(document).items() if name in _BATCH})
+
+
+def _json(value: ServedBatch | StoredFile) -> str:
+    return orjson.dumps(asdict(value)).decode()
+
+
+def _insert_file(db: sqlite3.Connection, file: StoredFile) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO file (id, tenant, expires, document) VALUES (?, ?, ?, ?)",
+        (file.id, file.tenant, file.expires, _json(file)),
+    )
+
+
+def _put_batch(db: sqlite3.Connection, batch: ServedBatch) -> None:
+    db.execute(
+        "UPDATE batch SET status = ?, ended = ?, document = ? WHERE id = ?",
+        (batch.status, batch.ended, _json(batch), batch.id),
+    )

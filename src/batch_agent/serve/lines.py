@@ -1,0 +1,520 @@
+"""The lines of one batch on disk: their check and index, and the files of their outcomes.
+
+    input.jsonl     the lines as they were sent
+    lines.db        where each line is, its custom_id, and what it shares with others; complete once it is renamed
+    output.jsonl    lines that succeeded; errors.jsonl: the others. ``.part`` until the batch has ended
+
+Memory does not grow with the number of lines, except for one bit for each. All functions block.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from io import BufferedWriter
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.errors import StoreError
+from batch_agent.messages import JsonObject
+from batch_agent.outputs.surrogates import mended_all, read_json
+from batch_agent.record.private import private
+from batch_agent.serve.catalog import ServedBatch, Wire
+
+INPUT, INDEX, OUTPUT, ERRORS, PART = "input.jsonl", "lines.db", "output.jsonl", "errors.jsonl", ".part"
+MOST_LINE_BYTES = 64 * 1024 * 1024
+MOST_ERRORS = 100  # that a failed batch lists
+MOST_ID_CHARACTERS = {"openai": 512, "anthropic": 64}
+LONG_PREFIX_BYTES = 2048
+AT_ONCE = 512  # lines per query
+DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
+    "This request could not be executed before the completion window expired."
+)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch. ``number`` is counted from 0. ``group``: lines with the same one share a long prefix."""
+
+    number: int
+    offset: int
+    size: int
+    group: bytes
+
+    @property
+    def has_long_prefix(self) -> bool:
+        return self.group.startswith(b"\x01")
+
+
+@dataclass(frozen=True, slots=True)
+class LineRequest:
+    """What a line asks for."""
+
+    custom_id: str
+    body: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """``errors`` are empty if the batch may run. ``model``: if all lines have the same one."""
+
+    total: int
+    errors: list[JsonObject]
+    model: str | None
+
+
+@dataclass(slots=True)
+class Tallied:
+    """What the outcomes on disk add up to."""
+
+    completed: int = 0
+    failed: int = 0
+    usage: dict[str, int] = field(default_factory=dict)
+
+    def add(self, usage: JsonValue) -> None:
+        """Add the usage of a document, in the form of any wire, as input and output tokens."""
+        for name, count in usage_of(usage).items():
+            self.usage[name] = self.usage.get(name, 0) + count
+
+
+def usage_of(usage: JsonValue) -> dict[str, int]:
+    if not isinstance(usage, dict):
+        return {}
+    details, answered = (
+        usage.get("prompt_tokens_details") or usage.get("input_tokens_details"),
+        usage.get("completion_tokens_details") or usage.get("output_tokens_details"),
+    )
+    cached = _count(details, "cached_tokens") + _count(usage, "cache_read_input_tokens")
+    beside = _count(usage, "cache_read_input_tokens") + _count(usage, "cache_creation_input_tokens")
+    return {
+        "input_tokens": _count(usage, "prompt_tokens") + _count(usage, "input_tokens") + beside,
+        "cached_tokens": cached,
+        "output_tokens": _count(usage, "completion_tokens") + _count(usage, "output_tokens"),
+        "reasoning_tokens": _count(answered, "reasoning_tokens"),
+    }
+
+
+def _count(value: JsonValue, name: str) -> int:
+    count = value.get(name) if isinstance(value, dict) else None
+    return count if type(count) is int and count > 0 else 0
+
+
+# The check
+
+
+class _Check:
+    """Checks the lines of an input and writes their index."""
+
+    def __init__(self, endpoint: str, knows: Callable[[str], bool], max_lines: int, index: sqlite3.Connection) -> None:
+        self._endpoint, self._knows, self._max_lines, self._index = endpoint, knows, max_lines, index
+        self._known: dict[str, bool] = {}
+        self.errors: list[JsonObject] = []
+        self.models: set[str] = set()
+        self.total = 0
+
+    def refuse(self, line: int | None, code: str, message: str, param: str | None = None) -> None:
+        self.errors.append({"code": code, "message": message, "param": param, "line": line})
+
+    def take(self, raw: bytes, place: int, offset: int) -> None:
+        """Check one line. ``place`` is its number in the file, from 1."""
+        self.total += 1
+        if self.total > self._max_lines:
+            self.refuse(None, "too_many_lines", f"The file has more than {self._max_lines} lines.")
+            return
+        if len(raw) > MOST_LINE_BYTES:
+            self.refuse(place, "line_too_large", f"The line has more than {MOST_LINE_BYTES // 1024**2} MiB.")
+            return
+        try:
+            line = read_json(raw)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict):
+            self.refuse(place, "invalid_json_line", "This line is not parseable as valid JSON: it must be an object.")
+            return
+        own, body = line.get("custom_id"), line.get("body")
+        if not isinstance(own, str) or not own:
+            self.refuse(place, "missing_required_parameter", "Missing required parameter: 'custom_id'.", "custom_id")
+            return
+        if len(own) > MOST_ID_CHARACTERS["openai"]:
+            self.refuse(place, "invalid_custom_id", "The custom_id is too long.", "custom_id")
+            return
+        if line.get("method") != "POST":
+            self.refuse(place, "invalid_method", "Invalid method: it must be 'POST'.", "method")
+            return
+        if line.get("url") != self._endpoint:
+            told = f"The URL of this request must be the endpoint of the batch, {self._endpoint!r}."
+            self.refuse(place, "invalid_url" if line.get("url") else "missing_required_parameter", told, "url")
+            return
+        if not isinstance(body, dict):
+            self.refuse(place, "missing_required_parameter", "Missing required parameter: 'body'.", "body")
+            return
+        if self._takes(body.get("model"), place):
+            self.add(own, body, place, offset, len(raw))
+
+    def _takes(self, model: JsonValue, place: int) -> bool:
+        if not isinstance(model, str) or not model:
+            self.refuse(place, "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
+            return False
+        known = self._known.get(model)
+        if known is None:
+            known = self._knows(model)
+            if len(self._known) < 1000:
+                self._known[model] = known
+        if not known:
+            told = f"The model '{model}' does not exist or you do not have access to it."
+            self.refuse(place, "model_not_found", told, "body.model")
+            return False
+        if len(self.models) < 2:
+            self.models.add(model)
+        return True
+
+    def add(self, own: str, body: JsonObject, place: int, offset: int, size: int) -> None:
+        try:
+            group, digest = group_of(body), _digest(orjson.dumps(body))
+        except TypeError:  # JSON that could not be written again
+            self.refuse(place, "invalid_json_line", "This line is nested too deeply, or has too large a number.")
+            return
+        added = self._index.execute(
+            "INSERT OR IGNORE INTO line VALUES (?, ?, ?, ?, ?, ?)",
+            (self.total - 1, offset, size, _id(own), group, digest),
+        )
+        if not added.rowcount:
+            told = f"The custom_id '{own}' is used by another line of this file: each must be unique."
+            self.refuse(place, "duplicate_custom_id", told, "custom_id")
+
+    @property
+    def model(self) -> str | None:
+        return next(iter(self.models)) if len(self.models) == 1 else None
+
+
+def check_lines(folder: Path, endpoint: str, knows: Callable[[str], bool], max_lines: int) -> Checked:
+    """Check the input of a batch of OpenAI's API, and write its index. ``knows``: whether a model is served."""
+    with _new_index(folder) as index, (folder / INPUT).open("rb") as file:
+        check = _Check(endpoint, knows, max_lines, index)
+        offset = 0
+        for place, raw in enumerate(_raw_lines(file), start=1):
+            start = 3 if not offset and raw.startswith(b"\xef\xbb\xbf") else 0
+            text = raw[start:].rstrip(b"\r\n")
+            if text.strip():
+                check.take(text, place, offset + start)
+            offset += len(raw)
+            if len(check.errors) >= MOST_ERRORS or check.total > max_lines:
+                break
+        if not check.total and not check.errors:
+            check.refuse(None, "empty_file", "The input file is empty.")
+        if not check.errors:
+            _finish_index(folder, index)
+    return Checked(check.total, check.errors, check.model)
+
+
+def _raw_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines. Of one that is too long, only the first part: the check refuses it."""
+    while raw := file.readline(MOST_LINE_BYTES + 2):
+        if len(raw) > MOST_LINE_BYTES and not raw.endswith(b"\n"):
+            while (rest := file.readline(MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+        yield raw
+
+
+class MessageBatchLines:
+    """Writes the requests of a Message Batch as the lines of a batch. ``wrong`` says what is wrong with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._index = folder, _connect(folder / (INDEX + PART), new=True)
+        self._file = open(folder / INPUT, "xb", opener=private)  # noqa: SIM115
+        self._check = _Check("", lambda model: True, 2**63, self._index)
+        self._offset = 0
+
+    def add(self, request: object) -> str:
+        """Add a request. Returns what is wrong with it, or ""."""
+        place = self._check.total
+        where = f"requests.{place}"
+        if not isinstance(request, dict):
+            return f"{where}: Input should be an object"
+        own, params = request.get("custom_id"), request.get("params")
+        most = MOST_ID_CHARACTERS["anthropic"]
+        if not isinstance(own, str) or not 1 <= len(own) <= most:
+            return f"{where}.custom_id: a text of 1 to {most} characters is required"
+        if not isinstance(params, dict):
+            return f"{where}.params: an object is required"
+        if extra := request.keys() - {"custom_id", "params"}:
+            return f"{where}.{min(extra)}: Extra inputs are not permitted"
+        try:
+            raw = orjson.dumps(mended_all({"custom_id": own, "body": params}))
+        except TypeError:
+            return f"{where}: it is nested too deeply, or has too large a number"
+        self._check.total += 1
+        self._check.add(own, params, place, self._offset, len(raw))
+        if self._check.errors:
+            return f"{where}.custom_id: {own!r} is used by another request: each must be unique"
+        model = params.get("model")
+        if isinstance(model, str) and len(self._check.models) < 2:
+            self._check.models.add(model)
+        self._file.write(raw + b"\n")
+        self._offset += len(raw) + 1
+        return ""
+
+    def finish(self) -> Checked:
+        """Complete the files."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        _finish_index(self._folder, self._index)
+        self.close()
+        return Checked(self._check.total, [], self._check.model)
+
+    def close(self) -> None:
+        self._file.close()
+        self._index.close()
+
+
+def group_of(body: JsonObject) -> bytes:
+    """Return the digest of the system prompt and the tools of a request; b"" if it has neither. It begins with 1 if
+    they are so long that an engine should compute them once."""
+    parts: list[JsonValue] = [body.get("system"), body.get("instructions"), body.get("tools")]
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        first = messages[0] if messages else None
+        if isinstance(first, dict) and first.get("role") in ("system", "developer"):
+            parts.append(first.get("content"))
+    if not any(parts):
+        return b""
+    text = orjson.dumps(parts)
+    return (b"\x01" if len(text) >= LONG_PREFIX_BYTES else b"\x00") + _digest(text)[:8]
+
+
+def _id(own: str) -> bytes:
+    return _digest(own.encode("utf-8", "surrogatepass"))
+
+
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=16).digest()
+
+
+# The index
+
+
+def _connect(path: Path, *, new: bool = False) -> sqlite3.Connection:
+    if new:
+        path.unlink(missing_ok=True)
+        path.touch(0o600)
+    try:
+        index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        index.execute("PRAGMA cache_size=-8192")
+        if new:  # it is written again if this process is killed
+            index.execute("PRAGMA journal_mode=OFF")
+            index.execute("PRAGMA synchronous=OFF")
+            index.execute(
+                "CREATE TABLE line (number INTEGER PRIMARY KEY, offset INTEGER, size INTEGER, id BLOB UNIQUE, "
+                "prefix BLOB, digest BLOB)"
+            )
+            index.execute("BEGIN")
+    except sqlite3.Error as error:
+        raise StoreError(f"the index {path}: {error}") from error
+    return index
+
+
+class _new_index:  # noqa: N801
+    def __init__(self, folder: Path) -> None:
+        self._index = _connect(folder / (INDEX + PART), new=True)
+
+    def __enter__(self) -> sqlite3.Connection:
+        return self._index
+
+    def __exit__(self, *exception: object) -> None:
+        self._index.close()
+
+
+def _finish_index(folder: Path, index: sqlite3.Connection) -> None:
+    try:
+        index.execute("CREATE INDEX by_prefix ON line (prefix, number)")
+        index.execute("CREATE INDEX by_digest ON line (digest, number)")
+        index.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise StoreError(f"the index of {folder}: {error}") from error
+    part = folder / (INDEX + PART)
+    _sync(part)
+    part.replace(folder / INDEX)
+    _sync(folder)
+
+
+def has_index(folder: Path) -> bool:
+    return (folder / INDEX).exists()
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+# While it runs
+
+
+class BatchLines:
+    """The lines of a batch that has been checked. ``dedupes``: of identical lines only the first is asked, and the
+    others get its answer."""
+
+    def __init__(self, folder: Path, batch: ServedBatch) -> None:
+        self.folder, self._wire, self._batch = folder, batch.wire, batch
+        self.dedupes = (batch.metadata or {}).get("x_dedupe") == "true"
+        self.total = batch.total
+        self.tallied = Tallied()
+        self._index = _connect(folder / INDEX)
+        self._input = (folder / INPUT).open("rb")
+        self._done = bytearray(batch.total // 8 + 1)
+        self._files: dict[bool, BufferedWriter] = {}
+        for ok, name in ((True, OUTPUT), (False, ERRORS)):
+            self._recover(ok, folder / name)
+            self._recover(ok, folder / (name + PART))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._input.close()
+        self._index.close()
+
+    @property
+    def left(self) -> int:
+        return self.total - self.tallied.completed - self.tallied.failed
+
+    def is_done(self, number: int) -> bool:
+        return bool(self._done[number >> 3] >> (number & 7) & 1)
+
+    def _recover(self, ok: bool, path: Path) -> None:
+        """Count the outcomes that are on disk. A line that was torn by a kill is cut off."""
+        try:
+            file = path.open("r+b")
+        except FileNotFoundError:
+            return
+        with file:
+            whole = 0
+            for raw in file:
+                try:
+                    outcome = orjson.loads(raw) if raw.endswith(b"\n") else None
+                except ValueError:
+                    outcome = None
+                if outcome is None:
+                    break
+                whole += len(raw)
+                query = "SELECT number, digest FROM line WHERE id = ?"
+                for number, digest in self._index.execute(query, (_id(outcome["custom_id"]),)).fetchall():
+                    self._count(number, ok=ok)
+                    if not (self.dedupes and self._is_copy(number, digest)):
+                        self.tallied.add(_usage_in(outcome))
+            if whole != os.fstat(file.fileno()).st_size:
+                file.truncate(whole)
+
+    def _count(self, number: int, *, ok: bool) -> None:
+        self._done[number >> 3] |= 1 << (number & 7)
+        self.tallied.completed += ok
+        self.tallied.failed += not ok
+
+    def left_in_order(self) -> Iterator[BatchLine]:
+        """Yield the lines that are not done, those with the same system prompt and tools one after another."""
+        group, number = b"", -1
+        query = "SELECT number, offset, size, prefix, digest FROM line WHERE (prefix, number) > (?, ?) "
+        query += f"ORDER BY prefix, number LIMIT {AT_ONCE}"
+        while found := self._index.execute(query, (group, number)).fetchall():
+            for number, offset, size, group, digest in found:
+                if not self.is_done(number) and not (self.dedupes and self._waits_for_same(number, digest)):
+                    yield BatchLine(number, offset, size, group)
+
+    def _waits_for_same(self, number: int, digest: bytes) -> bool:
+        """Return whether an earlier line asks the same, and its answer is still to come."""
+        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0]
+        return bool(first != number and not self.is_done(first))
+
+    def _is_copy(self, number: int, digest: bytes) -> bool:
+        """Return whether an earlier line asks the same."""
+        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()
+        return bool(first[0] != number)
+
+    def read(self, line: BatchLine) -> LineRequest:
+        found = read_json(os.pread(self._input.fileno(), line.size, line.offset))
+        assert isinstance(found, dict) and isinstance(found["body"], dict)
+        return LineRequest(str(found["custom_id"]), found["body"])
+
+    def at(self, number: int) -> BatchLine:
+        row = self._index.execute("SELECT offset, size, prefix FROM line WHERE number = ?", (number,)).fetchone()
+        return BatchLine(number, *row)
+
+    # Outcomes
+
+    def put(self, line: BatchLine, custom_id: str, outcome: JsonObject, *, ok: bool) -> None:
+        """Write the outcome of a line: a response, or an error. A second outcome of a line is ignored."""
+        if self.is_done(line.number):
+            return
+        self._write(line.number, custom_id, outcome, ok=ok)
+        self.tallied.add(_usage_in(outcome))
+        if self.dedupes:
+            query = "SELECT number, offset, size, prefix FROM line WHERE number > ? AND digest = "
+            query += "(SELECT digest FROM line WHERE number = ?)"
+            for copy in self._index.execute(query, (line.number, line.number)).fetchall():
+                same = BatchLine(*copy)
+                if not self.is_done(same.number):
+                    self._write(same.number, self.read(same).custom_id, outcome, ok=ok)
+
+    def _write(self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool) -> None:
+        head: JsonObject = {"custom_id": custom_id}
+        if self._wire == "openai":
+            head = {"id": f"batch_req_{self._batch.id.rpartition('_')[2]}{number:08x}", **head}
+        file = self._files.get(ok)
+        if file is None:
+            path = self.folder / ((OUTPUT if ok else ERRORS) + PART)
+            file = self._files[ok] = open(path, "ab", opener=private)  # noqa: SIM115
+        file.write(orjson.dumps({**head, **outcome}) + b"\n")
+        file.flush()  # after a kill, what is not here was not done
+        self._count(number, ok=ok)
+
+    def finish(self, stop: str) -> int:
+        """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a
+        batch calls it. Returns the number of these lines. May be repeated."""
+        left = 0
+        for line in self._unfinished():
+            left += 1
+            self._write(line.number, self.read(line).custom_id, not_done(self._wire, stop), ok=False)
+        for name, ok in ((OUTPUT, True), (ERRORS, False)):
+            file = self._files.pop(ok, None)
+            if file is not None:
+                file.close()
+            part = self.folder / (name + PART)
+            if part.exists():
+                _sync(part)
+                part.replace(self.folder / name)
+        _sync(self.folder)
+        return left
+
+    def _unfinished(self) -> Iterator[BatchLine]:
+        number = -1
+        query = f"SELECT number, offset, size, prefix FROM line WHERE number > ? ORDER BY number LIMIT {AT_ONCE}"
+        while found := self._index.execute(query, (number,)).fetchall():
+            for row in found:
+                number = row[0]
+                if not self.is_done(number):
+                    yield BatchLine(*row)
+
+
+def not_done(wire: Wire, stop: str) -> JsonObject:
+    if wire == "anthropic":
+        return {"result": {"type": "canceled" if stop == "cancelled" else "expired"}}
+    return {"response": None, "error": {"code": f"batch_{stop}", "message": DONE_BY[stop]}}
+
+
+def _usage_in(outcome: JsonValue) -> JsonValue:
+    """Return the usage of an outcome in the form of any wire."""
+    if not isinstance(outcome, dict):
+        return None
+    response, result = outcome.get("response"), outcome.get("result")
+    document = response.get("body") if isinstance(response, dict) else None
+    if isinstance(result, dict):
+        document = result.get("message")
+    return document.get("usage") if isinstance(document, dict) else None

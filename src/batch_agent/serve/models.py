@@ -1,0 +1,188 @@
+"""The models that are served, and the backends that answer for them, as one backend.
+
+With ``--backend`` alone every model of that backend is served under its own name. With named models each name has a
+backend; the name that clients send is replaced by the name that the backend uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Self
+from weakref import WeakKeyDictionary
+
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Listener,
+    Load,
+    ModelRequest,
+    OnToolCall,
+    Probe,
+    RequestShape,
+    total_inflight,
+)
+from batch_agent.backends.registry import open_backend
+from batch_agent.errors import BackendError, SpecError, Unavailable
+from batch_agent.messages import Reply
+from batch_agent.scheduler.server import Server
+
+LISTING_SECONDS = 5.0
+BETWEEN = "|"  # the name of a model, and the name of an endpoint of its backend
+EVERY = ""  # the name of a backend that answers for any model
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """``model`` is the backend's name for it; "" if clients use that name."""
+
+    backend: Backend
+    model: str = ""
+
+
+class ServedModels(Backend):
+    """``models`` by the name that clients use. The name "" stands for all models that its backend lists."""
+
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        if not models:
+            raise SpecError("serve needs --backend URL, or --model NAME=URL for each model")
+        self._models = dict(models)
+        self._listed: dict[str, list[str]] = {}  # what the backend for all models listed last
+        self._shapes: WeakKeyDictionary[RequestShape, RequestShape] = WeakKeyDictionary()
+        self._extent, self._users = AsyncExitStack(), 0
+
+    @property
+    def name(self) -> str:
+        return ", ".join(dict.fromkeys(served.backend.name for served in self._models.values()))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        able = [served.backend.capabilities for served in self._models.values()]
+        return Capabilities(
+            images=True,
+            default_inflight=total_inflight(self.servers.values()),
+            reports_load=any(one.reports_load for one in able),
+            patient=any(one.patient for one in able),
+        )
+
+    def of(self, model: str) -> ServedModel:
+        """Return what answers for a model. Raises Unavailable if nothing does."""
+        served = self._models.get(model) or self._models.get(EVERY)
+        if served is None:
+            raise Unavailable(f"no backend is configured for the model {model!r}", status=404)
+        return served
+
+    def knows(self, model: str) -> bool:
+        """Return whether a model is served, as far as is known."""
+        if model in self._models:
+            return True
+        listed = self._listed.get(EVERY)
+        return EVERY in self._models and (not listed or model in listed)
+
+    async def models(self) -> list[str]:
+        """Return the names that clients may use."""
+        named = [name for name in self._models if name]
+        if (served := self._models.get(EVERY)) is not None:
+            with suppress(BackendError, TimeoutError):
+                async with asyncio.timeout(LISTING_SECONDS):
+                    self._listed[EVERY] = await served.backend.models()
+        return list(dict.fromkeys([*named, *self._listed.get(EVERY, ())]))
+
+    # A Backend
+
+    async def __aenter__(self) -> Self:
+        if not self._users:
+            for backend in {id(served.backend): served.backend for served in self._models.values()}.values():
+                await self._extent.enter_async_context(backend)
+        self._users += 1
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._users -= 1
+        if not self._users:
+            await self._extent.aclose()
+            self._extent = AsyncExitStack()
+
+    @property
+    def servers(self) -> Mapping[str, Server]:
+        """Return the servers of all backends. One that is used under several names serves all of them."""
+        found: dict[str, Server] = {}
+        names: dict[int, set[str]] = {}
+        for name, served in self._models.items():
+            for endpoint, server in served.backend.servers.items():
+                if name == EVERY:
+                    found[f"{name}{BETWEEN}{endpoint}"] = server
+                elif server.models is None or id(server) in names or {served.model or name, name} & server.models:
+                    if id(server) not in names:
+                        found[f"{name}{BETWEEN}{endpoint}"] = server
+                    names.setdefault(id(server), set()).add(name)
+                    server.models, server.stated = frozenset(names[id(server)]), True
+        return found
+
+    def join(self, listener: Listener) -> None:
+        for served in self._models.values():
+            served.backend.join(listener)
+
+    def leave(self, listener: Listener) -> None:
+        for served in self._models.values():
+            served.backend.leave(listener)
+
+    async def locate(self, model: str) -> None:
+        with suppress(Unavailable):
+            served = self.of(model)
+            await served.backend.locate(served.model or model)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        served, shape, endpoint = self.of(request.shape.model), request.shape, request.endpoint
+        if served.model and served.model != shape.model:
+            request.shape = self._shapes.get(shape) or self._shapes.setdefault(
+                shape, replace(shape, model=served.model)
+            )
+        request.endpoint = endpoint.partition(BETWEEN)[2]
+        try:
+            return await served.backend.infer(request, on_tool_call)
+        finally:
+            request.shape, request.endpoint = shape, endpoint
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        name, found, inner = endpoint.partition(BETWEEN)
+        served = self._models.get(name)
+        return Probe("unknown") if served is None or not found else await served.backend.probe(inner)
+
+    async def load(self, endpoint: str = "") -> Load | None:
+        name, found, inner = endpoint.partition(BETWEEN)
+        served = self._models.get(name)
+        if served is None or not found or not served.backend.capabilities.reports_load:
+            return None
+        return await served.backend.load(inner)
+
+
+def open_models(backend: str | None, named: Mapping[str, str | Mapping[str, object]]) -> ServedModels:
+    """Return the models of ``--backend`` and of ``--model NAME=URL`` or a configuration."""
+    models: dict[str, ServedModel] = {}
+    opened: dict[str, Backend] = {}
+    for name, given in named.items():
+        url = given if isinstance(given, str) else dict(given)
+        inner = ""
+        if isinstance(url, dict):
+            inner = str(url.pop("model", ""))
+        place = repr(url)
+        if place not in opened:
+            opened[place], _ = open_backend(url, model=inner or name)
+        models[name] = ServedModel(opened[place], inner)
+    if backend is not None:
+        models[EVERY] = ServedModel(open_backend(backend)[0])
+    return ServedModels(models)
+
+
+def names_in(texts: Sequence[str]) -> dict[str, str | Mapping[str, object]]:
+    """Read ``NAME=URL``. Raises SpecError."""
+    named: dict[str, str | Mapping[str, object]] = {}
+    for text in texts:
+        name, sign, url = text.partition("=")
+        if not sign or not name.strip() or "://" not in url:
+            raise SpecError(f"--model {text!r}: write NAME=URL, such as small=vllm://gpu1:8000")
+        named[name.strip()] = url.strip()
+    return named

@@ -1,0 +1,171 @@
+"""Interactive requests, whole and streamed, to backends of the same and of another wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from tests.serve.served import CHAT, Client, chat, serving
+from tests.serve.test_openai_batches import backend
+
+from batch_agent.serve.catalog import Tenant
+from batch_agent.testing import Hang, Request, Say
+from batch_agent.testing.replies import Body, ScriptedReply
+from batch_agent.testing.server import ScriptedServer
+
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+async def events_of(client: Client, path: str, body: dict[str, object]) -> list[Any]:
+    headers = {"Authorization": f"Bearer {client.key}"}
+    async with client.session.post(client.url + path, json=body, headers=headers) as response:
+        assert response.status == 200 and response.content_type == "text/event-stream", await response.read()
+        text = await response.read()
+    data = [line.removeprefix(b"data: ") for line in text.splitlines() if line.startswith(b"data: ")]
+    return [orjson.loads(each) for each in data if each != b"[DONE]"]
+
+
+async def test_each_wire_is_answered_in_its_own_form(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        told = await client.post(CHAT, {"model": "m", "messages": ASKED})
+        assert told["choices"][0]["message"]["content"] == "echo hello"
+        told = await client.post("/v1/responses", {"model": "m", "input": "hello"})
+        assert told["output"][0]["content"][0]["text"] == "echo hello"
+        told = await client.post("/v1/messages", {"model": "m", "max_tokens": 9, "messages": ASKED})
+        assert told["content"] == [{"type": "text", "text": "echo hello"}]
+        told = await client.post("/v1/completions", {"model": "m", "prompt": "hello"})
+        assert told["choices"][0]["text"] == "echo hello"
+
+
+async def test_each_wire_is_streamed_piece_by_piece(tmp_path: Path) -> None:
+    async with backend(lambda request: Say("one two three four five six")) as model, serving(tmp_path, model) as client:
+        chunks = await events_of(client, CHAT, {"model": "m", "messages": ASKED, "stream": True})
+        pieces = [chunk["choices"][0]["delta"].get("content") for chunk in chunks if chunk["choices"]]
+        assert "".join(filter(None, pieces)) == "one two three four five six" and len(pieces) > 3
+        events = await events_of(client, "/v1/responses", {"model": "m", "input": "hello", "stream": True})
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == "one two three four five six"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.completed"
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "one two three four five six"
+        body = {"model": "m", "max_tokens": 9, "messages": ASKED, "stream": True}
+        events = await events_of(client, "/v1/messages", body)
+        deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(deltas) == "one two three four five six"
+        assert [event["type"] for event in events][-2:] == ["message_delta", "message_stop"]
+        assert events[-2]["usage"]["output_tokens"] > 0
+
+
+async def test_the_first_piece_arrives_before_the_answer_is_complete(tmp_path: Path) -> None:
+    def script(request: Request) -> ScriptedReply:
+        return Say("first piece, and then much more text" * 100, chunk_delay=0.1)
+
+    for path in (CHAT, "/v1/messages"):
+        async with backend(script) as model, serving(tmp_path / path[4:].replace("/", "-"), model) as client:
+            body = {"model": "m", "max_tokens": 9, "messages": ASKED, "stream": True}
+            headers = {"Authorization": f"Bearer {client.key}"}
+            async with client.session.post(client.url + path, json=body, headers=headers) as response:
+                line = b""
+                while b"first" not in line:
+                    line = await response.content.readline()
+                assert model.inflight == 1
+            await model.wait_disconnects(1)  # a client that leaves ends its request
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, {"model": "unknown", "messages": ASKED}, 404),
+        (CHAT, {"messages": ASKED}, 400),
+        (CHAT, {"model": "m", "messages": []}, 400),
+        (CHAT, {"model": "m", "messages": [{"role": "user", "content": "refuse"}]}, 400),
+        (CHAT, {"model": "m", "messages": [{"role": "user", "content": "refuse"}], "stream": True}, 400),
+        (CHAT, b"[1", 400),
+        ("/v1/messages", {"model": "m", "messages": [], "max_tokens": 1}, 400),
+        ("/v1/embeddings", {"model": "m", "input": "text"}, 404),
+        ("/v1/nothing", {}, 404),
+        ("/v1/batches/batch_x", {}, 405),
+    ],
+)
+async def test_a_wrong_request_gets_an_error_of_its_wire(tmp_path: Path, path: str, body: object, status: int) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        answered, told = await client.send("POST", path, body)
+        assert answered == status, told
+        assert told["error"]["message"] and ("type" in told) == (path == "/v1/messages")
+
+
+async def test_a_wrong_key_gets_401(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        for path in (CHAT, "/v1/messages", "/v1/files", "/v1/models"):
+            status, told = await client.with_key("wrong").send("POST", path, {})
+            assert status == 401 and "error" in told
+
+
+async def test_a_file_above_the_limit_gets_413(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        small = client.with_key(client.server.catalog.add_tenant(Tenant("small", max_file=100)))
+        assert (await small.try_upload(b"x" * 100))[0] == 200
+        assert (await small.try_upload(b"x" * 101))[0] == 413
+        assert (await small.try_upload(b"x" * 300_000))[0] == 413
+        assert [path.name for path in (tmp_path / "files").iterdir()] == [
+            (await small.get("/v1/files"))["data"][0]["id"]
+        ]
+
+
+class WithEmbeddings(ScriptedServer):
+    paths = (*ScriptedServer.paths, "/v1/embeddings")
+
+    def wrong_with(self, request: Request) -> None:
+        return None
+
+
+async def test_embeddings_and_completions_pass_through_as_they_are(tmp_path: Path) -> None:
+    document: Any = {"object": "list", "data": [{"index": 0, "embedding": [0.5]}], "usage": {"prompt_tokens": 3}}
+
+    def script(request: Request) -> ScriptedReply:
+        return Body(document)
+
+    async with WithEmbeddings(script, models=["m"]) as model, serving(tmp_path, model) as client:
+        assert await client.post("/v1/embeddings", {"model": "m", "input": ["text"], "dimensions": 1}) == document
+        assert model.requests[-1].body == {"model": "m", "input": ["text"], "dimensions": 1}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": "text"}}
+        done = await client.wait((await client.create([line], endpoint="/v1/embeddings"))["id"])
+        output, _ = await client.outcomes(done)
+        assert output[0]["response"]["body"] == document and done["usage"]["input_tokens"] == 3
+
+
+async def test_batches_of_every_endpoint_are_answered(tmp_path: Path) -> None:
+    asks: dict[str, dict[str, object]] = {
+        "/v1/responses": {"model": "m", "input": "hello"},
+        "/v1/completions": {"model": "m", "prompt": "hello"},
+    }
+    async with backend() as model, serving(tmp_path, model) as client:
+        for endpoint, body in asks.items():
+            line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+            done = await client.wait((await client.create([line], endpoint=endpoint))["id"])
+            output, _ = await client.outcomes(done)
+            assert done["status"] == "completed" and b"echo hello" in orjson.dumps(output)
+
+
+async def test_models_have_the_form_of_the_client(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        listed = await client.get("/v1/models")
+        assert [card["id"] for card in listed["data"]] == ["m", "other"] and listed["object"] == "list"
+        listed = await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert [card["type"] for card in listed["data"]] == ["model", "model"] and listed["has_more"] is False
+        assert (await client.get("/v1/models/other"))["id"] == "other"
+        assert (await client.send("GET", "/v1/models/none"))[0] == 404
+
+
+async def test_an_interactive_request_does_not_wait_for_lines(tmp_path: Path) -> None:
+    def script(request: Request) -> ScriptedReply:
+        return Hang() if "line" in request.text else Say("at once")
+
+    async with backend(script) as model, serving(tmp_path, model, max_inflight=4) as client:
+        batch = await client.create([chat(f"line-{number}") for number in range(50)])
+        await model.wait_requests(3)
+        told = await client.post(CHAT, {"model": "m", "messages": ASKED})
+        assert told["choices"][0]["message"]["content"] == "at once"
+        await client.post(f"/v1/batches/{batch['id']}/cancel")
