@@ -3,7 +3,7 @@
 A page's blocks are run in order, in a directory of their own that has the examples, against a server that says the
 least a well-behaved model could say; ``make test-docs`` runs them with what a newcomer has, the embedded model. A block
 that begins with ``# name.ext`` is that file. One that cannot run says why in a comment before it:
-``<!-- not run: needs a GPU -->``.
+``<!-- not run: needs a GPU -->``. One that needs packages of an extra names them: ``<!-- needs: jinja2 -->``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import argparse
 import asyncio
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, chdir
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ EXAMPLES = [path.read_text() for path in (ROOT / "examples").glob("*.py")]  # te
 AS_A_NEWCOMER = os.environ.get("BATCH_AGENT_TEST_DOCS") == "1"
 SOME_FAILED = 2  # exit status of a run with failed rows
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+NEEDS = re.compile(r"<!-- needs: (\w.*) -->")
 FILE_NAME = re.compile(r"# (\w[\w/-]*\.\w+)\n")
 
 
@@ -56,8 +59,9 @@ def blocks_of(page: Path) -> Iterator[Block]:
     tokens = MarkdownIt().parse(page.read_text())
     for before, token in zip([None, *tokens], tokens, strict=False):
         if token.type == "fence" and token.map is not None:
-            marked = before is not None and before.type == "html_block" and NOT_RUN.search(before.content)
-            yield Block(token.map[0] + 1, token.info, token.content, not marked)
+            note = before.content if before is not None and before.type == "html_block" else ""
+            lacking = [name for name in (NEEDS.findall(note) or [""])[0].split() if find_spec(name) is None]
+            yield Block(token.map[0] + 1, token.info, token.content, not lacking and not NOT_RUN.search(note))
 
 
 def named(page: Path) -> str:
@@ -194,3 +198,9 @@ def test_every_command_and_every_argument_is_in_the_reference() -> None:
         assert re.search(rf"^## .*`batch-agent {name}\b", reference, re.MULTILINE)
         missing = set(flags_of(parser)) - words - {"-h", "--help"}
         assert not missing, f"docs/commands.md does not mention {sorted(missing)} of batch-agent {name}"
+
+
+def test_the_tables_of_the_pages_are_those_that_docs_tables_writes() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    stale = [page.name for page in tables["PAGES"] if tables["filled"](page.read_text()) != page.read_text()]
+    assert stale == [], "run python docs/tables.py"

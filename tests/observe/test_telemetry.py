@@ -60,6 +60,7 @@ async def test_an_mcp_server_is_told_the_span_of_the_call(monkeypatch: pytest.Mo
 
 
 @needs_sdk
+@pytest.mark.covers("traces", "local")
 async def test_run_row_turn_and_call_are_spans_with_the_conventions_names(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting() as collector, ScriptedServer(script, models=["m"]) as server:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -91,6 +92,7 @@ async def test_run_row_turn_and_call_are_spans_with_the_conventions_names(monkey
 
 
 @needs_sdk
+@pytest.mark.covers("traces", "worker=", "runtime")
 async def test_a_users_workers_tools_and_requests_through_the_gateway_name_their_span(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,6 +158,7 @@ async def test_what_is_said_is_exported_only_if_asked_for(monkeypatch: pytest.Mo
 
 
 @needs_sdk
+@pytest.mark.covers("traces", "pipeline")
 async def test_stages_of_a_pipeline_are_workflows_inside_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)

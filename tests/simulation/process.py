@@ -16,7 +16,8 @@ import signal
 import sqlite3
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -417,9 +418,18 @@ class ServerBackend(ScriptedBackend):
 
 
 WORLD = "world"
-cast("dict[str, Scheme]", SCHEMES)[WORLD] = Scheme(
-    WORLD, "tests.simulation.process:ServerBackend.from_address", "", "", listed=False, in_process=True
-)  # a URL, as workers get it
+
+
+@contextmanager
+def world_urls() -> Iterator[None]:
+    """Servers of the world have URLs, as workers get them."""
+    schemes = cast("dict[str, Scheme]", SCHEMES)
+    factory = "tests.simulation.process:ServerBackend.from_address"
+    schemes[WORLD] = Scheme(WORLD, factory, "", "", listed=False, in_process=True)
+    try:
+        yield
+    finally:
+        del schemes[WORLD]
 
 
 class SimulatedJournal(SqliteJournal):

@@ -22,7 +22,7 @@ from batch_agent.errors import JobError, StoreError
 from batch_agent.job import AgentResult
 from batch_agent.record.base import Account, Entry, Identity, Outlay
 from batch_agent.record.codec import encode
-from batch_agent.record.steps import Failed, Past, Step
+from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
 from batch_agent.record.store import KeptStep, RowChange, RowLease, WorkStore
 from batch_agent.value_type import value_type
 
@@ -43,14 +43,16 @@ class FailedBefore(JobError):
 
 
 class Trail:
-    """``retried``: the agent failed and is retried. ``ended``: the record is complete. ``has_past``: an earlier session
-    recorded something. ``fresh``: this session did some work for it. ``records``: new steps are kept. ``checks``: a
-    recorded answer is used only for the same request. ``past`` is the whole record."""
+    """``retried``: the agent failed and is retried. ``restarts``: it starts again in a new conversation. ``ended``: the
+    record is complete. ``has_past``: an earlier session recorded something. ``fresh``: this session did some work for
+    it. ``records``: new steps are kept. ``checks``: a recorded answer is used only for the same request. ``past`` is
+    the whole record."""
 
     __slots__ = (
         "_commit",
         "_identity",
         "_journal",
+        "_restarts",
         "agent",
         "checks",
         "ended",
@@ -68,12 +70,14 @@ class Trail:
         past: Past | None = None,
         *,
         retried: bool = False,
+        restarts: bool = False,
         checks: bool = True,
     ) -> None:
         """``past`` is the record of the agent. Without one, the agent gets a new number."""
         self._journal = journal
         self._identity = identity
-        self.past = NOTHING if past is None else past
+        self.past = NOTHING if past is None else past.restarted() if restarts else past
+        self._restarts = restarts  # and this is not recorded yet
         # Its number in the journal; 0 for all agents of a run without a record.
         self.agent = past.agent if past is not None else 0 if journal is None else journal.new_agent()
         self._commit = 0
@@ -101,6 +105,9 @@ class Trail:
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
         if self._journal is not None:
+            if self._restarts:
+                self._restarts = False
+                self._journal.add(Entry(self.agent, self._identity, Restarted(self.past.spent or Spent())))
             self._commit = self._journal.add(Entry(self.agent, self._identity, step))
 
     @property

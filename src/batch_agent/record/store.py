@@ -25,6 +25,7 @@ Phase = Literal["running", "draining", "ended"]
 NUMBERS = 32  # low bits of the number of an agent of another process; the high bits are the number of its worker
 LEASE = 15.0  # seconds; the default of ``--lease``
 LARGEST_SHARED = 4 * 1024 * 1024  # bytes of the largest result of a call that is shared
+FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 UNKEPT_SECONDS = 10.0  # seconds that a result which is not cached stays available to the workers that waited for it
 
 
@@ -158,11 +159,14 @@ class FeederSitting:
 @dataclass(frozen=True, slots=True)
 class Resuming:
     """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
-    failure that are retried; True means all, False none."""
+    failure that are retried; True means all, False none. ``drop``: if the spec changed, earlier results are no longer
+    results of the run. ``cut``: rows whose answer was cut at max_tokens are asked again."""
 
     resume: bool = False
     force: bool = False
     retry: bool | tuple[str, ...] = True
+    drop: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,20 @@ class WorkStore(Protocol):
         """Return the text of a file, or None if there is none of that name."""
         ...
 
+    # Jobs at batch APIs, of the run and of all its stages
+
+    def outlasts(self) -> bool:
+        """Return whether the record is still there after the feeder's process has ended."""
+        ...
+
+    def job_lines(self) -> list[bytes]:
+        """Return what all workers have recorded about jobs, in the order in which it was added."""
+        ...
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        """Record lines about jobs, all of them or none. When it returns, they survive a loss of power."""
+        ...
+
     def followed_rows(self) -> list[str]:
         """Return the rows that viewers follow now: the index, in a pipeline ``STAGE/INDEX``."""
         ...
@@ -337,6 +355,11 @@ class RunStore(WorkStore, Protocol):
         ...
 
     def set_phase(self, sitting: int, phase: Phase) -> None: ...
+
+    def follow_row(self, row: str) -> JsonObject | None:
+        """Ask the worker of a row to report its conversation, and return what it last reported; None if there is
+        nothing yet. A row of a pipeline is ``STAGE/ROW``."""
+        ...
 
     def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
         """Write the facts and the phase, and release the feeder's lease."""

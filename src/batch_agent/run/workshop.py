@@ -20,6 +20,7 @@ from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
 from batch_agent.events import Sink
+from batch_agent.record.digests import ShapeDigests
 from batch_agent.record.journal import Journal
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
@@ -82,6 +83,7 @@ class Workshop:
                 part_keys=Keys(rows_under(prepared, inner, part=True)),
                 left=lambda: None if feeder is None else feeder.left,
                 tells=feeder is None,
+                retry_from=spec.retry_from,
             )
             yield self.worker
             watch.tell()
@@ -90,6 +92,7 @@ class Workshop:
         prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
         capabilities = prepared.backend.capabilities
         can_start_early = any(pool.can_start_early(tool.name) for tool in prepared.tools)
+        usual = max(endpoint.health.slowest for endpoint in shared.dispatcher.scheduler.endpoints)
         return Resources(
             backend=prepared.backend,
             dispatcher=shared.dispatcher,
@@ -114,9 +117,10 @@ class Workshop:
             prewarm=self.prewarm,
             touches=touches if shared.dispatcher.scheduler.parts.touch else None,
             # A user's worker may send other requests first, or none.
-            lead=lead_of(prepared.plan, capabilities, prepared.max_inflight) if loops else None,
+            lead=lead_of(prepared.plan, capabilities, prepared.max_inflight, usual) if loops else None,
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
+            digests=ShapeDigests(prepared.shapes.keyed_max_tokens),
         )
 
     def _tools(self) -> ToolPool:

@@ -243,7 +243,7 @@ class Api:
 
     async def _file_content(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
         file = await self._file(tenant, id)
-        return await _send_files(request, [self.path_of(file)], "application/octet-stream")
+        return await send_files(request, [self.path_of(file)], "application/octet-stream")
 
     # Batches of OpenAI
 
@@ -307,7 +307,7 @@ class Api:
                 raise _reused() from None
             raise
         if added.id == batch.id:
-            self._batches.start(batch)
+            await self._batches.start(batch)
         else:
             await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
         return added
@@ -344,7 +344,7 @@ class Api:
         self.check_room(request.content_length or 0)
         now, window = self._now(), self._limits.anthropic_window
         id = new_id("msgbatch_")
-        folder = self._batches.folder(id)
+        folder, kept = self._batches.folder(id), False
         await in_thread(partial(folder.mkdir, mode=0o700, parents=True))
         try:
             body = folder / "body.json"
@@ -360,10 +360,11 @@ class Api:
                 id, tenant.name, "anthropic", "/v1/messages", f"{window:g}s", now, now + window, "in_progress",
                 times={"in_progress": now}, total=total, model=model, digest=digest,
             )  # fmt: skip
+            kept = True  # from here on, the catalog says whether it is there
             added = await self._add(request, tenant, batch, folder)
             return self._message_batch(request, added)
         finally:
-            if not self._batches.is_live(id):
+            if not kept:
                 await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
 
     async def _spool(self, request: web.BaseRequest, path: Path) -> str:
@@ -423,7 +424,7 @@ class Api:
         if not batch.is_over:
             raise RequestRefused(404, f"Message batch {id} has no results yet: it has not ended.")
         folder = self._batches.folder(id)
-        return await _send_files(request, [folder / OUTPUT, folder / ERRORS], "application/x-jsonl")
+        return await send_files(request, [folder / OUTPUT, folder / ERRORS], "application/x-jsonl")
 
     # Models
 
@@ -546,7 +547,7 @@ def _read_messages(body: Path, folder: Path) -> tuple[int, str | None]:
         body.unlink(missing_ok=True)
 
 
-async def _send_files(request: web.BaseRequest, paths: list[Path], kind: str) -> web.StreamResponse:
+async def send_files(request: web.BaseRequest, paths: list[Path], kind: str) -> web.StreamResponse:
     """Send files one after another as one answer. Memory does not grow with their size."""
     with suppress(FileNotFoundError):
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]

@@ -77,8 +77,9 @@ def model_request(asked: ClientRequest, request: ModelRequest, *, priority: int 
     return request
 
 
-def envelope(asked: ClientRequest) -> Envelope:
-    return Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model)
+def envelope(asked: ClientRequest, name: str = "") -> Envelope:
+    """Return what an answer has beside the model's text. ``name`` is unique to the request; "": a new one."""
+    return Envelope(name or secrets.token_hex(12), int(time.time()), asked.shape.model)
 
 
 def start_nothing(call: object) -> None:

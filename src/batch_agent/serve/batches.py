@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import shutil
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +31,7 @@ from batch_agent.messages import Conversation, JsonObject, Reply
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve.asking import PRIORITY, ClientCall, envelope, model_request, read_request, refused, status_of
-from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant, new_id
+from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.dialects import DIALECTS
 from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, LineRequest, check_lines, has_index
 from batch_agent.serve.models import ServedModels
@@ -44,7 +46,8 @@ OPEN_PER_TENANT = 4  # runs of a tenant that are open at once, those with the ea
 GRACE_SECONDS = 10.0  # for lines in flight, when their batch is cancelled
 PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
 AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
-LEAD_SECONDS = 30.0  # that lines wait for the first one with their prefix
+LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
+MOST_LATER = 1024  # lines that wait for it in memory
 RUN = "run"
 
 
@@ -72,28 +75,46 @@ class RunningBatch:
 
     async def rows(self) -> AsyncIterator[Placed]:
         """Yield a row for each line that may start."""
-        group = b""
-        for line in self.lines.left_in_order():
-            if line.group and line.group == group:
-                await self._follow(line.group)
+        async for line in self._in_order():
             if not await self._turnstile.wait_turn(self.entrant, line.size):
                 return
             asked = self.lines.read(line)
             self._granted[line.number] = Granted(line, asked, self.entrant.granted)
-            if line.group != group and line.group and self.lines.size_of(line.group) > 1:
-                self._leaders[line.group] = asyncio.get_running_loop().create_future()
-            group = line.group
             yield Placed(line.number, {"id": asked.custom_id, "line": line.number})
         self._turnstile.close(self.entrant)
 
-    async def _follow(self, group: bytes) -> None:
-        """Wait until the first line of a group has been answered, so that the engine has its prefix."""
+    async def _in_order(self) -> AsyncIterator[BatchLine]:
+        """Yield the lines that are left. Those with a long prefix come after the answer to the first of them, so that
+        the engine has computed it; meanwhile other lines come."""
+        later: deque[BatchLine] = deque()
+        for line in self.lines.left_in_order():
+            while later and (len(later) >= MOST_LATER or self._is_led(later[0].group)):
+                await self._follow(later[0].group)
+                yield later.popleft()
+            if line.has_long_prefix:
+                if line.group not in self._leaders:
+                    if len(self._leaders) >= MOST_LATER:
+                        self._leaders.clear()
+                    self._leaders[line.group] = asyncio.get_running_loop().create_future()
+                elif not self._is_led(line.group):
+                    later.append(line)
+                    continue
+            yield line
+        while later:
+            await self._follow(later[0].group)
+            yield later.popleft()
+
+    def _is_led(self, group: bytes) -> bool:
         leader = self._leaders.get(group)
-        if leader is not None:
+        return leader is None or leader.done()
+
+    async def _follow(self, group: bytes) -> None:
+        """Wait until the first line of a group was answered, but not for long."""
+        leader = self._leaders.get(group)
+        if leader is not None and not leader.done():
             self.entrant.away = True
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(leader), LEAD_SECONDS)
-            self._leaders.pop(group, None)
+            await asyncio.wait({leader}, timeout=LEAD_SECONDS)
+            self._lead_over(group)
             self.entrant.away = self.entrant.closed
 
     def _lead_over(self, group: bytes) -> None:
@@ -133,8 +154,13 @@ class RunningBatch:
         if granted.sent_at:
             seconds, governor = clock() - granted.sent_at, self._turnstile.governor
             governor.learn_line(seconds, reply.usage.completion_tokens, self._turnstile.inflight - 1)
-        self._end(line, asked, reply, lambda: self._dialect.document(reply, request, envelope(request)))
+        self._end(
+            line, asked, reply, lambda: self._dialect.document(reply, request, envelope(request, self._name(line)))
+        )
         return {"tokens": tokens}
+
+    def _name(self, line: BatchLine) -> str:
+        return f"{self.batch.id.rpartition('_')[2]}{line.number:08x}"
 
     def _sent(self, granted: Granted) -> None:
         if not granted.sent_at:
@@ -150,7 +176,10 @@ class RunningBatch:
         if self.batch.wire == "anthropic":
             outcome: JsonObject = {"result": {"type": "succeeded", "message": body}}
         else:
-            outcome = {"response": {"status_code": 200, "request_id": new_id("req_"), "body": body}, "error": None}
+            outcome = {
+                "response": {"status_code": 200, "request_id": f"req_{self._name(line)}", "body": body},
+                "error": None,
+            }
         self.lines.put(line, asked.custom_id, outcome, ok=True)
 
     def _fail(self, line: BatchLine, asked: LineRequest, status: int, message: str, param: str | None = None) -> None:
@@ -158,7 +187,10 @@ class RunningBatch:
         if self.batch.wire == "anthropic":
             outcome: JsonObject = {"result": {"type": "errored", "error": body}}
         else:
-            outcome = {"response": {"status_code": status, "request_id": new_id("req_"), "body": body}, "error": None}
+            outcome = {
+                "response": {"status_code": status, "request_id": f"req_{self._name(line)}", "body": body},
+                "error": None,
+            }
         self.lines.put(line, asked.custom_id, outcome, ok=False)
 
     def abandon(self) -> None:
@@ -189,7 +221,8 @@ class _LineCall(ClientCall):
 
 
 class ServedBatches:
-    """All batches of a server. ``tasks`` owns their tasks. ``now`` returns unix seconds."""
+    """All batches of a server. ``lease``: seconds for which a process owns a batch, if several share the catalog.
+    ``now`` returns unix seconds."""
 
     def __init__(
         self,
@@ -199,11 +232,13 @@ class ServedBatches:
         turnstile: Turnstile,
         *,
         max_lines: int,
+        lease: float | None = None,
         now: Callable[[], float],
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
-        self._max_lines, self._now, self._notify = max_lines, now, notify
+        self._max_lines, self._lease, self._now, self._notify = max_lines, lease, now, notify
+        self._owner = secrets.token_hex(8)  # the name of this process
         self.running: dict[str, RunningBatch] = {}
         self._live: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}  # set when a batch is cancelled
@@ -218,12 +253,19 @@ class ServedBatches:
     async def resume(self, tasks: asyncio.TaskGroup) -> None:
         """Continue the batches that have not ended."""
         self._tasks = tasks
-        for batch in await in_thread(self._catalog.unfinished):
-            self.start(batch)
+        await self.take_over(await in_thread(self._catalog.unfinished))
 
-    def start(self, batch: ServedBatch) -> None:
-        """Begin with a batch, unless it is in work."""
-        if batch.id not in self._live and self._tasks is not None:
+    async def take_over(self, batches: list[ServedBatch]) -> None:
+        """Begin with batches that no process works on, and keep those of this process."""
+        for batch in batches:
+            if self._lease is not None or batch.id not in self._live:
+                await self.start(batch)
+
+    async def start(self, batch: ServedBatch) -> None:
+        """Begin with a batch, unless this or another process works on it."""
+        if not await in_thread(partial(self._catalog.claim, batch.id, self._owner, self._lease)):
+            return
+        if batch.id not in self._live and self._tasks is not None and not self._turnstile.resting:
             self._stops[batch.id] = asyncio.Event()
             if batch.stop:
                 self._stops[batch.id].set()
@@ -233,9 +275,6 @@ class ServedBatches:
     def _forget(self, id: str) -> None:
         self._live.pop(id, None)
         self._stops.pop(id, None)
-
-    def is_live(self, id: str) -> bool:
-        return id in self._live
 
     async def drain(self, seconds: float) -> None:
         """Start no further line, and wait for those in flight."""
@@ -360,7 +399,6 @@ class ServedBatches:
                     running = self.running[batch.id] = RunningBatch(batch, lines, self._models, self._turnstile)
                     stop = await self._run(running)
                     if self._turnstile.resting and not stop and lines.left:
-                        await in_thread(lines.flush)
                         await asyncio.get_running_loop().create_future()  # until this process ends
                 await self._finalize(batch, lines, stop)
             finally:
@@ -420,7 +458,6 @@ class ServedBatches:
         told = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            running.lines.flush()
             done = running.lines.total - running.lines.left
             if done != told:
                 told = done

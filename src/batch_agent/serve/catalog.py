@@ -36,7 +36,8 @@ CREATE TABLE IF NOT EXISTS file (
 CREATE INDEX IF NOT EXISTS file_tenant ON file (tenant, seq);
 CREATE TABLE IF NOT EXISTS batch (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, wire TEXT NOT NULL,
-    status TEXT NOT NULL, ended REAL, document TEXT NOT NULL);
+    status TEXT NOT NULL, ended REAL, document TEXT NOT NULL, owner TEXT NOT NULL DEFAULT '', lease REAL NOT NULL
+    DEFAULT 0);
 CREATE INDEX IF NOT EXISTS batch_tenant ON batch (tenant, wire, seq);
 CREATE INDEX IF NOT EXISTS batch_status ON batch (status);
 CREATE TABLE IF NOT EXISTS idempotency (
@@ -226,6 +227,12 @@ class Catalog:
             db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
         return key
 
+    def set_tenant(self, tenant: Tenant, key: str) -> None:
+        """Add or change a tenant with a given key."""
+        terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
+        with self._writing() as db:
+            db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
+
     def revoke(self, name: str) -> None:
         """Revoke a tenant's key. Raises SpecError if there is no such tenant."""
         with self._writing() as db:
@@ -378,6 +385,19 @@ class Catalog:
         marks = ", ".join("?" * len(FINAL))
         query = f"SELECT document FROM batch WHERE status NOT IN ({marks}) ORDER BY seq"
         return [_batch(row[0]) for row in self._rows(query, *FINAL)]
+
+    def claim(self, id: str, owner: str, seconds: float | None) -> bool:
+        """Make a process the owner of a batch for some time, unless another process is. ``seconds`` None: there is no
+        other process. Returns whether it is the owner."""
+        now = self._clock()
+        with self._writing() as db:
+            if seconds is None:
+                return bool(db.execute("UPDATE batch SET owner = ? WHERE id = ?", (owner, id)).rowcount)
+            changed = db.execute(
+                "UPDATE batch SET owner = ?, lease = ? WHERE id = ? AND (owner IN ('', ?) OR lease < ?)",
+                (owner, now + seconds, id, owner, now),
+            )
+            return bool(changed.rowcount)
 
     def ended_before(self, time: float) -> list[ServedBatch]:
         query = "SELECT document FROM batch WHERE ended <= ? LIMIT 100"

@@ -31,6 +31,7 @@ INPUT, INDEX, OUTPUT, ERRORS, PART = "input.jsonl", "lines.db", "output.jsonl", 
 MOST_LINE_BYTES = 64 * 1024 * 1024
 MOST_ERRORS = 100  # that a failed batch lists
 MOST_ID_CHARACTERS = {"openai": 512, "anthropic": 64}
+LONG_PREFIX_BYTES = 2048
 AT_ONCE = 512  # lines per query
 DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
     "This request could not be executed before the completion window expired."
@@ -45,6 +46,10 @@ class BatchLine:
     offset: int
     size: int
     group: bytes
+
+    @property
+    def has_long_prefix(self) -> bool:
+        return self.group.startswith(b"\x01")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +274,18 @@ class MessageBatchLines:
 
 
 def group_of(body: JsonObject) -> bytes:
-    """Return the digest of the system prompt and the tools of a request; b"" if it has neither."""
+    """Return the digest of the system prompt and the tools of a request; b"" if it has neither. It begins with 1 if
+    they are so long that an engine should compute them once."""
     parts: list[JsonValue] = [body.get("system"), body.get("instructions"), body.get("tools")]
     messages = body.get("messages")
     if isinstance(messages, list):
         first = messages[0] if messages else None
         if isinstance(first, dict) and first.get("role") in ("system", "developer"):
             parts.append(first.get("content"))
-    return _digest(orjson.dumps(parts))[:8] if any(parts) else b""
+    if not any(parts):
+        return b""
+    text = orjson.dumps(parts)
+    return (b"\x01" if len(text) >= LONG_PREFIX_BYTES else b"\x00") + _digest(text)[:8]
 
 
 def _id(own: str) -> bytes:
@@ -416,17 +425,18 @@ class BatchLines:
         query += f"ORDER BY prefix, number LIMIT {AT_ONCE}"
         while found := self._index.execute(query, (group, number)).fetchall():
             for number, offset, size, group, digest in found:
-                if not self.is_done(number) and not (self.dedupes and self._is_copy(number, digest)):
+                if not self.is_done(number) and not (self.dedupes and self._waits_for_same(number, digest)):
                     yield BatchLine(number, offset, size, group)
+
+    def _waits_for_same(self, number: int, digest: bytes) -> bool:
+        """Return whether an earlier line asks the same, and its answer is still to come."""
+        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0]
+        return bool(first != number and not self.is_done(first))
 
     def _is_copy(self, number: int, digest: bytes) -> bool:
         """Return whether an earlier line asks the same."""
         first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()
         return bool(first[0] != number)
-
-    def size_of(self, group: bytes) -> int:
-        """Return whether several lines share a prefix: 1, or 2 for any higher number."""
-        return len(self._index.execute("SELECT 1 FROM line WHERE prefix = ? LIMIT 2", (group,)).fetchall())
 
     def read(self, line: BatchLine) -> LineRequest:
         found = read_json(os.pread(self._input.fileno(), line.size, line.offset))
@@ -462,11 +472,8 @@ class BatchLines:
             path = self.folder / ((OUTPUT if ok else ERRORS) + PART)
             file = self._files[ok] = open(path, "ab", opener=private)  # noqa: SIM115
         file.write(orjson.dumps({**head, **outcome}) + b"\n")
+        file.flush()  # after a kill, what is not here was not done
         self._count(number, ok=ok)
-
-    def flush(self) -> None:
-        for file in self._files.values():
-            file.flush()
 
     def finish(self, stop: str) -> int:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a

@@ -114,7 +114,7 @@ class ServedModels(Backend):
             for endpoint, server in served.backend.servers.items():
                 if name == EVERY:
                     found[f"{name}{BETWEEN}{endpoint}"] = server
-                elif server.models is None or id(server) in names or (served.model or name) in server.models:
+                elif server.models is None or id(server) in names or {served.model or name, name} & server.models:
                     if id(server) not in names:
                         found[f"{name}{BETWEEN}{endpoint}"] = server
                     names.setdefault(id(server), set()).add(name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -24,9 +23,11 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
 from batch_agent.run.sinks import Clock
+from batch_agent.serve.admin import Admin
 from batch_agent.serve.api import Api, ApiLimits, refuse
 from batch_agent.serve.batches import ServedBatches
 from batch_agent.serve.catalog import Catalog
@@ -34,6 +35,7 @@ from batch_agent.serve.governor import Governor
 from batch_agent.serve.interactive import Interactive
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.turnstile import Turnstile
+from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
 
 logger = logging.getLogger("batch_agent")
@@ -43,6 +45,8 @@ GB = 1024**3
 DAY = 86400.0
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
+LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
+OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
 DRAIN_SECONDS = 5.0  # for lines in flight, when the server is stopped
 
 
@@ -59,16 +63,16 @@ class ServeOptions:
     anthropic_window: float = DAY
     interactive_latency: float | None = 2.5
     max_inflight: int | None = None
-    keys: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    shared: bool = False  # several processes serve the same data
     now: Callable[[], float] = time.time
 
 
-class BatchApiServer:
+class BatchService:
     """All parts of a server. ``serve`` runs it; ``ready`` gets its address and key."""
 
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:
         self.options, self.models = options, models
-        self.catalog = Catalog(options.data, clock=options.now)
+        self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
         for name in ("files", "batches"):
             (options.data / name).mkdir(mode=0o700, exist_ok=True)
         self.key = self.catalog.operator_key()
@@ -92,6 +96,7 @@ class BatchApiServer:
                 follower.use(await self.models.models())
             extent.push_async_callback(self._close, dispatcher)
             await extent.enter_async_context(poll_load(self.models, dispatcher, None, lambda full: None))
+            self.webhooks = Webhooks(self.catalog, options.now)
             governor = Governor(options.interactive_latency)
             self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked)
             self.batches = ServedBatches(
@@ -100,15 +105,20 @@ class BatchApiServer:
                 shared,
                 self.turnstile,
                 max_lines=options.max_lines,
+                lease=LEASE_SECONDS if options.shared else None,
                 now=options.now,
+                notify=self.webhooks.wake,
             )
             self.interactive = Interactive(self.models, dispatcher, self.turnstile, PATIENCE_SECONDS)
             limits = ApiLimits(options.reserve, options.anthropic_window, PATIENCE_SECONDS)
             self.api = Api(self.catalog, self.batches, self.interactive, self.models, limits, now=options.now)
+            self.admin = Admin(self.catalog, self.batches, self.interactive, self.turnstile, self.dispatcher)
+            self.admin.open_metrics = is_loopback(options.host)
             await in_thread(self._clean)
             await self._keep_books()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.turnstile.run())
+                tasks.create_task(self.webhooks.run())
                 await self.batches.resume(tasks)
                 door = Door(self._handle, refuse, host=options.host, port=options.port)
                 async with door:
@@ -153,7 +163,11 @@ class BatchApiServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
+        if request.path == "/metrics" and request.method == "GET":
+            return metrics_response(await self.admin.metrics(request))
         try:
+            if request.path.startswith("/serve/"):
+                return await self.admin.handle(request)
             return await self.api.handle(request)
         except StoreError as error:
             logger.warning("a request for %s failed: %s", request.path, error)
@@ -194,10 +208,10 @@ class BatchApiServer:
         used = await in_thread(self.catalog.used_today)
         self.turnstile.set_terms({each.name: (each.share, each.tokens_per_day) for each in tenants}, used)
         names = {each.name for each in tenants}
-        for batch in await in_thread(self.catalog.unfinished):
-            if (
-                batch.tenant not in names and batch.status in ("validating", "in_progress")
-            ) or batch.stop == "cancelled":  # its key was revoked
+        unfinished = await in_thread(self.catalog.unfinished)
+        await self.batches.take_over(unfinished)
+        for batch in unfinished:
+            if batch.tenant not in names or batch.stop == "cancelled":  # its key was revoked; or by another process
                 await self.batches.cancel(batch.id)
 
     async def _sweep(self) -> None:
@@ -212,9 +226,10 @@ class BatchApiServer:
     def _clean(self) -> None:
         """Remove what a killed process left: uploads without an end, and folders without a batch."""
         data = self.options.data
+        before = time.time() - (OLD_SECONDS if self.options.shared else 0.0)
         for folder in (data / "batches").iterdir():
-            if self.catalog.batch(folder.name) is None:
+            if self.catalog.batch(folder.name) is None and folder.stat().st_mtime <= before:
                 shutil.rmtree(folder, ignore_errors=True)
-        for entry in os.scandir(data / "files"):
-            if not self.catalog.has_file(entry.name):
-                Path(entry.path).unlink(missing_ok=True)
+        for file in (data / "files").iterdir():
+            if not self.catalog.has_file(file.name) and file.stat().st_mtime <= before:
+                file.unlink(missing_ok=True)

@@ -189,12 +189,8 @@ class Turnstile:
         try:
             while await self._feed.wait_room():
                 self._feed.reading = True
-                for _ in range(SOON):  # a batch that was just granted a line may ask for the next one
-                    if not any(each.waiting is None and not each.away for each in self.entrants.values()):
-                        break
-                    await asyncio.sleep(0)
-                if not self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time()):
-                    continue  # it has taken the last slot meanwhile
+                if len(self.entrants) > 1 and await self._wait_for_all():
+                    continue
                 entrant = self.choose()
                 if entrant is None:
                     self._changed.clear()
@@ -206,6 +202,15 @@ class Turnstile:
                 await asyncio.sleep(0)
         finally:
             self._feed.close()
+
+    async def _wait_for_all(self) -> bool:
+        """Wait for a batch that was just granted a line: it may ask for the next one, and be the first again. Returns
+        whether the last slot was taken meanwhile."""
+        for _ in range(SOON):
+            if not any(each.waiting is None and not each.away for each in self.entrants.values()):
+                break
+            await asyncio.sleep(0)
+        return not self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time())
 
     @property
     def _anyone_waits(self) -> bool:

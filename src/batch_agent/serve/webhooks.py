@@ -1,10 +1,107 @@
-"""Webhooks: notices of batches that have ended, signed as OpenAI signs them."""
+"""Webhooks: notices of batches that have ended, signed as OpenAI signs them (the Standard Webhooks form).
+
+Notices are in the catalog until their receiver has accepted them, so that they survive restarts. A receiver that does
+not answer with a status of 2xx is asked again, with longer and longer pauses, for three days.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import hashlib
+import hmac
+import logging
 import secrets
+from collections.abc import Callable
+from functools import partial
+
+import orjson
+from yarl import URL
+
+from batch_agent.blocking import in_thread
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.http.failures import TransportError
+from batch_agent.http.transport import Transport
+from batch_agent.serve.catalog import Catalog, Tenant
+
+logger = logging.getLogger("batch_agent")
+
+PREFIX = "whsec_"
+ANSWER_SECONDS = 15.0
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 3600.0
+MOST_SECONDS = 3 * 86400.0
+IDLE_SECONDS = 60.0
 
 
 def new_secret() -> str:
-    return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
+    return f"{PREFIX}{base64.b64encode(secrets.token_bytes(32)).decode()}"
+
+
+def signed(secret: str, id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Return the headers of a notice."""
+    key = base64.b64decode(secret.removeprefix(PREFIX))
+    text = b"%b.%d.%b" % (id.encode(), timestamp, body)
+    signature = base64.b64encode(hmac.new(key, text, hashlib.sha256).digest()).decode()
+    return {"webhook-id": id, "webhook-timestamp": str(timestamp), "webhook-signature": f"v1,{signature}"}
+
+
+class Webhooks:
+    """Sends notices. ``wake`` is called when one was added."""
+
+    def __init__(self, catalog: Catalog, now: Callable[[], float]) -> None:
+        self._catalog, self._now = catalog, now
+        self._woken = asyncio.Event()
+        self.sent = self.failed = 0
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Send notices until cancelled."""
+        async with Transport() as transport:
+            while True:
+                self._woken.clear()
+                pause = IDLE_SECONDS
+                try:
+                    for notice in await in_thread(self._catalog.due_notices):
+                        await self._send(transport, *notice)
+                    due = await in_thread(self._catalog.next_notice)
+                    pause = IDLE_SECONDS if due is None else max(0.05, min(IDLE_SECONDS, due - self._now()))
+                except StoreError as error:
+                    logger.warning("%s", error)
+                try:
+                    async with asyncio.timeout(pause):
+                        await self._woken.wait()
+                except TimeoutError:
+                    pass
+
+    async def _send(self, transport: Transport, id: str, name: str, body: str, tries: int) -> None:
+        tenants = await in_thread(self._catalog.tenants)
+        tenant = next((tenant for tenant in tenants if tenant.name == name), None)
+        if tenant is None or not tenant.webhook:
+            await in_thread(partial(self._catalog.remove_notice, id))
+            return
+        why = await self._post(transport, tenant, id, body.encode())
+        if not why:
+            self.sent += 1
+            await in_thread(partial(self._catalog.remove_notice, id))
+            return
+        self.failed += 1
+        if self._now() - orjson.loads(body)["created_at"] > MOST_SECONDS:
+            logger.warning("the notice %s to %s is given up: %s", id, name, why)
+            await in_thread(partial(self._catalog.remove_notice, id))
+            return
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(tries, 20))
+        await in_thread(partial(self._catalog.postpone_notice, id, pause))
+
+    async def _post(self, transport: Transport, tenant: Tenant, id: str, body: bytes) -> str:
+        """Send a notice. Returns why it was not accepted, or ""."""
+        headers = {"Content-Type": "application/json", "User-Agent": "batch-agent"}
+        headers |= signed(tenant.secret, id, int(self._now()), body)
+        try:
+            url = URL(tenant.webhook)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                async with transport.open("POST", url, headers, body, proxy=transport.proxy_for(url)) as response:
+                    return "" if 200 <= response.status < 300 else f"status {response.status}"
+        except (TransportError, OSError, TimeoutError, ValueError, SpecError) as error:
+            return f"{type(error).__name__}: {error}"

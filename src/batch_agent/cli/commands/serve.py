@@ -6,14 +6,23 @@ import argparse
 import asyncio
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from batch_agent.backends.address import check_known
 from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
 from batch_agent.errors import SpecError
+from batch_agent.serve.catalog import Tenant
 
+ADMIN = {
+    "status": "show the state of a server",
+    "list": "list the batches, newest first",
+    "cancel": "cancel a batch",
+    "export": "write the outcomes of a batch as JSON lines",
+}
 DATA_HELP = "directory of files, batches and keys (default %(default)s)"
 
 
@@ -27,27 +36,25 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help='TOML file: [models."name"] backend = "URL"; limits; keys')
     parser.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
     add_address(parser, DEFAULT_PORT)
+    for name, (read, default, told) in LIMITS.items():
+        flag, shown = f"--{name.replace('_', '-')}", f"{told} (default {default})"
+        parser.add_argument(flag, type=read, metavar=METAVARS.get(name, "N"), help=shown)
     parser.add_argument(
-        "--interactive-latency",
-        type=_latency,
-        default=2.5,
-        metavar="FACTOR",
-        help="latency of interactive requests that is held, times that of an idle engine; off for none "
-        "(default %(default)s)",
-    )
-    parser.add_argument("--max-lines", type=positive, default=1_000_000, help="of a batch (default %(default)s)")
-    parser.add_argument("--max-inflight", type=positive, help="requests in flight at most (default: found)")
-    parser.add_argument(
-        "--reserve", type=byte_size, default="1GB", metavar="SIZE", help="disk that stays free (default %(default)s)"
-    )
-    parser.add_argument(
-        "--keep", type=duration, default="30d", metavar="TIME", help="how long batches are kept (default %(default)s)"
-    )
-    parser.add_argument(
-        "--anthropic-window", type=duration, default="24h", metavar="TIME", help="of Message Batches (default 24h)"
+        "--shared", action="store_true", help="several processes serve the same --data: each may be stopped at any time"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     _add_keys(actions.add_parser("keys", help="add, list and revoke tenants"))
+    for name, told in ADMIN.items():
+        action = actions.add_parser(name, help=told)
+        if name in ("cancel", "export"):
+            action.add_argument("batch", metavar="BATCH", help="id of the batch")
+        if name == "export":
+            action.add_argument("--output", metavar="FILE", help="(default: standard output)")
+        else:
+            action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
+        action.add_argument("--url", help="address of the server; without it, --data is read")
+        action.add_argument("--key", help="key of a tenant or of the operator, for --url (default: OPENAI_API_KEY)")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -68,26 +75,23 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 def serve_command(options: argparse.Namespace) -> int:
     if options.action == "keys":
         return _keys(options)
+    if options.action is not None:
+        from batch_agent.cli.commands.serve_admin import admin_command
+
+        return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
-    from batch_agent.serve.server import BatchApiServer, ServeOptions
+    from batch_agent.serve.server import BatchService, ServeOptions
 
     config = _config(options.config)
+    check_known(config, ("backend", "models", "limits", "keys"), "--config has no table")
     models = {**_models_in(config), **names_in(options.model)}
     backend = options.backend or config.get("backend")
-    server = BatchApiServer(
-        ServeOptions(
-            Path(options.data),
-            options.host,
-            options.port,
-            options.max_lines,
-            options.reserve,
-            options.keep,
-            options.anthropic_window,
-            options.interactive_latency,
-            options.max_inflight,
-        ),
+    server = BatchService(
+        ServeOptions(Path(options.data), options.host, options.port, shared=options.shared, **_limits(options, config)),
         open_models(None if backend is None else str(backend), models),
     )
+    for name, terms in _tables(config, "keys").items():
+        server.catalog.set_tenant(*_tenant_in(name, terms))
 
     async def ready(address: str, key: str) -> None:
         put(address)
@@ -101,7 +105,7 @@ def serve_command(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from batch_agent.serve.catalog import Catalog, Tenant
+    from batch_agent.serve.catalog import Catalog
     from batch_agent.serve.webhooks import new_secret
 
     with Catalog(Path(options.data)) as catalog:
@@ -146,21 +150,65 @@ def _config(path: str | None) -> Mapping[str, object]:
         raise SpecError(f"--config {path}: {error}") from None
 
 
+def _tables(config: Mapping[str, object], name: str) -> dict[str, dict[str, object]]:
+    """Return the tables below a name, such as [keys.alice]."""
+    tables = config.get(name, {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise SpecError(f'--config: {name} has tables, such as [{name}."name"]')
+    return tables
+
+
 def _models_in(config: Mapping[str, object]) -> dict[str, str | Mapping[str, object]]:
-    models = config.get("models", {})
-    if not isinstance(models, dict):
-        raise SpecError('--config: models is a table, such as [models."name"]')
     found: dict[str, str | Mapping[str, object]] = {}
-    for name, told in models.items():
-        if not isinstance(told, dict) or not isinstance(told.get("backend"), str):
+    for name, told in _tables(config, "models").items():
+        if not isinstance(told.get("backend"), str):
             raise SpecError(f'--config: models."{name}" needs backend = "URL"')
         rest = {key: value for key, value in told.items() if key != "backend"}
         found[name] = {"url": told["backend"], **rest}
     return found
 
 
-def _latency(text: str) -> float | None:
-    return None if text == "off" else number(float, lambda value: 1 < value < 1e6, "a number above 1, or off")(text)
+def _limits(options: argparse.Namespace, config: Mapping[str, object]) -> dict[str, Any]:
+    """Return each limit: of its flag, else of the file, else its default."""
+    given = config.get("limits", {})
+    if not isinstance(given, dict):
+        raise SpecError("--config: limits is a table")
+    check_known(given, LIMITS, "--config: limits has no")
+    found: dict[str, Any] = {}
+    for name, (read, default, _) in LIMITS.items():
+        value = getattr(options, name)
+        if value is None and (name in given or default != FOUND):
+            try:
+                value = read(str(given.get(name, default)))
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                raise SpecError(f"--config: {name} {error}") from None
+        found[name] = None if value == OFF else value
+    return found
+
+
+def _tenant_in(name: str, terms: Mapping[str, object]) -> tuple[Tenant, str]:
+    """Return a tenant of the file, and its key."""
+    known = ("key", "share", "max_queued", "tokens_per_day", "max_file", "webhook", "webhook_secret")
+    check_known(terms, known, f"--config: keys.{name} has no")
+    key, secret = terms.get("key"), terms.get("webhook_secret", "")
+    if not isinstance(key, str) or len(key) < 16:
+        raise SpecError(f"--config: keys.{name} needs key = a text of at least 16 characters")
+    if terms.get("webhook") and not str(secret).startswith("whsec_"):
+        raise SpecError(f'--config: keys.{name} needs webhook_secret = "whsec_…" for its webhook')
+    try:
+        tokens = terms.get("tokens_per_day")
+        tenant = Tenant(
+            name,
+            amount(str(terms.get("share", 1))),
+            positive(str(terms.get("max_queued", 1_000_000))),
+            None if tokens is None else positive(str(tokens)),
+            byte_size(str(terms.get("max_file", "2GB"))),
+            str(terms.get("webhook", "")),
+            str(secret),
+        )
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise SpecError(f"--config: keys.{name}: {error}") from None
+    return tenant, key
 
 
 def byte_size(text: str) -> int:
@@ -176,3 +224,27 @@ def duration(text: str) -> float:
     if seconds is None:
         raise argparse.ArgumentTypeError(f"must be a number with s, m, h or d, such as 24h, not {text!r}")
     return seconds
+
+
+OFF, FOUND = "off", "found"
+
+
+def _latency(text: str) -> float | str:
+    """Read a factor, or ``off``."""
+    return OFF if text == OFF else number(float, lambda value: 1 < value < 1e6, "a number above 1, or off")(text)
+
+
+# Each limit with its reader, its default, and its help.
+LIMITS: Mapping[str, tuple[Callable[[str], object], object, str]] = {
+    "interactive_latency": (
+        _latency,
+        2.5,
+        "latency of interactive requests that is held, times that of an idle engine; off for none",
+    ),
+    "max_lines": (positive, 1_000_000, "lines of a batch at most"),
+    "max_inflight": (positive, FOUND, "requests in flight at most"),
+    "reserve": (byte_size, "1GB", "disk that stays free"),
+    "keep": (duration, "30d", "how long batches are kept after their end"),
+    "anthropic_window": (duration, "24h", "deadline of Message Batches"),
+}
+METAVARS = {"interactive_latency": "FACTOR", "reserve": "SIZE", "keep": "TIME", "anthropic_window": "TIME"}

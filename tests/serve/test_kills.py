@@ -1,0 +1,92 @@
+"""A server that is killed at any time continues when it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import orjson
+from tests.serve.served import Client, chat
+from tests.serve.test_openai_batches import backend
+
+from batch_agent.testing import Request, Say
+from batch_agent.testing.replies import ScriptedReply
+
+
+@asynccontextmanager
+async def served(data: Path, backend_url: str) -> AsyncIterator[Client]:
+    """Serve in a process of its own, which is killed at the end."""
+    command = [sys.executable, "-m", "batch_agent", "serve", "--data", str(data), "--backend", backend_url]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--port", "0", "--reserve", "1K", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().strip()
+        key = (await process.stdout.readline()).decode().rpartition("=")[2].strip()
+        async with aiohttp.ClientSession() as session:
+            yield Client(url, key, session, cast("Any", None))
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def begin_upload(client: Client) -> asyncio.StreamWriter:
+    """Send half of an upload."""
+    host, _, port = client.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/files HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {client.key}\r\n"
+    head += "Content-Type: multipart/form-data; boundary=B\r\nContent-Length: 9000000\r\n\r\n"
+    part = '--B\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+    writer.write((head + part).encode() + b"x" * 3_000_000)
+    await writer.drain()
+    return writer
+
+
+async def test_a_kill_at_any_time_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    gate, seen = asyncio.Event(), list[str]()
+
+    async def script(request: Request) -> ScriptedReply:
+        seen.append(request.text)
+        if "late" in request.text:
+            await gate.wait()
+        return Say(f"echo {request.text}")
+
+    early, late = [chat(f"early-{n}") for n in range(30)], [chat(f"late-{n}") for n in range(30)]
+    async with backend(script) as model:
+        async with served(tmp_path, model.backend_url) as client:
+            first = await client.create([*early, *late])
+            other = await client.create([*early, *late])
+            for batch in (first, other):
+                while (await client.get(f"/v1/batches/{batch['id']}"))["request_counts"]["completed"] < 30:
+                    await asyncio.sleep(0.02)
+            writer = await begin_upload(client)
+            while not list((tmp_path / "files").glob("*.part")):
+                await asyncio.sleep(0.02)
+            told = await client.post(f"/v1/batches/{other['id']}/cancel")
+            assert told["status"] == "cancelling"
+            checked = await client.create(b"\n".join(orjson.dumps(chat(f"v-{n}")) for n in range(300)))
+        writer.close()
+        assert seen.count("say early-0") == 2
+        gate.set()
+        async with served(tmp_path, model.backend_url) as client:
+            done = await client.wait(first["id"])
+            output, errors = await client.outcomes(done)
+            names = [line["custom_id"] for line in output]
+            assert done["status"] == "completed" and not errors
+            assert len(names) == len(set(names)) == 60
+            assert seen.count("say early-0") == 2  # what was on disk is not asked again
+            stopped = await client.wait(other["id"])
+            output, errors = await client.outcomes(stopped)
+            assert stopped["status"] == "cancelled" and len(output) == 30
+            assert {line["error"]["code"] for line in errors} == {"batch_cancelled"} and len(errors) == 30
+            assert stopped["request_counts"] == {"total": 60, "completed": 30, "failed": 30}
+            assert (await client.wait(checked["id"]))["request_counts"]["completed"] == 300
+            assert not list((tmp_path / "files").glob("*.part"))

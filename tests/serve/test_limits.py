@@ -1,0 +1,103 @@
+"""Disk, retention, several models, and the configuration file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.serve.served import chat, serving
+from tests.serve.test_openai_batches import backend
+
+from batch_agent.cli.commands.serve import _limits, _models_in, _tenant_in, add_serve_arguments
+from batch_agent.cli.main import main
+from batch_agent.errors import SpecError
+from batch_agent.serve import server
+from batch_agent.serve.models import names_in, open_models
+
+
+async def test_below_the_reserve_uploads_get_507_and_no_line_starts(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        file = await client.upload([chat("a")])
+        client.server.api._limits = type(client.server.api._limits)(2**62, 86400.0, 30.0)
+        status, told = await client.try_upload([chat("b")])
+        assert status == 507 and told["error"]["message"]
+        assert len((await client.get("/v1/files"))["data"]) == 1 and file
+        assert [path.name for path in (tmp_path / "files").iterdir()] == [file["id"]]
+    async with backend() as model, serving(tmp_path, model) as client:
+        client.server._has_room = lambda: False  # type: ignore[method-assign]
+        client.server.room = False
+        batch = await client.create([chat("a")])
+        while not client.server.turnstile.why:
+            await asyncio.sleep(0.01)
+        assert "disk" in client.server.turnstile.why and model.received == 0
+        client.server._has_room = lambda: True  # type: ignore[method-assign]
+        assert (await client.wait(batch["id"]))["status"] == "completed"
+
+
+async def test_batches_and_files_are_removed_when_their_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BOOKS_SECONDS", 0.02)
+    monkeypatch.setattr(server, "SWEEP_SECONDS", 0.0)
+    now = [1_000_000_000.0]
+    async with backend() as model, serving(tmp_path, model, keep=100.0, now=lambda: now[0]) as client:
+        expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        file = await client.upload([chat("a")], **expiry)
+        assert file["expires_at"] == file["created_at"] + 3600
+        done = await client.wait((await client.create([chat("a")]))["id"])
+        now[0] += 99.0
+        await asyncio.sleep(0.1)
+        assert await client.lines_of(done["output_file_id"])
+        now[0] += 10.0
+        while list((tmp_path / "batches").iterdir()):
+            await asyncio.sleep(0.01)
+        assert (await client.send("GET", f"/v1/batches/{done['id']}"))[0] == 404
+        assert (await client.send("GET", f"/v1/files/{done['output_file_id']}"))[0] == 404
+        now[0] += 3600.0
+        assert (await client.send("GET", f"/v1/files/{file['id']}"))[0] == 404
+        while (tmp_path / "files" / file["id"]).exists():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_model_of_each_line_chooses_its_backend(tmp_path: Path) -> None:
+    async with backend() as one, backend() as two:
+        named = {"small": {"url": one.backend_url, "model": "m"}, "large": {"url": two.backend_url, "model": "other"}}
+        async with serving(tmp_path, open_models(None, named)) as client:
+            listed = await client.get("/v1/models")
+            assert [card["id"] for card in listed["data"]] == ["small", "large"]
+            lines = [chat(f"s{n}", model="small") for n in range(3)] + [chat(f"l{n}", model="large") for n in range(2)]
+            done = await client.wait((await client.create(lines))["id"])
+            assert done["status"] == "completed" and done["model"] is None
+            assert {request.model for request in one.requests} == {"m"} and one.received == 3
+            assert {request.model for request in two.requests} == {"other"} and two.received == 2
+            failed = await client.wait((await client.create([chat("a", model="m")]))["id"])
+            assert failed["errors"]["data"][0]["code"] == "model_not_found"
+
+
+def test_a_configuration_has_models_limits_and_keys() -> None:
+    config = {"models": {"small": {"backend": "vllm://a:1", "model": "x"}}, "limits": {"keep": "2d", "reserve": "5GB"}}
+    assert _models_in(config) == {"small": {"url": "vllm://a:1", "model": "x"}}
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    found = _limits(parser.parse_args(["--reserve", "1MB"]), config)
+    assert (found["keep"], found["reserve"], found["max_lines"]) == (2 * 86400.0, 1024**2, 1_000_000)
+    assert found["interactive_latency"] == 2.5 and found["max_inflight"] is None
+    assert _limits(parser.parse_args(["--interactive-latency", "off"]), {})["interactive_latency"] is None
+    tenant, key = _tenant_in("alice", {"key": "k" * 20, "share": 2, "max_file": "1GB"})
+    assert (tenant.name, tenant.share, tenant.max_file, key) == ("alice", 2.0, 1024**3, "k" * 20)
+    with pytest.raises(SpecError, match="max_lines"):
+        _limits(parser.parse_args([]), {"limits": {"max_lines": "many"}})
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SpecError, match="NAME=URL"):
+        names_in(["small"])
+    assert main(["serve", "--data", str(tmp_path / "a")]) == 1
+    assert "--backend" in capsys.readouterr().err
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[model.a]\n")
+    assert main(["serve", "--data", str(tmp_path / "a"), "--config", str(wrong)]) == 1
+    assert "model" in capsys.readouterr().err
