@@ -57,8 +57,14 @@ screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
 	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python -m pytest tests/backends/local
 
-test-docs: $(VENV)/.local $(VENV)/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model
-	BATCH_AGENT_TEST_DOCS=1 $(BIN)/python -m pytest tests/test_docs.py
+.venv-newcomer/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-newcomer
+	.venv-newcomer/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-newcomer/bin/python -m pip install --quiet --editable ".[local]" pytest pytest-asyncio hypothesis markdown-it-py
+	touch $@
+
+test-docs: .venv-newcomer/.ready  ## the blocks of README.md and docs/ as a newcomer runs them: on the embedded model, without other extras
+	BATCH_AGENT_TEST_DOCS=1 .venv-newcomer/bin/python -m pytest tests/test_docs.py
 
 test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus

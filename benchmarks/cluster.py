@@ -101,7 +101,8 @@ class Process:
     """A command of this package. Its CPU time and memory are read from /proc."""
 
     def __init__(self, *words: str, calls: Path | None = None) -> None:
-        environ = os.environ | ({} if calls is None else {CALLS: str(calls)})
+        secret = {"BATCH_AGENT_CLUSTER_SECRET": "benchmark"}  # workers start before the run
+        environ = os.environ | secret | ({} if calls is None else {CALLS: str(calls)})
         self._process = subprocess.Popen(
             [sys.executable, "-m", "batch_agent", *words],
             cwd=environments.ROOT,

@@ -3,7 +3,7 @@
 A page's blocks are run in order, in a directory of their own that has the examples, against a server that says the
 least a well-behaved model could say; ``make test-docs`` runs them with what a newcomer has, the embedded model. A block
 that begins with ``# name.ext`` is that file. One that cannot run says why in a comment before it:
-``<!-- not run: needs a GPU -->``.
+``<!-- not run: needs a GPU -->``. One that needs packages of an extra names them: ``<!-- needs: jinja2 -->``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, chdir
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ EXAMPLES = [path.read_text() for path in (ROOT / "examples").glob("*.py")]  # te
 AS_A_NEWCOMER = os.environ.get("BATCH_AGENT_TEST_DOCS") == "1"
 SOME_FAILED = 2  # exit status of a run with failed rows
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+NEEDS = re.compile(r"<!-- needs: (\w.*) -->")
 FILE_NAME = re.compile(r"# (\w[\w/-]*\.\w+)\n")
 
 
@@ -56,8 +58,9 @@ def blocks_of(page: Path) -> Iterator[Block]:
     tokens = MarkdownIt().parse(page.read_text())
     for before, token in zip([None, *tokens], tokens, strict=False):
         if token.type == "fence" and token.map is not None:
-            marked = before is not None and before.type == "html_block" and NOT_RUN.search(before.content)
-            yield Block(token.map[0] + 1, token.info, token.content, not marked)
+            note = before.content if before is not None and before.type == "html_block" else ""
+            lacking = [name for name in (NEEDS.findall(note) or [""])[0].split() if find_spec(name) is None]
+            yield Block(token.map[0] + 1, token.info, token.content, not lacking and not NOT_RUN.search(note))
 
 
 def named(page: Path) -> str:

@@ -153,8 +153,9 @@ def test_none_means_no_limit_and_old_names_still_work() -> None:
 def test_where_an_option_and_its_old_name_are_both_given_the_option_counts() -> None:
     for old, new in OLD_NAMES.items():
         for given in ({old: 4, new: 5}, {new: 5, old: 4}):
-            values = {name: value if name.startswith("max") else str(value) for name, value in given.items()}
-            assert getattr(BatchSpec(task="x", inputs=[], **values), new) == values[new]
+            words = {4: True, 5: "resend"} if new == "on_change" else {4: "4", 5: "5"}
+            values = {name: value if name.startswith("max") else words[value] for name, value in given.items()}
+            assert getattr(BatchSpec(task="x", inputs=[], **{"run_dir": "r", **values}), new) == values[new]
 
 
 def test_a_key_is_not_in_the_representation_of_a_spec() -> None:

@@ -76,6 +76,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "docs/fleet": "Many servers as one",
         "docs/swarm": "Swarms",
         "docs/ticks": "Agents that act in ticks",
+        "docs/serve": "Serve a batch API",
         "deploy/README": "Deploy",
     },
     "Test your program": {

@@ -46,7 +46,7 @@ def _of_workers(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _of_the_record(options: Mapping[str, object]) -> Iterator[str]:
-    for name in ("resume", "force_resume"):
+    for name in ("resume", "on_change"):
         if options[name] and options["run_dir"] is None:
             yield f"{name} needs run_dir, the directory to resume from"
     if options["predictive_prewarm"] is True and options["run_dir"] is None:

@@ -167,17 +167,26 @@ class BatchAgent(MapReduce):
         return Run(prepare(spec))
 
     @staticmethod
-    async def work(url: str, *, import_from: str | Path | None = None, wait: float = 60.0) -> WorkReport:
+    async def work(
+        url: str,
+        *,
+        import_from: str | Path | None = None,
+        wait: float = 60.0,
+        allow: Sequence[str] = (),
+        trust: str = "",
+    ) -> WorkReport:
         """Join the run at ``url`` that another process feeds, and work until it is done. It is
         ``redis://host:6379/0/NAME``, or the run directory of a run on this machine.
 
         The user's modules are imported from ``import_from``, or from the working directory. ``wait`` is how many
-        seconds to wait for the run to appear, or for a lost feeder to return. Raises SpecError if this process cannot
-        work on the run, and StoreError if there is no run.
+        seconds to wait for the run to appear, or for a lost feeder to return. Of a record in Redis, this process uses
+        only the commands, addresses and modules that the patterns ``allow`` allow, or all of them if ``trust`` is the
+        fingerprint that the feeder printed, or if both have one ``BATCH_AGENT_CLUSTER_SECRET``. Raises SpecError if
+        this process cannot work on the run, and StoreError if there is no run.
         """
         from batch_agent.run.joining import work
 
-        return await work(url, import_from=import_from, wait=wait)
+        return await work(url, import_from=import_from, wait=wait, allow=allow, trust=trust)
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:

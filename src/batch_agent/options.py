@@ -80,6 +80,8 @@ class Options(TypedDict, total=False):
     checkpoint_dir: str | Path | None
     resume: bool
     retry_failed: bool | str | Sequence[str]
+    retry_from: Literal["auto", "start", "failure"]
+    on_change: Literal["keep", "resend"] | None
     force_resume: bool
     sinks: Sequence[Sink]
     events: str | Path | None

@@ -43,7 +43,10 @@ from batch_agent.option import (
 )
 
 MCP = "mcp:"  # prefix of an MCP server's address in `tools`
-OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"}
+OLD_NAMES = {
+    **{"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"},
+    "force_resume": "on_change",  # True meant "keep"
+}
 SERVERS = Unset("the server's default")
 TO_THE_SERVER = ", or None for the server's default"
 
@@ -336,10 +339,29 @@ class BatchSpec(BaseModel):
         description="Failed rows that a resumed run tries again: `True` for all, `False` for none, an error type, or a "
         "list of error types.",
     )
-    force_resume: Annotated[Switch, Scope.WHOLE, NotSettable("give --force-resume")] = Field(
-        False,
-        description="Resume although the task, model, schema or tools changed: rows keep their recorded answers. Rows "
-        "are matched by their whole content.",
+    retry_from: Annotated[
+        Literal["auto", "start", "failure"],
+        Allowed("auto, start or failure"),
+        Scope.WHOLE,
+        NotSettable("give --from-start or --continue"),
+    ] = Field(
+        "auto",
+        description='Where a failed row is tried again. `"start"`: in a new conversation. `"failure"`: it continues '
+        'its recorded conversation. `"auto"`: in a new conversation, unless the cause was outside of the row (an '
+        "outage, a rate limit, an exception in your own worker).",
+    )
+    on_change: Annotated[
+        Literal["keep", "resend"] | None,
+        Allowed('"keep" or "resend"'),
+        Scope.WHOLE,
+        Unset("the resume is refused"),
+        NotSettable("give --keep-answers or --resend"),
+    ] = Field(
+        None,
+        description="What a resume does if the task, model, schema or tools changed and recorded answers would be "
+        'dropped. `"keep"`: rows keep their recorded answers; they are matched by their whole content. `"resend"`: the '
+        "rows are sent again. By default the resume is refused before anything is sent. The older name "
+        '`force_resume=True` means `"keep"`.',
     )
 
     # Events and metrics
@@ -376,7 +398,7 @@ class BatchSpec(BaseModel):
 
     # The model call
     max_tokens: Annotated[
-        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS, Flag("N")
+        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, SERVERS, Flag("N")
     ] = Field(None, description="Maximum number of tokens of one answer.")
     truncated: Annotated[Literal["keep", "fail"], Allowed("keep or fail"), Scope.STAGE] = Field(
         "keep",
@@ -471,6 +493,8 @@ class BatchSpec(BaseModel):
     def __init__(self, **options: Any) -> None:
         if options.get("checkpoint_dir") is not None:
             options.setdefault("resume", True)  # `checkpoint_dir` always resumed
+        if isinstance(force := options.get("force_resume"), bool):
+            options["force_resume"] = "keep" if force else None
         for old, new in OLD_NAMES.items():
             if old in options:
                 options.setdefault(new, options.pop(old))  # if both are given, the new name wins

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.batch.job_ledger import FILE, JobLedger
+from batch_agent.backends.batch.job_ledger import JobLedger
 from batch_agent.backends.batch.jobs import JobBackend, Wave
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.rundir import JOBS as FILE
+from batch_agent.record.rundir import RunDir
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import (
     BatchJob,
@@ -135,12 +138,40 @@ async def test_a_stopped_run_in_redis_finds_its_job_and_buys_nothing_again(redis
     assert [len(job.requests) for job in server.jobs] == [2, 1]
 
 
-async def test_a_worker_that_leaves_does_not_end_the_waves_of_another(tmp_path: Path) -> None:
-    mine, theirs = JobLedger(tmp_path), JobLedger(tmp_path)
+async def test_a_worker_that_leaves_does_not_end_the_waves_of_another() -> None:
+    record = MemoryStore()
+    mine, theirs = JobLedger(record), JobLedger(record)
     await mine.read()
-    await theirs.intend("w", ["a"])
+    await theirs.intend("w", {"a": "0"})
     await mine.close({})
-    assert [entry.wave for entry in await JobLedger(tmp_path).read()] == ["w"]
+    assert [entry.wave for entry in await JobLedger(record).read()] == ["w"]
+
+
+async def test_a_worker_that_takes_a_row_over_finds_the_job_of_the_other_and_identical_rows_get_their_own_answers() -> (
+    None
+):
+    record = MemoryStore()
+    async with BatchServer(echo, polls=1_000_000) as server, AsyncExitStack() as opened:
+
+        async def worker() -> JobBackend:
+            backend, _ = open_backend(url(server), model="test-model", api_key=None)
+            assert isinstance(backend, JobBackend)
+            backend.keep(record, outlasts=True)
+            await opened.enter_async_context(backend)
+            return backend
+
+        one, two = await worker(), await worker()
+        lost = asyncio.ensure_future(asyncio.gather(*(one.infer(request("same", row)) for row in ("a", "b"))))
+        while not server.jobs:
+            await asyncio.sleep(0.01)
+        taken = asyncio.ensure_future(two.infer(request("same", "b")))  # its own row "c" asks the same
+        own = asyncio.ensure_future(two.infer(request("same", "c")))
+        while len(server.jobs) < 2:
+            await asyncio.sleep(0.01)
+        lost.cancel()
+        server.polls = 1
+        assert (await taken).text == (await own).text == "heard same"
+    assert [len(job.requests) for job in server.jobs] == [2, 1]
 
 
 async def test_a_job_whose_submission_was_never_answered_is_found_again() -> None:
@@ -250,7 +281,7 @@ async def test_what_was_bought_before_a_kill_is_taken_although_its_lease_has_use
         with sqlite3.connect(killed / "journal.db") as journal:
             journal.execute("UPDATE session SET leased_tokens = 690")
         journal.close()
-        results = await ask(server, "a", "b", run_dir=killed, resume=True, **limits)
+        results = await ask(server, "a", "b", run_dir=killed, resume=True, on_change="resend", **limits)
     assert [result.ok for result in results] == [True, False]
     assert results[1].error.type == "Interrupted"
     assert len(server.jobs) == 1
@@ -293,15 +324,15 @@ async def test_a_wave_that_is_full_goes_and_the_next_one_begins() -> None:
     assert sorted(len(job.requests) for job in server.jobs) == [1, 2]
 
 
-def request(text: str) -> ModelRequest:
-    return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), text)
+def request(text: str, row: str = "") -> ModelRequest:
+    return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), row or text)
 
 
-async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept(tmp_path: Path) -> None:
+async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept() -> None:
     async with BatchServer(echo) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         assert isinstance(backend, JobBackend)
-        backend.keep(tmp_path)
+        backend.keep(MemoryStore(), outlasts=True)
         with suppress(InterruptedError):  # as where a run is stopped before its answers are recorded
             async with backend:
                 await asyncio.gather(*(backend.infer(request(text)) for text in "abc"))
@@ -439,9 +470,11 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(wrong: str) -> None:
 
 async def test_a_ledger_that_was_cut_short_goes_on_in_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b'{"wave":"one","requests":["a"]}\n{"wave":"two","requ')
-    ledger = JobLedger(tmp_path)
+    directory = RunDir.open(tmp_path, resume=True)
+    ledger = JobLedger(directory)
     await ledger.sent("one", "job-1")
     entries = await ledger.read()
     assert [(entry.wave, entry.job, entry.requests) for entry in entries] == [("one", "job-1", ["a"])]
-    await ledger.close([])
+    await ledger.close({})
     assert await ledger.read() == []
+    directory.close()

@@ -94,6 +94,10 @@ async def test_a_complete_run_is_said_to_be_complete_and_left_alone_until_someth
         assert (code, len(stdout.splitlines()), server.received) == (0, 5, 5)
         write_spec(tmp_path, server, task="Shout {word}")
         code, _, stderr = await batch_agent(tmp_path, "resume", "here")
+        assert (code, server.received) == (1, 5)
+        assert "task: 1 word" in stderr and "5 recorded answers would be dropped" in stderr
+        assert "--keep-answers" in stderr and "--resend" in stderr
+        code, _, stderr = await batch_agent(tmp_path, "resume", "here", "--resend")
         assert (code, server.received) == (0, 10)
         assert "have changed" in stderr
 

@@ -12,9 +12,9 @@ from batch_agent import AgentContext, BatchAgent, Tool
 from batch_agent.agent.prepare import prepare
 from batch_agent.cli.main import main
 from batch_agent.cli.output.report import spent
-from batch_agent.cli.spec.resume_forecast import differences
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
+from batch_agent.run.changes import differences
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
@@ -215,7 +215,10 @@ def test_a_resume_after_an_edit_says_what_changed_and_what_it_means(capsys: pyte
     assert main(["run", "spec.yaml", "--run-dir", "run", "--output", "o.jsonl"]) == 0
     Path("spec.yaml").write_text(spec.replace("very", "most"))
     capsys.readouterr()
-    assert main(["resume", "run"]) == 0
+    assert main(["resume", "run"]) == 1
+    err = capsys.readouterr().err
+    assert "system_prompt: 1 word\n2 recorded answers would be dropped" in err and "The run has cost $" in err
+    assert main(["resume", "run", "--resend"]) == 0
     err = capsys.readouterr().err
     assert err.startswith("batch-agent: changed since run was recorded:\n  system_prompt: 1 word\n")
     assert "answers kept: 0 of 2 rows; 2 to send, about " in err and "$" in err
@@ -241,7 +244,7 @@ def test_differences_are_told_in_few_words() -> None:
         "tools": {"x": "2", "z": "1"},
         "system_prompt": "p q",
     }
-    assert list(differences(before, now)) == [  # type: ignore[arg-type]
+    assert list(differences({"options": before}, now)) == [  # type: ignore[dict-item]
         "task: 3 words",
         "model: one → two",
         "seed: not given → 3",

@@ -28,7 +28,7 @@ def test_every_command_and_flag_is_in_the_completion(shell: str, capsys: pytest.
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
-    assert all(flag in script for flag in ("max-outage", "force-resume", "unfinished", "watch", "min-fraction"))
+    assert all(flag in script for flag in ("max-outage", "keep-answers", "unfinished", "watch", "min-fraction"))
 
 
 def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[str]) -> None:

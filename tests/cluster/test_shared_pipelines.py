@@ -21,6 +21,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.joining import WorkReport
 from batch_agent.run.joining import work as join
+from batch_agent.run.trust import sign
 from batch_agent.testing import Request, Say, ScriptedServer
 
 HERE = Path(__file__).parent
@@ -179,7 +180,8 @@ async def test_a_worker_that_cannot_import_a_later_stage_is_refused_at_once(serv
         specs = facts["specs"]
         assert isinstance(specs, dict) and isinstance(specs["survey"], dict)
         specs["survey"]["output_schema"] = "no_such_module:Survey"
-        store.connection.call(lambda client: client.execute_command("HSET", store.key("run"), "facts", to_json(facts)))
+        changed = to_json(sign(facts))
+        store.connection.call(lambda client: client.execute_command("HSET", store.key("run"), "facts", changed))
         with pytest.raises(SpecError, match="no_such_module"):
             await work(url)
         with pytest.raises(SpecError, match="is a stage: give its run"):

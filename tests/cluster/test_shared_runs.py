@@ -21,6 +21,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.joining import JoinedWorker, NoRunCame, WorkReport
 from batch_agent.run.joining import work as join
+from batch_agent.run.trust import Trust, sign
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 HERE = Path(__file__).parent
@@ -75,7 +76,7 @@ async def impatient(url: str) -> WorkReport:
     store = RedisRunStore.at(StoreAddress.parse(url))
     store.polite = False
     try:
-        return await JoinedWorker(store, import_from=HERE, wait=20.0).work()
+        return await JoinedWorker(store, Trust(), import_from=HERE, wait=20.0).work()
     finally:
         store.close()
 
@@ -143,7 +144,7 @@ async def test_forced_rows_keep_their_answers_under_another_task_and_schema_and_
 
         again = await run(5, resume=True, **new)
         assert all(result.resumed for result in again) and server.received == asked + 1
-        back = await run(4, resume=True, retry_failed=False)
+        back = await run(4, resume=True, retry_failed=False, on_change="resend")
     assert [result.output for result in back] == [result.output for result in plain]
     assert server.received == asked + 1
 
@@ -234,7 +235,7 @@ async def test_a_worker_with_other_code_or_another_version_is_refused_and_told_w
         good = dict(facts)
 
         async def refusal(**changed: Any) -> str:
-            said = {**good, **changed}
+            said = sign({**good, **changed})
             store.connection.call(
                 lambda client: client.execute_command("HSET", store.key("run"), "facts", to_text(said))
             )
@@ -281,7 +282,7 @@ async def test_a_worker_that_is_asked_to_leave_hands_its_rows_to_the_others(url:
     async with ScriptedServer(script, models=["m"]) as server, asyncio.TaskGroup() as tasks:
         run = tasks.create_task(BatchAgent.run(**options(server, url, 20, feed_only=True, lease=600.0), progress=False))
         store = RedisRunStore.at(StoreAddress.parse(url))
-        leaver = JoinedWorker(store, wait=20.0)
+        leaver = JoinedWorker(store, Trust(), wait=20.0)
         leaving = tasks.create_task(leaver.work())
         await began.wait()
         leaver.cancel()

@@ -157,6 +157,6 @@ async def test_a_resumed_run_asks_again_when_only_the_language_of_the_task_has_c
 
     assert await requests("braces") == ["Is x a letter?"]
     assert await requests("braces", force_resume=True) == []
-    assert await requests("jinja") == ["Is {a} a letter?"]
+    assert await requests("jinja", on_change="resend") == ["Is {a} a letter?"]
     assert await requests("jinja") == []
     assert await requests("braces") == []  # its own answer is still there

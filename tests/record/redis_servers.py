@@ -40,17 +40,20 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def start(self) -> None:
+    def launch(self) -> None:
         assert SERVER is not None
         command = [SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", ""]
         log = ["--logfile", str(self.directory / "redis.log"), "--appendonly", "yes"]
         self.process = subprocess.Popen([*command, *log, *self.options])
+
+    def start(self) -> None:
+        self.launch()
         deadline = time.monotonic() + 30
         while True:
             with suppress(redis.RedisError), redis.Redis(port=self.port) as client:
                 client.ping()
                 return
-            assert self.process.poll() is None, (self.directory / "redis.log").read_text()
+            assert self.process is not None and self.process.poll() is None, (self.directory / "redis.log").read_text()
             assert time.monotonic() < deadline, "Redis did not start"
             time.sleep(0.02)
 

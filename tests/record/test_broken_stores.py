@@ -481,6 +481,27 @@ class StagesShareNothing(ToyStore):
         return stage
 
 
+class SaysThatItEnds(ToyStore):
+    def outlasts(self) -> bool:
+        return False
+
+
+class JobsInMemory(ToyStore):
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        self.whole.kept.jobs += [line.decode() for line in lines]
+
+
+class LatestJobsOnly(ToyStore):
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        self.whole.kept.jobs.clear()
+        super().add_job_lines(lines)
+
+
+class JobsOfOneStage(ToyStore):
+    def job_lines(self) -> list[bytes]:
+        return [line.encode() for line in self.kept.jobs]
+
+
 # The test that must find it, by a part of its name.
 FOUND_BY: dict[type[ToyStore], str] = {
     NotFlushed: "after_a_kill_everything",
@@ -533,6 +554,10 @@ FOUND_BY: dict[type[ToyStore], str] = {
     CallOfTheDeadBlocks: "the_call_of_a_dead_worker",
     DeadWorkerEndsACall: "the_call_of_a_dead_worker",
     KeepsEveryResult: "for_the_workers_that_waited",
+    SaysThatItEnds: "jobs_of_all_workers",
+    JobsInMemory: "jobs_of_all_workers",
+    LatestJobsOnly: "jobs_of_all_workers",
+    JobsOfOneStage: "share_everything_else",
     SharesTooMuch: "never_hold_more_than_the_limit",
     StagesShareNothing: "share_everything_else",
 }

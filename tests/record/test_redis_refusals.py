@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -65,11 +66,29 @@ def a_failed_snapshot(server: RedisServer) -> Iterator[None]:
         client.config_set("save", "")
 
 
+@contextmanager
+def loading(server: RedisServer) -> Iterator[None]:
+    """A server that was started again, and reads its file."""
+    with redis.Redis(port=server.port) as client:
+        client.mset({f"key {number}": os.urandom(2048) for number in range(1000)})
+        client.save()
+    server.kill()
+    server.options = (*server.options, "--key-load-delay", "50000", "--loading-process-events-interval-bytes", "1024")
+    server.launch()
+    with redis.Redis(port=server.port) as client:
+        while not refused(client):
+            pass
+        yield
+        client.config_set("key-load-delay", 0)
+
+
 def refused(client: Any) -> bool:
     try:
         client.ping()
-    except redis.ResponseError:
+    except (redis.ResponseError, redis.exceptions.BusyLoadingError):
         return True
+    except redis.ConnectionError:  # it has not started yet
+        return False
     return False
 
 
@@ -80,6 +99,7 @@ def refused(client: Any) -> bool:
         (a_replica, "read only"),
         (a_long_script, "BUSY"),
         (a_failed_snapshot, "MISCONF"),
+        (loading, "loading"),
     ],
 )
 def test_a_call_waits_while_the_server_refuses(

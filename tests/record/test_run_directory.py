@@ -29,6 +29,7 @@ from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.reader import look
 from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, _overwrite, read_run
 from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import Resuming
 from batch_agent.run.recording import open_to_feed
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
@@ -319,7 +320,9 @@ async def test_two_runs_in_one_process_share_nothing(tmp_path: Path) -> None:
 async def test_a_run_cancelled_while_its_directory_is_opened_lets_go_of_it(tmp_path: Path) -> None:
     for turns in range(6):
         spec = BatchSpec(task="{input}", inputs=[], run_dir=tmp_path, resume=True)
-        opening = asyncio.ensure_future(open_to_feed(spec, lambda _: DirectoryStore(tmp_path), None, ""))
+        opening = asyncio.ensure_future(
+            open_to_feed(spec, Resuming(resume=True), lambda _: DirectoryStore(tmp_path), None, "")
+        )
         for _ in range(turns):
             await asyncio.sleep(0)
         opening.cancel()

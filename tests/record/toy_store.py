@@ -71,6 +71,7 @@ class Kept:
     results: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # by row: result, error
     outlays: list[Outlay] = field(default_factory=list)  # of the sessions
     table: JsonObject = field(default_factory=dict)
+    jobs: list[str] = field(default_factory=list)
     workers: int = 0
     token: int = 0
 
@@ -145,6 +146,8 @@ class ToyStore:
         match name:
             case "facts" | "table":
                 setattr(kept, name, content)
+            case "jobs":
+                kept.jobs += content
             case "session":
                 kept.facts = content
                 kept.outlays.append(Outlay())
@@ -407,6 +410,17 @@ class ToyStore:
             table.steering = steered(table.steering, request)
             self.whole.keep("table", table.to_json())
             return table.steering
+
+    def outlasts(self) -> bool:
+        return True
+
+    def job_lines(self) -> list[bytes]:
+        with self.whole.changed:
+            return [line.encode() for line in self.whole.kept.jobs]
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        with self.whole.changed:
+            self.whole.keep("jobs", [line.decode() for line in lines])
 
     def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
         whole = self.whole

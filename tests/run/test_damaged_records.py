@@ -53,7 +53,7 @@ async def test_a_damaged_run_file_is_replaced_by_its_copy_in_the_journal(
 async def test_a_damaged_run_file_without_a_copy_is_an_error_that_says_what_to_do(forced: Path) -> None:
     (forced / RUN).write_bytes(b"{")
     change(forced, "DELETE FROM fact WHERE name = 'facts'")
-    with pytest.raises(StoreError, match=r"run\.json is damaged.*--force-resume"):
+    with pytest.raises(StoreError, match=r"run\.json is damaged.*--keep-answers"):
         await run(forced, "Now {input}", resume=True)
     outputs, backend = await run(forced, "Now {input}", force_resume=True)
     assert (outputs, backend.requests) == ([f"said {row}" for row in ROWS], [])

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, Pipeline
+from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
 from batch_agent.testing import Request, Say, ScriptedServer
@@ -41,7 +43,16 @@ async def pipeline(url: str, directory: Path, limit: int) -> None:
     await stages.run(backend=url, run_dir=directory, max_total_tokens=limit, **OPTIONS)
 
 
-SHAPES = {"plain": plain, "pipeline": pipeline}
+async def timed(url: str, directory: str, limit: int) -> None:
+    """A run on servers that cost $1 per second."""
+    prices = {"gpu_hour": 3600.0}
+    given: dict[str, Any] = {"backend": url, "run_dir": directory, "max_cost": limit, "prices": prices}
+    if "://" in directory:
+        given["lease"] = 1.0
+    await BatchAgent.run(task="{input}", inputs=map(str, range(10_000)), **given, **OPTIONS | {"max_inflight": 1})
+
+
+SHAPES: dict[str, Any] = {"plain": plain, "pipeline": pipeline, "timed": timed}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +71,13 @@ async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_bu
         for session in range(kills + 2):
             before = server.received
             process = await asyncio.create_subprocess_exec(
-                sys.executable, __file__, shape, server.backend_url, str(tmp_path / "run"), str(limit)
+                sys.executable,
+                "-m",
+                "tests.run.test_killed_budgets",
+                shape,
+                server.backend_url,
+                str(tmp_path / "run"),
+                str(limit),
             )
             ending = asyncio.ensure_future(process.wait())
             if session < kills:
@@ -79,6 +96,44 @@ async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_bu
     assert billed[-1] <= view.latest.tokens <= limit
 
 
+def timed_process(server: ScriptedServer, record: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tests.run.test_killed_budgets", "timed", server.backend_url, record, "5")
+
+
+async def killed_while_time_passes(record: str) -> None:
+    """Kill a run twice while a request is pending for seconds: the time is recorded although nothing else is."""
+    async with ScriptedServer(lambda _: Say("ok", latency=1000.0), models=["m"]) as server:
+        for session in (1, 2):
+            process = await asyncio.create_subprocess_exec(*timed_process(server, record))
+            while process.returncode is None and (server.received < session or spent(record) < session):
+                await asyncio.sleep(0.05)
+            if process.returncode is None:  # else the machine was so slow that the budget is used up
+                process.kill()
+                await process.wait()
+    before = spent(record)
+    async with ScriptedServer(lambda _: Say("ok", latency=0.05), models=["m"]) as server:
+        process = await asyncio.create_subprocess_exec(*timed_process(server, record))
+        assert await process.wait() == 0
+    assert look(record).state == "out of budget"
+    assert 2.0 <= before <= spent(record)
+
+
+def spent(record: str) -> float:
+    try:
+        return look(record).latest.cost or 0.0
+    except (SpecError, StoreError):  # the run has not begun yet
+        return 0.0
+
+
+async def test_the_time_of_a_killed_run_is_recorded_each_second(tmp_path: Path) -> None:
+    await killed_while_time_passes(str(tmp_path / "run"))
+
+
+@needs_redis
+async def test_the_time_of_a_killed_run_in_redis_is_recorded_each_second(redis: RedisServer) -> None:
+    await killed_while_time_passes(f"{redis.url}/time")
+
+
 if __name__ == "__main__":
     _, shape, url, directory, limit = sys.argv
-    asyncio.run(SHAPES[shape](url, Path(directory), int(limit)))
+    asyncio.run(SHAPES[shape](url, directory if shape == "timed" else Path(directory), int(limit)))

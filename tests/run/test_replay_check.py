@@ -60,7 +60,7 @@ async def test_a_row_that_would_ask_something_else_fails_and_says_what_differs(t
     backend = ScriptedBackend(lambda _: Fail(500))
     [result] = await run(tmp_path, backend, output_schema=mending("worse"))
     assert result.error is not None and result.error.type == "ReplayMismatch"
-    assert "message 3 (user) differs" in result.error.message and "force_resume" in result.error.message
+    assert "message 3 (user) differs" in result.error.message and "--keep-answers" in result.error.message
     [kept] = await run(tmp_path, backend, output_schema=mending("too bad"))
     [forced] = await run(tmp_path, backend, output_schema=mending("worse"), force_resume=True)
     assert kept.output.word == forced.output.word == "good"

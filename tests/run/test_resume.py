@@ -148,7 +148,6 @@ async def test_hoisting_a_value_or_not_does_not_make_another_question(tmp_path: 
         {"model": "other"},
         {"temperature": 0.5},
         {"seed": 7},
-        {"max_tokens": 9},
         {"stop": "x"},
         {"extra_body": {"k": 1}},
         {"tools": [look_up]},
@@ -161,7 +160,10 @@ async def test_never_an_old_answer_for_a_new_question(
 ) -> None:
     await run(tmp_path)
     with caplog.at_level(logging.WARNING, "batch_agent"):
-        results, backend = await run(tmp_path, lambda _: Say('"new"'), **change)
+        with pytest.raises(SpecError, match=f'(?s){next(iter(change))}.*3 recorded answers.*on_change="keep"'):
+            await run(tmp_path, **change)
+        assert look(tmp_path).latest.ok == 3
+        results, backend = await run(tmp_path, lambda _: Say('"new"'), on_change="resend", **change)
     assert len(backend.requests) == 3
     assert not any(result.resumed for result in results)
     assert "rows are processed again" in caplog.text
@@ -173,10 +175,13 @@ async def test_a_tool_of_another_version_is_another_question(tmp_path: Path) -> 
 
     await run(tmp_path, tools=[tool("1")])
     assert (await run(tmp_path, tools=[tool("1")]))[1].requests == []
-    assert len((await run(tmp_path, tools=[tool("2")]))[1].requests) == 3
+    assert len((await run(tmp_path, tools=[tool("2")], on_change="resend"))[1].requests) == 3
 
 
-@pytest.mark.parametrize("change", [{"max_retries": 2}, {"max_inflight": 1}, {"timeout_per_turn": 9}, {"max_turns": 5}])
+@pytest.mark.parametrize(
+    "change",
+    [{"max_retries": 2}, {"max_inflight": 1}, {"timeout_per_turn": 9}, {"max_turns": 5}, {"max_tokens": 9}],
+)
 async def test_how_a_run_is_driven_is_no_part_of_the_question(tmp_path: Path, change: dict[str, Any]) -> None:
     await run(tmp_path)
     assert (await run(tmp_path, **change))[1].requests == []
@@ -328,20 +333,36 @@ async def test_only_failures_of_the_named_types_are_tried_again(tmp_path: Path) 
     assert [result.error and result.error.type for result in results] == ["Truncated", None, None]
 
 
-async def test_an_agent_that_failed_goes_on_from_its_last_turn_whoever_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("retry_from", "turns"),
+    [
+        ("auto", [("self", 0), ("self", 1), ("server", 1)]),
+        ("start", [("self", 0), ("self", 1), ("server", 0), ("server", 1)]),
+        ("failure", [("self", 2), ("server", 1)]),
+    ],
+)
+async def test_a_failed_row_starts_again_unless_the_cause_was_outside_of_it_or_it_is_told_otherwise(
+    tmp_path: Path, retry_from: str, turns: list[tuple[str, int]]
+) -> None:
     def broken(request: Request) -> Any:
         if request.turn == 0:
             return tool_then_answer(request)
-        return Fail(422) if word_of(request) == "server" else Say("not JSON")
+        return Fail(500) if word_of(request) == "server" else Say("not JSON")
 
-    options = {"inputs": ["server", "self"], "tools": [look_up], "output_schema": Answer}
-    first, _ = await run(tmp_path, broken, **options)
-    assert [result.error and result.error.type for result in first] == ["Rejected", "NotJSON"]
-    again, backend = await run(tmp_path, tool_then_answer, **options)
+    options = {"inputs": ["server", "self", "good"], "tools": [look_up], "output_schema": Answer}
+    first, _ = await run(tmp_path, lambda r: tool_then_answer(r) if word_of(r) == "good" else broken(r), **options)
+    assert [result.error and result.error.type for result in first] == ["Unavailable", "NotJSON", None]
+    again, backend = await run(tmp_path, tool_then_answer, **options, retry_from=retry_from, max_retries=1)
     assert all(result.ok for result in again)
-    asked_of = [(word_of(request), request.turn) for request in backend.requests]
-    assert sorted(asked_of) == [("self", 2), ("server", 1)]
-    assert (await run(tmp_path, tool_then_answer, **options))[1].requests == []
+    assert sorted((word_of(request), request.turn) for request in backend.requests) == turns
+    paid = [len(request.messages) for request in backend.requests]
+    assert again[1].turns == (3 if retry_from == "failure" else 2) and max(paid) <= (
+        6 if retry_from == "failure" else 4
+    )
+    assert again[1].usage.prompt_tokens > first[1].usage.prompt_tokens  # what was paid before counts too
+    later, backend = await run(tmp_path, tool_then_answer, **options)
+    assert backend.requests == []
+    assert [result.messages for result in later] == [result.messages for result in again]
 
 
 async def test_an_agent_that_ran_out_of_turns_goes_on_when_it_gets_more(tmp_path: Path) -> None:
@@ -350,7 +371,10 @@ async def test_an_agent_that_ran_out_of_turns_goes_on_when_it_gets_more(tmp_path
 
     [first], _ = await run(tmp_path, script, inputs=["a"], tools=[look_up], max_turns=2)
     assert first.error is not None and first.error.type == "LimitExceeded"
-    [again], backend = await run(tmp_path, script, inputs=["a"], tools=[look_up], max_turns=4)
+    more: dict[str, Any] = {"inputs": ["a"], "tools": [look_up], "retry_from": "failure"}
+    [again], backend = await run(tmp_path, script, **more, max_turns=2)
+    assert (again.error, backend.requests) == (first.error, [])  # the limit counts over all sessions
+    [again], backend = await run(tmp_path, script, **more, max_turns=4)
     assert (again.output, [request.turn for request in backend.requests]) == ("enough", [2, 3])
 
 

@@ -46,9 +46,14 @@ async def test_a_resume_that_is_refused_takes_no_line_away(tmp_path: Path) -> No
     assert sum(result.ok for result in results) == 500
     assert look(tmp_path).state == "failed"
     assert indexes(tmp_path) == list(range(500))
-    with pytest.raises(RunRejected, match="401"):
+    with pytest.raises(SpecError, match="500 recorded answers would be dropped"):
         await run(tmp_path, lambda _: Fail(401), inputs=rows, task="Another {input}")
     assert indexes(tmp_path) == list(range(500))
+    with pytest.raises(RunRejected, match="401"):
+        await run(tmp_path, lambda _: Fail(401), inputs=rows, task="Another {input}", on_change="resend")
+    assert (indexes(tmp_path), look(tmp_path).latest.ok) == ([], 0)  # the old answers are not those of this task
+    _, backend = await run(tmp_path, inputs=rows)
+    assert (indexes(tmp_path), backend.requests) == (list(range(500)), [])  # and were not lost
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -168,8 +173,10 @@ async def test_more_turns_that_are_not_given_make_a_row_fail_again_for_nothing(t
     options = {"inputs": ["a"], "tools": [paying(ran)], "max_turns": 2}
     script = lambda _: CallTools(ToolUse("pay", {"to": "x"}))  # noqa: E731
     [first], _ = await run(tmp_path, script, **options)
-    [again], backend = await run(tmp_path, script, **options)
+    [again], backend = await run(tmp_path, script, **options, retry_from="failure")
     assert (again.error, backend.requests, ran) == (first.error, [], ["x"])
+    [again], backend = await run(tmp_path, script, **options)
+    assert (again.error, again.turns, len(backend.requests), ran) == (first.error, 2, 2, ["x"])
 
 
 async def test_a_row_whose_answer_failed_is_repaired_and_its_writes_are_not_repeated(tmp_path: Path) -> None:
@@ -182,10 +189,10 @@ async def test_a_row_whose_answer_failed_is_repaired_and_its_writes_are_not_repe
 
     options = {"inputs": ["a"], "tools": [paying(ran)], "output_schema": Answer}
     turns = []
-    for max_retries in (0, 1, 0):
-        [result], backend = await run(tmp_path, script, **options, max_retries=max_retries)
+    for max_retries in (0, 0, 2, 3):  # over all sessions
+        [result], backend = await run(tmp_path, script, **options, max_retries=max_retries, retry_from="failure")
         turns.append([request.turn for request in backend.requests])
-    assert turns == [[0, 1], [2, 3], [4]]
+    assert turns == [[0, 1], [], [2, 3], [4]]
     assert (result.output, result.turns, ran) == (Answer(word="mended"), 5, ["x"])
     assert "JSON" in str(backend.requests[0].messages[-1]["content"])
 
@@ -209,7 +216,7 @@ async def test_force_takes_the_newest_answer_of_the_same_row_and_none_for_an_edi
 ) -> None:
     rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}]
     for task in ("A {text}", "B {text}"):
-        await run(tmp_path, task=task, inputs=rows)
+        await run(tmp_path, task=task, inputs=rows, on_change="resend")
     edited = [{"id": 1, "text": "edited"}, rows[1]]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "batch_agent"):
@@ -217,7 +224,7 @@ async def test_force_takes_the_newest_answer_of_the_same_row_and_none_for_an_edi
         assert [result.output for result in results] == ["A edited", "A b"]
         results, _ = await run(tmp_path, task="C {text}", inputs=rows, force_resume=True)
         assert [result.output for result in results] == ["B a", "B b"]
-    assert caplog.text.count("force_resume") == 2
+    assert caplog.text.count("--keep-answers") == 2
 
 
 async def test_answers_that_were_kept_stay_kept_until_the_spec_changes_again(tmp_path: Path) -> None:
@@ -225,7 +232,7 @@ async def test_answers_that_were_kept_stay_kept_until_the_spec_changes_again(tmp
     await run(tmp_path, task="New {input}", force_resume=True)
     results, backend = await run(tmp_path, task="New {input}")
     assert ([result.output for result in results], backend.requests) == (["a", "b", "c"], [])
-    _, backend = await run(tmp_path, task="Newer {input}")
+    _, backend = await run(tmp_path, task="Newer {input}", on_change="resend")
     assert len(backend.requests) == 3
 
 

@@ -203,7 +203,7 @@ async def test_a_row_that_asks_another_task_now_is_known_by_its_content_and_true
         return Say("done") if request.turn else CallTools(ToolUse("look", {"word": "x-0-a"}), latency=TURN)
 
     options = {"task": "Anew: {input}", "inputs": ["x"], "run_dir": tmp_path, "resume": True}
-    _, statistics, _ = await run([library.tool()], other, **options, predictive_prewarm=True)
+    _, statistics, _ = await run([library.tool()], other, **options, predictive_prewarm=True, on_change="resend")
     # The second answer of last time had two more calls, which were begun as well.
     assert statistics.prewarm == Prewarm(begun=4, hits=1, misses=0)
 

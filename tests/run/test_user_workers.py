@@ -378,7 +378,7 @@ async def test_a_worker_that_has_changed_works_on_finished_rows_again_and_repeat
     [kept] = await run(after, backend, tmp_path, force_resume=True)
     assert (kept.output, len(backend.requests)) == (first.output, 1)
     for _ in range(2):
-        [changed] = await run(after, backend, tmp_path, task="now with a task: {input}")
+        [changed] = await run(after, backend, tmp_path, task="now with a task: {input}", on_change="resend")
         assert changed.output == ["answer to same", "answer to other", "noted a"]
         assert ([request.text for request in backend.requests], ran) == (["same", "other"], ["a"])
     assert (changed.resumed, changed.turns) == (True, 2)
@@ -539,4 +539,4 @@ async def test_a_write_of_a_worker_is_not_made_again_by_the_tool_loop_that_takes
     for _ in range(3):
         [result] = await BatchAgent.run(backend=backend, run_dir=tmp_path, **options)
         fails = False
-    assert (result.output, ran, len(backend.requests)) == ("noted it", ["it", "it"], 3)
+    assert (result.output, ran, len(backend.requests)) == ("noted it", ["it", "it"], 4)

@@ -95,7 +95,7 @@ async def test_another_worker_is_another_question(tmp_path: Path) -> None:
 
     await run(other, ScriptedBackend([Say("one")]), tmp_path)
     backend = ScriptedBackend(script)
-    [result] = await run(debate, backend, tmp_path)
+    [result] = await run(debate, backend, tmp_path, on_change="resend")
     assert (result.ok, len(backend.requests)) == (True, 2)
 
 

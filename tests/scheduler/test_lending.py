@@ -156,3 +156,56 @@ def test_requests_to_all_workers_are_numbered_and_a_wrong_one_is_refused() -> No
     for wrong in ({"do": "dance"}, {"do": "resize", "inflight": 0}):
         with pytest.raises(SpecError):
             steered(now, wrong)
+
+
+TIME = f"{BUDGET}cost"
+RATE_OF_TIME = 10  # per second
+AHEAD = 1.5  # seconds
+
+
+def pay(table: Table, worker: str, now: float, limit: int = 1_000) -> Grant:
+    return beat(table, worker, now, Claim(limit, 0, int(AHEAD * RATE_OF_TIME), 0, rate=RATE_OF_TIME), TIME)
+
+
+def test_running_time_is_charged_once_for_all_workers_and_time_without_workers_is_free() -> None:
+    table = Table()
+    for second in range(11):
+        for worker in ("a", "b", "c"):
+            pay(table, worker, 100.0 + second)
+    assert table.spent_of(TIME) == 100 + 15
+    pay(table, "d", 500.0)  # all others were killed long ago
+    assert table.spent_of(TIME) == 115 + 15
+    pay(table, "d", 520.0)  # it could not report, but it lived
+    assert table.spent_of(TIME) == 115 + 200 + 15
+    table.leave("d", 520.5)
+    assert table.spent_of(TIME) == 115 + 205
+    assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
+
+
+def test_a_worker_learns_for_how_long_time_is_paid_and_what_is_left() -> None:
+    table = Table()
+    first = pay(table, "a", 0.0, limit=30)
+    assert (first.held, first.fair) == (15, 15)
+    assert pay(table, "a", 2.5, limit=30).held == 5  # 25 are spent, and the last 5 are paid ahead
+    last = pay(table, "a", 4.0, limit=30)
+    assert (last.held, last.fair) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from((0.1, 0.5, 1.0, 1.2)), st.booleans()), max_size=60))
+def test_workers_that_send_only_in_paid_time_stay_within_the_budget_whenever_they_are_killed(
+    events: list[tuple[int, float, bool]],
+) -> None:
+    """Each event: a worker reports, time passes, and the worker may be killed. Used is the time in which some worker
+    may send."""
+    table, now, limit, used = Table(), 1_000.0, 100, 0.0
+    paid: dict[str, float] = {}
+    names = {number: f"w{number}-0" for number in range(4)}
+    for number, pause, killed in events:
+        name = names[number]
+        paid[name] = now + pay(table, name, now, limit).held / RATE_OF_TIME
+        used += max(0.0, min(pause, max(paid.values()) - now))
+        now += pause
+        if killed:
+            del paid[name]
+            names[number] = name.partition("-")[0] + f"-{now}"
+    assert used * RATE_OF_TIME <= table.spent_of(TIME) + 1e-6 and used * RATE_OF_TIME <= limit + 1e-6

@@ -47,7 +47,7 @@ class Forgetful(Workload):
     """Records nothing."""
 
     def options(self, process: Process) -> dict[str, Any]:
-        return super().options(process) | {"run_dir": None, "resume": False}
+        return super().options(process) | {"run_dir": None, "resume": False, "on_change": None}
 
 
 def test_what_must_not_happen_is_found_and_made_smaller() -> None:

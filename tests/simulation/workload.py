@@ -142,6 +142,7 @@ class Workload:
             "backend": self.backend(process),
             "run_dir": process.directory,
             "resume": True,
+            "on_change": "resend",
             "rpm": self.rpm,
             "max_retries": self.max_retries,
             "hedge": self.hedge,

@@ -52,7 +52,7 @@ class Agent:
         """Return the result, with a JobError as part of it. ``ticket``: a slot already requested."""
         work, deadline = self._work, self._deadline
         work.ticket = ticket
-        limit = None if deadline is None else asyncio.timeout(deadline)
+        limit = None if deadline is None else asyncio.timeout(max(0.0, deadline - work.seconds_before))
         self._task = task = asyncio.current_task()
         if self.stopped_by is not None and task is not None:
             task.cancel()

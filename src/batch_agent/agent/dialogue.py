@@ -47,7 +47,7 @@ TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask 
 NOT_OFFERED = "Error: not run: no tools are offered here. Answer without calling tools."
 MISMATCH = (
     "the next request of this row differs from the recorded one: {difference}. The recorded answers are not "
-    "used. Undo the change since the run was recorded; or resume with force_resume=True (--force-resume), "
+    'used. Undo the change since the run was recorded; or resume with on_change="keep" (--keep-answers), '
     "which uses recorded answers without this check"
 )
 
@@ -77,7 +77,6 @@ class Dialogue:
         self._follows = work.worker is None  # its messages follow from the row, so they are not recorded
         self._fixed = _fixed(said)
         self._repairs = 0  # answers that were requested again because they were invalid
-        self._forgiven = 0  # the number of those before a failure that is now retried
         self._early: EarlyCalls | None = None
         # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
         # the first messages.
@@ -180,9 +179,7 @@ class Dialogue:
     def _leave_record(self) -> None:
         """Begin to send. Raises LimitExceeded if no further request is allowed."""
         work = self._work
-        if not work.trail.fresh:
-            work.trail.fresh = True
-            self._forgiven = self._repairs if work.trail.retried else 0
+        work.trail.fresh = True
         if self._is_out_of_turns:
             raise LimitExceeded(f"after max_turns, {self.max_turns}, the model has not given its last answer")
         limit = work.r.max_turns
@@ -349,8 +346,7 @@ class Dialogue:
         r = work.r
         work.check_open()
         work.record_answer()
-        forgives = self._goes_on or (work.trail.retried and work.past_turn is not None)
-        if self._repairs - self._forgiven >= r.policy.max_retries and not forgives:
+        if self._repairs >= r.policy.max_retries and not self._goes_on:
             raise error
         if work.trail.fresh:
             r.emit(AnswerRejected(r.clock(), r.run, work.job.index, work.tally.turns, error.type, str(error)))

@@ -1,16 +1,24 @@
-"""Fingerprints of a run: which parts of it decide whether recorded answers are still valid."""
+"""Fingerprints of a run: which parts of it decide whether recorded answers are still valid.
+
+What only bounds an answer (max_tokens, max_turns, retries, time limits) is none of them: a complete answer stays valid.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.prepare import Prepared, with_model
 from batch_agent.foreign import name_of
+from batch_agent.messages import JsonObject
 from batch_agent.record.keys import KEY_BYTES, fingerprint
+from batch_agent.record.rundir import recorded_options
 
 AnyWorker = Callable[..., Awaitable[Any]]
+# Facts of a run: the max_tokens in its keys, and that of earlier sessions if it is higher now.
+KEYED, RAISED = "keyed_max_tokens", "raised_from"
 
 
 def fingerprint_of(prepared: Prepared, worker: AnyWorker | None = None) -> bytes:
@@ -35,3 +43,28 @@ def rows_under(prepared: Prepared, worker: AnyWorker | None = None, *, part: boo
         return fingerprint_of(prepared, worker)
     name = name_of(prepared.spec.worker) if part else ""
     return blake2b(f"worker {name}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def under_record(prepared: Prepared, facts: JsonObject, worker: AnyWorker | None = None) -> Prepared:
+    """Return a resumed run with the keys of its record, which ``facts`` describe, and with the max_tokens that was
+    raised since. Earlier versions had max_tokens in the keys; such a record keeps them while nothing else changes."""
+    before, now = recorded_options(facts).get("max_tokens"), prepared.spec.max_tokens
+    raised = facts.get(RAISED) if facts.get("state") != "complete" else None
+    bounds = [bound for bound in (raised, before) if isinstance(bound, int) and (now is None or bound < now)]
+    prepared = replace(prepared, shapes=replace(prepared.shapes, raised_from=max(bounds, default=None)))
+    if fingerprint_of(prepared, worker).hex() != facts.get("fingerprint"):
+        for keyed in (facts.get(KEYED), before, now):
+            shapes = replace(prepared.shapes, keyed_max_tokens=keyed if isinstance(keyed, int) else None)
+            old = replace(prepared, shapes=shapes)
+            if fingerprint_of(old, worker).hex() == facts.get("fingerprint"):
+                return old
+    return prepared
+
+
+def matched(prepared: Prepared, facts: JsonObject, worker: AnyWorker | None = None) -> tuple[Prepared, bool]:
+    """Return a resumed run with the keys of its record, and with the recorded model if it names none; and whether it
+    asks what is recorded."""
+    if prepared.model is None:
+        prepared = with_model(prepared, str(facts.get("model")))
+    prepared = under_record(prepared, facts, worker)
+    return prepared, fingerprint_of(prepared, worker).hex() == facts.get("fingerprint")

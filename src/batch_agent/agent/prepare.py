@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import html
+import logging
+import os
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
+
 from batch_agent.agent.shapes import Shapes, build_shapes
 from batch_agent.backends.base import Backend
-from batch_agent.backends.registry import open_backend
+from batch_agent.backends.registry import BACKEND_VARIABLE, at_backend, open_backend, resolved
+from batch_agent.backends.schemes import PROVIDERS
 from batch_agent.compiler.documents import Read
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
@@ -25,10 +31,11 @@ from batch_agent.documents.content import read_document
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
 from batch_agent.foreign import is_async
-from batch_agent.messages import Image
+from batch_agent.messages import Image, JsonObject
 from batch_agent.observe.text import rows
 from batch_agent.record.address import is_store_url
-from batch_agent.record.rundir import read_run
+from batch_agent.record.reader import open_run
+from batch_agent.record.rundir import read_run, recorded_options
 from batch_agent.runtimes.named import runtime_of
 from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
@@ -40,12 +47,16 @@ from batch_agent.tools.threads import THREADS
 if TYPE_CHECKING:
     from batch_agent.agent.comparison import Comparison
 
+logger = logging.getLogger("batch_agent")
+
 PROBE = 5.0  # seconds for an optional request about what a server serves
 PAUSE = 2.0  # longest pause between two requests for the model's name
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # live agents, if the user sets no number
 SOUGHT = 256  # slots to assume for that while their number is unknown
 SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
 OTHER_FILES = 128  # files that a process may have open besides its connections
+HIDDEN = "hidden"  # in place of a stored backend: only its name is stored
+IN_PROCESS = ("local:", "simulated:")  # the URL names the model
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -65,6 +76,7 @@ class Prepared:
     prices: Prices | None  # None: the price of a token is unknown
     summaries: tuple[Backend, str | None] | None = None  # backend and model that write summaries, if a model does
     context: int | None = None  # the model's context in tokens, from the user or the server
+    where: object = None  # the backend as it was given, in the options, the environment or the record
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
 
     @property
@@ -123,7 +135,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
             runtime.check()
         where = runtime.backend if spec.backend is None else spec.backend
         spec = spec.model_copy(update={"worker": runtime, "runtime": None})
-    backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
+    where, model = resolved(*_as_recorded(spec, where))
+    backend, model = open_backend(where, model=model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)
     if not isinstance(spec.predictive_prewarm, bool):
         read_run(Path(spec.predictive_prewarm))  # raises SpecError if there is no run
@@ -161,8 +174,60 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     summaries = _summaries(spec, answering, sends=sends)
     known = spec.model_max_context
     return Prepared(
-        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known
+        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known, where
     )
+
+
+def _as_recorded(spec: BatchSpec, where: object) -> tuple[object, str | None]:
+    """Return the backend and the model. A resumed run that names none uses those of its record, not those of the
+    environment. Raises SpecError if the record could not store the backend."""
+    facts = recorded_facts(spec.run_dir) if spec.resume or spec.on_change == "keep" else {}
+    before, model = recorded_options(facts).get("backend"), spec.model
+    named = (model or "").partition("/")[0]
+    if where is None and before is not None and (named not in PROVIDERS or PROVIDERS[named] == before):
+        here = os.environ.get(BACKEND_VARIABLE) or None
+        if isinstance(before, dict) and HIDDEN in before:
+            if here is None:
+                raise SpecError(
+                    f"{spec.run_dir} was recorded at {before[HIDDEN]}, given as an object or with a password, which is "
+                    "not stored: give the backend again"
+                )
+        else:
+            if here is not None and here != before:
+                logger.warning(
+                    "%s continues at its recorded backend, %s; %s is not used. Give a backend to change it",
+                    spec.run_dir,
+                    before,
+                    BACKEND_VARIABLE,
+                )
+            where = before
+            model = None if model is None else at_backend(model, before)
+    known = facts.get("model")
+    if model is None and isinstance(known, str) and not str(where or before or "local:").startswith(IN_PROCESS):
+        model = known
+    return where, model
+
+
+def recorded_facts(run_dir: str | Path | None) -> JsonObject:
+    """Return the facts of the run that is recorded there; {} if there is none, or if it cannot be read: the run itself
+    reports that."""
+    if run_dir is None:
+        return {}
+    with open_run(str(run_dir)) as reader:
+        return reader.kept_facts()
+
+
+def stored_place(where: object, name: str) -> JsonValue:
+    """Return a backend as it is stored in the record: without what may be a secret, only its name."""
+    if where is None or (isinstance(where, str) and "@" not in where):
+        return where
+    if isinstance(where, Mapping) and set(where) == {"url"}:
+        return stored_place(where["url"], name)
+    if isinstance(where, list | tuple):
+        places = [stored_place(place, name) for place in where]
+        if all(isinstance(place, str) for place in places):
+            return places
+    return {HIDDEN: name}
 
 
 def _look(spec: BatchSpec, backend: Backend) -> Look:

@@ -108,16 +108,19 @@ class Work:
             self._place: Workplace | None = None  # created at first use
             self._output: str | None = None  # the worker's return value as JSON
         past, user = trail.past, self.worker is not None
-        self.replay = WorkReplay(past, takes_over=user) if past.worked or (user and trail.records) else None
+        replays = past.worked or past.left is not None or (user and trail.records)
+        self.replay = WorkReplay(past, takes_over=user) if replays else None
         # The recorded answers of the tool loop: those that it has not reached, the next one last, and the latest one.
         self.turns_ahead: list[PastTurn] = list(reversed(past.turns))
         self.past_turn: PastTurn | None = None
-        if trail.has_past:
+        if trail.has_past or past.left is not None:
             self._count_past()
 
     def _count_past(self) -> None:
         """Count everything that is recorded, even if it is not needed again: it was paid."""
         past = self.trail.past
+        for usage in () if past.left is None else past.left.paid:
+            self.tally.pay(usage, None)
         for reply in [turn.reply for turn in past.turns] + [ask.reply for ask in past.asked]:
             self.tally.add(reply, None)
             self.text = reply.text
@@ -145,7 +148,7 @@ class Work:
         if (kept := self._kept) is not None:  # side effects of the worker are not repeated
             self.truncated = trail.past.ended is not None and trail.past.ended.truncated
             return worker.read(kept)
-        if trail.has_past:
+        if trail.has_past or trail.past.left is not None:
             await self._loop.run_in_executor(None, worker.places.clear, trail.agent)
         returned = await worker.run(self)
         self._output, output, self.repaired = worker.written(returned)
@@ -454,6 +457,12 @@ class Work:
         else:
             fingerprint = self.worker.fingerprint
             trail.add(Ended(self.spent(), self._output, fingerprint, truncated=self.truncated))
+
+    @property
+    def seconds_before(self) -> float:
+        """Seconds that earlier sessions worked in this conversation."""
+        left = self.trail.past.left
+        return self.tally.before - (0.0 if left is None else left.spent.total)
 
     def seconds(self) -> float:
         """Return how long the agent has worked, in all sessions."""

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, Protocol, Self, TypeAlias
 
 from pydantic import JsonValue
@@ -152,7 +151,7 @@ class Probe:
 
 
 class JobLines(Protocol):
-    """Lines that are only appended, and survive this process. The calls block."""
+    """Lines that are only appended, by all workers of a run. The calls block."""
 
     def job_lines(self) -> list[bytes]: ...
 
@@ -264,10 +263,10 @@ class Backend(ABC):
 
     # Answers that take hours
 
-    def keep(self, place: Path | JobLines | None) -> None:
-        """Set where a ``patient`` backend records what it has sent, so that a resumed run finds it again: in a run
-        directory, or in a record outside this machine. None: it records nothing. Called before the backend is
-        entered."""
+    def keep(self, record: JobLines, *, outlasts: bool) -> None:
+        """Set where a ``patient`` backend records what it has sent, so that other workers and a resumed run find it
+        again. ``outlasts``: the record is there after the run has ended, so jobs need not be cancelled then. Called
+        before the backend is entered."""
 
     def has_bought(self, request: ModelRequest) -> bool:
         """Return whether the answer was already paid for, in an earlier session or by a cancelled turn. If the answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Self
 
 from batch_agent.backends.base import (
@@ -85,8 +84,8 @@ class ForwardingBackend(Backend):
     async def locate(self, model: str) -> None:
         await self.inner.locate(model)
 
-    def keep(self, place: Path | JobLines | None) -> None:
-        self.inner.keep(place)
+    def keep(self, record: JobLines, *, outlasts: bool) -> None:
+        self.inner.keep(record, outlasts=outlasts)
 
     def has_bought(self, request: ModelRequest) -> bool:
         return self.inner.has_bought(request)

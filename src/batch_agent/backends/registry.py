@@ -40,10 +40,7 @@ def open_backend(
 ) -> tuple[Backend, str | None]:
     """Return the backend, and the model's name without a provider prefix. Without ``sends`` no key is needed.
     ``transport`` is shared with other backends."""
-    if backend is None:
-        backend = environ.get(BACKEND_VARIABLE) or None
-    if backend is None:
-        backend, model = _provider_of(model)
+    backend, model = resolved(backend, model, environ)
     headers: Mapping[str, str] = {}
     if isinstance(backend, Mapping):
         backend, api_key, headers = _read_mapping(backend, api_key)
@@ -68,6 +65,22 @@ def open_backend(
         f"backend is {what}: give a URL ({FORMS}), a mapping with a url, a list of these, or a Backend (an object of a "
         "class derived from batch_agent.backends.base.Backend)"
     )
+
+
+def resolved(backend: object, model: str | None, environ: Mapping[str, str] = os.environ) -> tuple[object, str | None]:
+    """Return the backend that is used, and the model's name there, if none may be given: the one of the environment,
+    that of the provider in the model's name, or the embedded engine."""
+    if backend is None:
+        backend = environ.get(BACKEND_VARIABLE) or None
+    return _provider_of(model) if backend is None else (backend, model)
+
+
+def at_backend(model: str, backend: object) -> str | None:
+    """Return the name of a model, as a user gave it without a backend, at the backend that it was resolved to."""
+    provider, _, name = model.partition("/")
+    if PROVIDERS.get(provider) == backend:
+        return name
+    return None if backend == f"local://{model}" else model
 
 
 def _provider_of(model: str | None) -> tuple[str, str | None]:

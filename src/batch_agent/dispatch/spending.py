@@ -7,11 +7,15 @@ never cancels calls in flight.
 
 A recorded run sends a call only when its lease covers it (``scheduler.budget``). Each commit of the journal renews the
 lease, so a call waits for a commit of its own only while earlier calls are still unanswered.
+
+With a price per GPU-hour, running time is what is spent. It is recorded each second, and a little ahead: a call is sent
+only in time that is recorded as spent. So kills cannot make a run longer than its budget.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,6 +39,9 @@ from batch_agent.scheduler.budget import (
     TimeShare,
 )
 from batch_agent.spec import BatchSpec
+
+TICK = 1.0  # seconds between two records of running time
+PAID_AHEAD = 1.25  # seconds of running time that are recorded as spent before they have passed
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +89,9 @@ class Spending(Account):
         # A cost by the hour is limited through time.
         max_cost = None if self._per_second else spec.max_cost
         self._ledger = Ledger(max_tokens=spec.max_total_tokens, max_cost=max_cost)
-        self._counting = spec.max_total_tokens is not None or max_cost is not None
+        self._limited = spec.max_total_tokens is not None or max_cost is not None
+        self._timed = bool(self._per_second) and spec.max_cost is not None
+        self._counting = self._limited or self._timed
         self._max_wall_time, self._max_cost = spec.max_wall_time, spec.max_cost
         self._time_limit = ""
         self._estimator = Estimator()
@@ -92,7 +101,12 @@ class Spending(Account):
         self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
         self.time_is_up = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._wall_timer: asyncio.TimerHandle | None = None
+        self._cost_timer: asyncio.TimerHandle | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._paid_until = self._next_paid = math.inf  # loop time up to which running time is recorded as spent
+        self._is_shared = False
+        self._time_alone = 0.0  # $ of running time before this run was shared, that the table does not have
         self._before = self._moved = NOTHING
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when a lease was last claimed
@@ -119,40 +133,76 @@ class Spending(Account):
         return (self._closed or asyncio.get_running_loop().time()) - self._started
 
     def start(
-        self, spent: Amount = NOTHING, learnt: Learnt | None = None, commit: Callable[[], None] | None = None
+        self,
+        spent: Amount = NOTHING,
+        learnt: Learnt | None = None,
+        commit: Callable[[], None] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         """Start the clock. ``spent``: cost of earlier sessions of the run; ``learnt``: their call statistics.
-        ``commit`` requests a commit of the journal of a recorded run, and with it a new lease."""
+        ``commit`` requests a commit of the journal of a recorded run, and with it a new lease; ``shared``: a share of
+        the budget of all workers."""
+        loop = asyncio.get_running_loop()
         if learnt is not None:
             self._estimator.start(learnt)
-        self._started = asyncio.get_running_loop().time()
+        self._started = loop.time()
         self._ledger.spent = self._before = spent
+        self._is_shared = shared
         if commit is not None and self._counting:
-            self._commit, self._ledger.lease = commit, spent
-        limits: list[tuple[float, str]] = []
+            self._commit = commit
+            self._ledger.lease = spent if self._limited else None
         if self._max_wall_time is not None:
-            limits.append((self._max_wall_time, f"max_wall_time, {self._max_wall_time:g} s, is over"))
-        if self._max_cost is not None and self._per_second:
-            left = (self._max_cost - spent.cost) / self._per_second
-            limits.append((max(0.0, left), f"max_cost ${self._max_cost:g} is spent on GPU time"))
-        if limits:
-            seconds, self._time_limit = min(limits)
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock)
+            words = f"max_wall_time, {self._max_wall_time:g} s, is over"
+            self._wall_timer = loop.call_later(self._max_wall_time, self._stop_the_clock, words)
+        if self._timed:
+            if not shared:
+                self._stop_in((self._max_cost or 0.0) - spent.cost)
+            if self._commit is not None:
+                self._paid_until = self._started
+                self._tick()
+
+    def _stop_in(self, left: float) -> None:
+        """Stop when running time has cost ``left`` $ from now on."""
+        if self._cost_timer is not None:
+            self._cost_timer.cancel()
+        words = f"max_cost ${self._max_cost or 0.0:g} is spent on GPU time"
+        seconds = max(0.0, left / self._per_second)
+        self._cost_timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock, words)
+
+    def _tick(self) -> None:
+        """Record the running time once per second, also while no call begins or ends."""
+        if self._commit is not None and self._broken is None and not self._is_shared:  # a worker reports it anyway
+            self._commit()
+            self._ticker = asyncio.get_running_loop().call_later(TICK, self._tick)
 
     def share(self, moved: Amount, commit: Callable[[], None]) -> None:
         """Use shares of a budget from now on: other workers have joined the run. ``moved`` is what the table of shares
         has taken over of what this session has spent. ``commit`` requests a new share."""
-        self._moved = moved
+        self._is_shared, self._moved = True, moved
+        self._time_alone = max(0.0, self._seconds() * self._per_second - moved.cost)
         self._ledger.spent = self._ledger.spent - self._before - moved
         self._before = NOTHING
         if self._counting:
-            self._commit, self._ledger.lease = commit, self._ledger.spent + self._ledger.reserved
+            self._commit = commit
+            self._ledger.lease = self._ledger.spent + self._ledger.reserved if self._limited else None
+
+    def claim_time(self) -> tuple[float, float | None]:
+        """Return the $ of running time before this run was shared, and the limit of all workers together."""
+        return self._time_alone, self._max_cost
+
+    def grant_time(self, sent: float, paid: float, left: float) -> None:
+        """Running time is recorded as spent for ``paid`` $ from the loop time ``sent`` on, and ``left`` $ remain."""
+        if self._timed:
+            self._paid_until = sent + paid / self._per_second
+            self._stop_in(left + paid - (asyncio.get_running_loop().time() - sent) * self._per_second)
+            self._serve()
 
     def close(self) -> None:
         """Stop the clock."""
         self._closed = asyncio.get_running_loop().time()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in filter(None, (self._wall_timer, self._cost_timer, self._ticker)):
+            timer.cancel()
 
     # As the journal sees it
 
@@ -160,7 +210,7 @@ class Spending(Account):
         """Return the lease for the commit that begins now, in tokens and $ of this session; None: none is needed."""
         ledger = self._ledger
         if ledger.lease is None:
-            return None
+            return self._time_lease(0)
         known = bool(self._estimator.learnt[0])
         template = Usage(prompt_tokens=0 if known else LEASED_TEMPLATE_TOKENS)
         more = _amount(template, None if self._prices is None else self._prices.most(template))
@@ -168,7 +218,15 @@ class Spending(Account):
         # Until the commit is done, the disk may hold either lease.
         ledger.lease = Amount(min(lease.tokens, ledger.lease.tokens), min(lease.cost, ledger.lease.cost))
         own = lease - self._before
-        return own.tokens, own.cost
+        return self._time_lease(own.tokens) or (own.tokens, own.cost)
+
+    def _time_lease(self, tokens: int) -> tuple[int, float] | None:
+        """Return a lease with the running time of this session so far, and a little more; None if it is unlimited."""
+        if not self._timed or self._started is None or self._is_shared:
+            return None
+        self._next_paid = asyncio.get_running_loop().time() + PAID_AHEAD
+        used, most = self._seconds() * self._per_second, (self._max_cost or 0.0) - self._before.cost
+        return tokens, max(used, min(used + PAID_AHEAD * self._per_second, most))
 
     def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
         """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
@@ -206,11 +264,14 @@ class Spending(Account):
 
     def leased(self, error: StoreError | None = None) -> None:
         """Called when the commit with the latest lease is on disk, or with the error that ended all commits."""
-        if self._ledger.lease is None:
+        if self._ledger.lease is None and not self._timed:
             return
         self._broken = error
         if error is None:
-            self._ledger.lease = self._next_lease
+            if self._ledger.lease is not None:
+                self._ledger.lease = self._next_lease
+            if not self._is_shared:
+                self._paid_until = self._next_paid
         self._serve()
 
     def _awaited(self, most: int | None = None) -> Amount:
@@ -257,7 +318,7 @@ class Spending(Account):
         spent = _amount(usage, cost)
         if not cached:
             self._learn(call, usage)  # also without an observer: a budget may be set later
-            if self._counting and not spent.tokens:  # a server that reports no usage must not make a budget endless
+            if self._limited and not spent.tokens:  # a server that reports no usage must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
         return seconds * self._per_second if self._per_second else cost
@@ -329,7 +390,7 @@ class Spending(Account):
             turn.set_exception(self._refused(limit))
         elif self._broken is not None:
             turn.set_exception(self._broken)
-        elif not self._ledger.covers(amount):
+        elif asyncio.get_running_loop().time() > self._paid_until or not self._ledger.covers(amount):
             assert self._commit is not None
             self._commit()
             return "lease"
@@ -371,9 +432,9 @@ class Spending(Account):
             self.exhausted = limit
             self._on_exhausted(limit)
 
-    def _stop_the_clock(self) -> None:
-        self.time_is_up = True
-        self.exhaust(self._time_limit)
+    def _stop_the_clock(self, limit: str) -> None:
+        self.time_is_up, self._time_limit = True, limit
+        self.exhaust(limit)
         self._serve()
         if self._on_time_up is not None:
             self._on_time_up()

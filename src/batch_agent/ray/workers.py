@@ -24,6 +24,7 @@ from batch_agent.files.extras import extra
 from batch_agent.messages import JsonObject
 from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
 from batch_agent.run.joining import WAIT, JoinedWorker, open_store
+from batch_agent.run.trust import Trust
 
 if TYPE_CHECKING:
     from batch_agent.run.run import Run
@@ -78,7 +79,7 @@ class Ray:
             if target is None:
                 target = await asyncio.to_thread(self._bridge, serving.path)
                 extent.push_async_callback(asyncio.to_thread, ray_package().kill, target)
-            workers = await extent.enter_async_context(RayWorkers(self, target))
+            workers = await extent.enter_async_context(RayWorkers(self, target, serving.fingerprint))
             async with asyncio.TaskGroup() as tasks:
                 lost = tasks.create_task(workers.lost())
                 yield
@@ -189,15 +190,16 @@ class WorkerActor:
         self._worker: JoinedWorker | None = None
         self._leaving = False
 
-    async def work(self, target: object) -> int:
+    async def work(self, target: object, fingerprint: str) -> int:
         """Work until the run is done, or until ``leave``; return the number of finished rows.
 
-        ``target`` is the URL of the run, or the bridge to the driver.
+        ``target`` is the URL of the run, or the bridge to the driver. ``fingerprint`` is that of what the run uses.
         """
         if self._leaving:
             return 0
-        store = await open_store(target, WAIT) if isinstance(target, str) else bridged(target)
-        self._worker = JoinedWorker(store)
+        trust = Trust(fingerprint=fingerprint, everything=not isinstance(target, str))
+        store = await open_store(target, WAIT, trust) if isinstance(target, str) else bridged(target)
+        self._worker = JoinedWorker(store, trust)
         try:
             return (await self._worker.work()).rows
         finally:
@@ -213,8 +215,8 @@ class WorkerActor:
 class RayWorkers:
     """The actors that work on one run, while this context is entered."""
 
-    def __init__(self, cluster: Ray, target: object) -> None:
-        self._cluster, self._target = cluster, target
+    def __init__(self, cluster: Ray, target: object, fingerprint: str) -> None:
+        self._cluster, self._target, self._fingerprint = cluster, target, fingerprint
         self._actors: dict[str, Any] = {}  # by node, or by number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -285,7 +287,7 @@ class RayWorkers:
     async def _watch(self, name: str, actor: Any) -> None:
         """Let one actor work. Ray repeats the call after it restarts an actor."""
         try:
-            await actor.work.remote(self._target)
+            await actor.work.remote(self._target, self._fingerprint)
         except ray_package().exceptions.RayError as error:
             if name not in self._actors:
                 return

@@ -10,6 +10,7 @@ the journal unchanged. Fields are never removed or moved, so every version reads
                 digest of the request in kinds 1 and 4
     format 5    kinds 8 to 10 record the tool loop too, instead of kinds 1 to 4; its last answer in kind 6; the request
                 of a compaction in kind 7; the traceback of an error in kind 5
+    format 6    kind 11: a row starts again in a new conversation
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from batch_agent.record.steps import (
     Ended,
     Failed,
     Outcome,
+    Restarted,
     Spent,
     Step,
     Turn,
 )
 
-FORMAT = 5
+FORMAT = 6
 OLDEST = 1  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
-ASKED, CALL_BEGUN, CALL_ENDED = 8, 9, 10
+ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED = 8, 9, 10, 11
 WRITES = (BEGUN, CALL_BEGUN)  # an unreadable record with one of these must not count as missing
 
 # Types of the values in each array, in order.
@@ -83,6 +85,8 @@ def encode(step: Step) -> tuple[int, bytes]:
                 return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent)])
             messages = [from_message(message) for message in said]
             return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
+        case Restarted(spent):
+            return RESTARTED, _dump([_from_spent(spent)])
         case CallBegun("", nth, "", ""):
             return CALL_BEGUN, _dump([nth])
         case CallEnded("", nth, "", "", ok, text):
@@ -119,6 +123,8 @@ def decode(kind: int, body: bytes) -> Step:
         digest, nth, reply, spent, *later = _read(record, (str, int, list, list, int, list), least=4)
         after, said = later if len(later) == 2 else (*later, OWN, ())[:2]
         return Asked(digest, nth, _to_reply(reply), _to_spent(spent), after, tuple(map(to_message, said)))
+    if kind == RESTARTED:
+        return Restarted(_to_spent(*_read(record, (list,))))
     if kind == CALL_BEGUN:
         if isinstance(record, list) and len(record) == 1:
             return CallBegun("", *_read(record, (int,)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from zlib import crc32
 
@@ -42,9 +42,11 @@ class ShapeDigest:
 
 
 class ShapeDigests:
-    """The digests of the request shapes that a run has used, each computed once."""
+    """The digests of the request shapes that a run has used, each computed once. max_tokens only bounds an answer, so
+    it is no part of them; records of earlier versions had it (``max_tokens``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
         self._known: dict[RequestShape, ShapeDigest] = {}
 
     def of(self, shape: RequestShape) -> ShapeDigest:
@@ -52,7 +54,7 @@ class ShapeDigests:
         if digest is None:
             if len(self._known) >= SHAPES:  # a worker may use an unlimited number of shapes
                 self._known.clear()
-            digest = self._known[shape] = _shape_digest(shape)
+            digest = self._known[shape] = _shape_digest(replace(shape, max_tokens=self._max_tokens))
         return digest
 
 

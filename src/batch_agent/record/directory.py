@@ -24,14 +24,17 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay, RunProgress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.rundir import RunDir, read_run
-from batch_agent.record.sqlite import TABLE, SqliteJournal
+from batch_agent.record.sqlite import FACTS, TABLE, SqliteJournal
 from batch_agent.record.store import NUMBERS, KeptStep, NewRow, Phase, Resuming, RowChange, RowLease
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")
 
 OpenJournal = Callable[..., SqliteJournal]
-FACTS = "facts"  # the fact that is a copy of run.json
+KEEPS = (
+    'on_change="keep" (--keep-answers): rows of %s keep the answers they have, even if the task, model, schema or '
+    "tools changed"
+)
 
 
 class DirectoryStore(MemoryStore):
@@ -99,11 +102,12 @@ class DirectoryStore(MemoryStore):
             if self._has_past:
                 journal.sort_by("row" if resuming.force else "key")
             journal.begin(bytes.fromhex(fingerprint), str(facts.get("session_started")))
-            directory.begin_files()
+            changed = previous is not None and previous.get("fingerprint") not in (None, fingerprint)
+            directory.begin_files(drop=changed and resuming.drop)
             table = journal.fact(TABLE)
             self._table = Table.from_json(cast(JsonObject, from_json(table.encode())) if table else {})
             self._put_facts(facts)
-        self._warn(previous, fingerprint, forced=resuming.force)
+        self._warn(changed=changed, forced=resuming.force)
         return previous
 
     def facts(self) -> JsonObject | None:
@@ -129,26 +133,22 @@ class DirectoryStore(MemoryStore):
                 logger.warning("%s", error)
                 return None
             raise StoreError(
-                f"{self.path / 'run.json'} is damaged, and says whether the recorded answers were kept by "
-                "force_resume. To use them, resume with force_resume=True (--force-resume); else delete run.json and "
+                f"{self.path / 'run.json'} is damaged, and says whether the recorded answers were kept after a change "
+                'of the options. To use them, resume with on_change="keep" (--keep-answers); else delete run.json and '
                 "resume: answers to other questions are then asked again"
             ) from None
 
-    def _warn(self, previous: JsonObject | None, fingerprint: str, *, forced: bool) -> None:
+    def _warn(self, *, changed: bool, forced: bool) -> None:
         if self._dir.lost_journal:
             logger.warning("the journal of %s is missing: every row is processed again", self.path)
         elif not self._has_past:
             return
         elif forced:
-            logger.warning(
-                "force_resume=True (--force-resume): rows of %s keep the answers they have, even if the task, model, "
-                "schema or tools changed",
-                self.path,
-            )
-        elif previous is not None and previous.get("fingerprint") not in (None, fingerprint):
+            logger.warning(KEEPS, self.path)
+        elif changed:
             logger.warning(
                 "the task, model, schema or tools of %s have changed: rows are processed again. Old answers stay in "
-                "the journal; force_resume=True, on the command line --force-resume, uses them",
+                'the journal: the earlier options, or on_change="keep" (--keep-answers), use them',
                 self.path,
             )
 
@@ -247,6 +247,14 @@ class DirectoryStore(MemoryStore):
             outlay.lease,
             outlay.learnt,
         )
+
+    def _read_jobs(self) -> list[bytes]:
+        with self._disk:
+            return self._dir.job_lines()
+
+    def _write_jobs(self, lines: Sequence[bytes]) -> None:
+        with self._disk:
+            self._dir.add_job_lines(lines)
 
     # What is spent
 

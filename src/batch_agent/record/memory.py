@@ -115,6 +115,7 @@ class MemoryStore:
         self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
         self._call_position = 0
         self._files: dict[str, str] = {}
+        self._jobs: list[bytes] = []
 
     # What a store with files does in addition
 
@@ -549,6 +550,25 @@ class MemoryStore:
     def get_file(self, name: str) -> str | None:
         with self._lock:
             return self._whole._files.get(name)
+
+    # Jobs at batch APIs
+
+    def outlasts(self) -> bool:
+        return self.writes
+
+    def job_lines(self) -> list[bytes]:
+        return self._whole._read_jobs()
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        self._whole._write_jobs(lines)
+
+    def _read_jobs(self) -> list[bytes]:
+        with self._lock:
+            return [*self._jobs]
+
+    def _write_jobs(self, lines: Sequence[bytes]) -> None:
+        with self._lock:
+            self._jobs += lines
 
     # Rows that viewers follow: viewers of a run in this process ask the process itself
 

@@ -28,13 +28,13 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import index_of, record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
-from batch_agent.record.base import RunProgress
+from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.control import CONTROL, ask, stream
 from batch_agent.record.keys import row_of
 from batch_agent.record.lock import is_locked
 from batch_agent.record.rundir import FAILURES, JOURNAL, LOCK, RESULTS, RUN, SUMMARY, read_run, stage_names
-from batch_agent.record.sqlite import Glance, glance, open_to_read
+from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import KeptStep
 from batch_agent.record.timeline import TimelineRecord, read_status, read_timeline
@@ -239,6 +239,13 @@ class RunReader(ABC):
     def facts(self) -> JsonObject:
         """Return the content of ``run.json``; for a run in Redis, with what workers need (``spec``)."""
 
+    def kept_facts(self) -> JsonObject:
+        """Return the same; {} if there is no run, or if it cannot be read."""
+        try:
+            return self.facts()
+        except (SpecError, StoreError):
+            return {}
+
     @abstractmethod
     def view(self) -> RunView: ...
 
@@ -266,6 +273,11 @@ class RunReader(ABC):
     @abstractmethod
     def unfinished_count(self) -> int:
         """Return how many rows have started and are not done."""
+
+    @abstractmethod
+    def answered(self, rows: Iterator[Identity], fingerprint: str, *, by_row: bool) -> int | None:
+        """Return how many of these rows have a recorded answer under their key, or with ``by_row`` for their input.
+        ``fingerprint`` is that of the run. None if there is no journal."""
 
     def past(self, place: int, record: Record) -> Past | None:
         """Return the agent of a finished row; None if it is not recorded."""
@@ -394,6 +406,17 @@ class DirectoryReader(RunReader):
     def facts(self) -> JsonObject:
         return read_run(self.path)
 
+    def kept_facts(self) -> JsonObject:
+        journal = self.path / JOURNAL
+        if (facts := super().kept_facts()) or not journal.exists():
+            return facts
+        try:
+            with closing(SqliteJournal(open_to_read(journal), journal)) as kept:
+                copy = kept.fact(FACTS)
+        except StoreError:
+            return {}
+        return {} if copy is None else cast(JsonObject, from_json(copy.encode()))
+
     def view(self) -> RunView:
         locked = is_locked(self.path / LOCK)
         try:
@@ -435,6 +458,20 @@ class DirectoryReader(RunReader):
 
     def steps(self, place: int, record: Record) -> list[KeptStep]:
         return self._agents.steps_of(record, self._same_before)
+
+    def answered(self, rows: Iterator[Identity], fingerprint: str, *, by_row: bool) -> int | None:
+        path, count = self.path / JOURNAL, 0
+        if not path.exists():
+            return None
+        with closing(SqliteJournal(open_to_read(path), path)) as journal:
+            journal.sort_by("row" if by_row else "key")
+            while wanted := list(islice(rows, ROWS_AT_ONCE)):
+                for past in journal.claim(wanted):
+                    ended = None if past is None or by_row else past.ended
+                    # A changed worker works on its rows again.
+                    changed = ended is not None and ended.output is not None and ended.fingerprint != fingerprint
+                    count += past is not None and past.done and not changed
+        return count
 
     def _same_before(self, record: Record) -> int:
         """Return how many rows before this one have the same input."""

@@ -19,6 +19,7 @@ from batch_agent.record.steps import (
     CallBegun,
     CallEnded,
     Compacted,
+    Left,
     Past,
     PastTurn,
     Spent,
@@ -45,6 +46,28 @@ class WorkReplay:
         self._ends: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
         self._index(past, past.turns if takes_over else ())
+        if past.left is not None:
+            self._index_writes(past.left)
+
+    def _index_writes(self, left: Left) -> None:
+        """Find the writes of conversations that the row left. They are not repeated; reads are."""
+        counts: dict[str, int] = {}
+        ends = {(step.digest, step.nth): step for step in left.worked if isinstance(step, CallEnded)}
+        begun: list[tuple[str, CallEnded | None]] = []
+        for turn in left.turns:
+            for place in sorted(turn.begun):
+                call, text = turn.reply.tool_calls[place], turn.outcomes.get(place)
+                end = None if text is None else CallEnded("", place, "", "", True, text)
+                begun.append((call_digest(call.name, call.arguments), end))
+        for step in left.worked:
+            if isinstance(step, CallBegun):
+                begun.append((call_digest(step.name, step.arguments), ends.get((step.digest, step.nth))))
+        for digest, end in begun:
+            key = digest, counts.get(digest, 0)
+            counts[digest] = key[1] + 1
+            self._wrote.add(key)
+            if end is not None:
+                self._calls.setdefault(key, end)
 
     def _index(self, past: Past, turns: Sequence[PastTurn]) -> None:
         for step in past.worked:

@@ -29,7 +29,10 @@ class ResultFiles:
         self._open: tuple[BinaryIO, ...] = ()
         self._drafting = False
 
-    def begin(self) -> None:
+    def begin(self, *, drop: bool = False) -> None:
+        """``drop``: earlier lines are removed; they belong to answers that are asked again."""
+        for path in (*self._paths, *self._drafts) if drop else ():
+            path.unlink(missing_ok=True)
         if any(draft.exists() for draft in self._drafts):
             self._merge()
         self._drafting = any(path.exists() and path.stat().st_size for path in self._paths)

@@ -40,14 +40,16 @@ from batch_agent.record.sqlite import SqliteJournal
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
 
-RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
+RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "run.json",
     "journal.db",
     "results.jsonl",
     "failures.jsonl",
     "summary.json",
     "run.lock",
+    "jobs.jsonl",
 )
+OPTIONS = "options"  # the fact that has the resolved options of a run
 OLD_LOCK = "lock"  # of earlier versions, which may still run here
 
 
@@ -89,9 +91,10 @@ class RunDir:
             undone.pop_all()
         return cls(path, lock, journal, lost_journal=lost)
 
-    def begin_files(self) -> None:
+    def begin_files(self, *, drop: bool = False) -> None:
+        """Begin the result files of a session. ``drop``: earlier lines are no longer results of the run."""
         try:
-            self._files.begin()
+            self._files.begin(drop=drop)
             (self.path / SUMMARY).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
@@ -114,6 +117,32 @@ class RunDir:
 
     def write_summary(self, summary: JsonObject) -> None:
         self._replace(SUMMARY, summary)
+
+    def job_lines(self) -> list[bytes]:
+        try:
+            return (self.path / JOBS).read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path / JOBS}: {error.strerror}") from None
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        """Append lines. When it returns, they survive a loss of power. On an error nothing is appended."""
+        try:
+            with open(self.path / JOBS, "a+b", buffering=0, opener=private) as file:
+                size = file.seek(0, os.SEEK_END)
+                # A kill may have cut the last line short: end it, so that the next one is a line of its own.
+                torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                rest = memoryview(b"\n" * torn + b"".join(line + b"\n" for line in lines))
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
 
     def close(self) -> None:
         try:
@@ -158,6 +187,13 @@ def stage_names(facts: JsonObject) -> list[str]:
     """Return the names of a pipeline's stages, in order; empty for a plain run."""
     named = facts.get("stages")
     return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def recorded_options(facts: JsonObject) -> JsonObject:
+    """Return the options that a run was recorded with. Earlier versions recorded some of them, with the command."""
+    command = facts.get("command")
+    options = facts.get(OPTIONS) or (command.get("asked") if isinstance(command, dict) else None)
+    return options if isinstance(options, dict) else {}
 
 
 def read_run(path: Path) -> JsonObject:

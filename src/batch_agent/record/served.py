@@ -56,19 +56,8 @@ HEAD = struct.Struct("!I")
 # What workers may call. A feeder is in the process of the store.
 CALLS = {
     *("facts", "standing", "join", "take", "claim", "renew", "commit", "hand_back", "leave"),
-    *(
-        "beat",
-        "resign",
-        "table",
-        "steer",
-        "begin_call",
-        "end_call",
-        "wait_calls",
-        "put_file",
-        "get_file",
-        "followed_rows",
-    ),
-    "report_rows",
+    *("beat", "resign", "table", "steer", "begin_call", "end_call", "wait_calls", "put_file", "get_file"),
+    *("outlasts", "job_lines", "add_job_lines", "followed_rows", "report_rows"),
 }
 MODULES = ("batch_agent.record.store", "batch_agent.record.base", "batch_agent.share.table")
 BUILTINS = {"set", "frozenset"}
@@ -354,6 +343,15 @@ class ServedStore:
 
     def get_file(self, name: str) -> str | None:
         return cast("str | None", self._call("get_file", name))
+
+    def outlasts(self) -> bool:
+        return cast(bool, self._call("outlasts"))
+
+    def job_lines(self) -> list[bytes]:
+        return cast("list[bytes]", self._call("job_lines"))
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        self._call("add_job_lines", list(lines))
 
     def followed_rows(self) -> list[str]:
         return cast("list[str]", self._call("followed_rows"))

@@ -30,6 +30,7 @@ logger = logging.getLogger("batch_agent")
 
 LARGEST = 2**63 - 1  # the largest integer of SQLite
 TABLE = "table"  # the fact that is the table of shares
+FACTS = "facts"  # the fact that is a copy of run.json
 APPLICATION_ID = 0x62614A6C  # marks the file as a journal: "baJl"
 # Python releases its lock during each statement, and then waits for the event loop to get it back. So few large
 # statements are faster.

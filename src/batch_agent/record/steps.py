@@ -11,7 +11,7 @@ steps any more. ``read_past`` reads both vocabularies.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -113,6 +113,14 @@ class Ended:
     truncated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The row starts again in a new conversation. ``spent`` is what it had used until then. Its earlier answers are not
+    used again; its earlier writes are not repeated."""
+
+    spent: Spent
+
+
 # Steps of formats 1 to 4, by position.
 
 
@@ -150,7 +158,7 @@ class Done:
     asked: str = ""
 
 
-Step: TypeAlias = Asked | CallBegun | CallEnded | Compacted | Failed | Ended | Turn | Begun | Outcome | Done
+Step: TypeAlias = Asked | CallBegun | CallEnded | Compacted | Failed | Ended | Restarted | Turn | Begun | Outcome | Done
 WorkStep: TypeAlias = Asked | CallBegun | CallEnded | Compacted
 
 
@@ -167,10 +175,33 @@ class PastTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """The conversations that an agent left to start again, and what it had used by then."""
+
+    turns: tuple[PastTurn, ...] = ()
+    worked: tuple[WorkStep, ...] = ()
+    spent: Spent = field(default_factory=Spent)
+
+    @property
+    def paid(self) -> Iterator[Usage]:
+        """The usage of their requests."""
+        for turn in self.turns:
+            yield turn.reply.usage
+            if turn.compacted is not None:
+                yield turn.compacted.usage
+        for step in self.worked:
+            if isinstance(step, Asked):
+                yield step.reply.usage
+            elif isinstance(step, Compacted):
+                yield step.usage
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """A recorded agent. ``done``: it ended successfully. ``failed``: its last step was a failure. Otherwise it is
     unfinished. ``turns`` are those of the tool loop; ``worked`` are the steps of a user's worker, in order, and
-    ``ended`` its end. ``unreadable`` is the reason why a record that contains a begun write cannot be read."""
+    ``ended`` its end. ``unreadable`` is the reason why a record that contains a begun write cannot be read. ``left`` is
+    what it did in conversations that it left to start again."""
 
     agent: int
     turns: tuple[PastTurn, ...]
@@ -180,10 +211,27 @@ class Past:
     ended: Ended | None = None
     spent: Spent | None = None  # from the last step that has it
     unreadable: str = ""
+    left: Left | None = None
 
     @property
     def asked(self) -> list[Asked]:
         return [step for step in self.worked if isinstance(step, Asked)]
+
+    @property
+    def cut_at(self) -> int | None:
+        """Number of tokens at which the answer of a successful row was cut; None if it is complete."""
+        replies = [ask.reply for ask in self.asked] if self.worked else [turn.reply for turn in self.turns[-1:]]
+        if not self.done or (self.ended is not None and self.ended.output is not None and not self.ended.truncated):
+            return None
+        return max(
+            (reply.usage.completion_tokens for reply in replies if reply.finish_reason == "length"), default=None
+        )
+
+    def restarted(self) -> Past:
+        """Return the record of the row for a new conversation."""
+        before, spent = self.left or Left(), self.spent or Spent()
+        left = Left((*before.turns, *self.turns), (*before.worked, *self.worked), spent)
+        return Past(self.agent, (), spent=spent, left=left)
 
 
 def read_past(agent: int, steps: list[Step]) -> Past:
@@ -192,8 +240,13 @@ def read_past(agent: int, steps: list[Step]) -> Past:
     turns: list[PastTurn] = []
     worked: list[WorkStep] = []
     spent: Spent | None = None
+    left: Left | None = None
     for step in steps:
         match step:
+            case Restarted(spent):
+                before = left or Left()
+                left = Left((*before.turns, *turns), (*before.worked, *worked), spent)
+                turns, worked = [], []
             case Asked(digest, _, reply, spent, after):
                 if after == OWN:
                     turns.append(PastTurn(reply, spent, digest))
@@ -234,6 +287,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
         tuple(worked),
         last if isinstance(last, Ended) else None,
         spent,
+        left=left,
     )
 
 

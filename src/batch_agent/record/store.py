@@ -158,11 +158,14 @@ class FeederSitting:
 @dataclass(frozen=True, slots=True)
 class Resuming:
     """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
-    failure that are retried; True means all, False none."""
+    failure that are retried; True means all, False none. ``drop``: if the spec changed, earlier results are no longer
+    results of the run. ``cut``: rows whose answer was cut at max_tokens are asked again."""
 
     resume: bool = False
     force: bool = False
     retry: bool | tuple[str, ...] = True
+    drop: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +291,20 @@ class WorkStore(Protocol):
 
     def get_file(self, name: str) -> str | None:
         """Return the text of a file, or None if there is none of that name."""
+        ...
+
+    # Jobs at batch APIs, of the run and of all its stages
+
+    def outlasts(self) -> bool:
+        """Return whether the record is still there after the feeder's process has ended."""
+        ...
+
+    def job_lines(self) -> list[bytes]:
+        """Return what all workers have recorded about jobs, in the order in which it was added."""
+        ...
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        """Record lines about jobs, all of them or none. When it returns, they survive a loss of power."""
         ...
 
     def followed_rows(self) -> list[str]:

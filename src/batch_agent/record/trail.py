@@ -8,7 +8,7 @@ from __future__ import annotations
 from batch_agent.errors import JobError
 from batch_agent.record.base import Entry, Identity
 from batch_agent.record.journal import Journal
-from batch_agent.record.steps import Failed, Past, Step
+from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
 
 UNKNOWN_OUTCOME = (
     "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
@@ -27,14 +27,16 @@ class FailedBefore(JobError):
 
 
 class Trail:
-    """``retried``: the agent failed and is retried. ``ended``: the record is complete. ``has_past``: an earlier session
-    recorded something. ``fresh``: this session did some work for it. ``records``: new steps are kept. ``checks``: a
-    recorded answer is used only for the same request. ``past`` is the whole record."""
+    """``retried``: the agent failed and is retried. ``restarts``: it starts again in a new conversation. ``ended``: the
+    record is complete. ``has_past``: an earlier session recorded something. ``fresh``: this session did some work for
+    it. ``records``: new steps are kept. ``checks``: a recorded answer is used only for the same request. ``past`` is
+    the whole record."""
 
     __slots__ = (
         "_commit",
         "_identity",
         "_journal",
+        "_restarts",
         "agent",
         "checks",
         "ended",
@@ -52,12 +54,14 @@ class Trail:
         past: Past | None = None,
         *,
         retried: bool = False,
+        restarts: bool = False,
         checks: bool = True,
     ) -> None:
         """``past`` is the record of the agent. Without one, the agent gets a new number."""
         self._journal = journal
         self._identity = identity
-        self.past = NOTHING if past is None else past
+        self.past = NOTHING if past is None else past.restarted() if restarts else past
+        self._restarts = restarts  # and this is not recorded yet
         # Its number in the journal; 0 for all agents of a run without a record.
         self.agent = past.agent if past is not None else 0 if journal is None else journal.new_agent()
         self._commit = 0
@@ -85,6 +89,9 @@ class Trail:
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
         if self._journal is not None:
+            if self._restarts:
+                self._restarts = False
+                self._journal.add(Entry(self.agent, self._identity, Restarted(self.past.spent or Spent())))
             self._commit = self._journal.add(Entry(self.agent, self._identity, step))
 
     async def settle(self) -> None:

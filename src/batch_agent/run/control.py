@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from batch_agent.agent.prepare import Prepared
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.record.timeline import Line
@@ -55,7 +54,7 @@ class Inside(Protocol):
     """What a run around other runs does instead of working on rows: the stages of a pipeline."""
 
     names: Sequence[str]
-    schemas: Mapping[str, OutputSchema[object] | None]  # of the outputs of each stage
+    parts: Mapping[str, Prepared]  # the stages by name
 
     async def work(self, run: Run[object]) -> bool:
         """Run the stages. Returns whether all of them ended as they should; else their records say why not."""

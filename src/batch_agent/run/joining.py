@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.fingerprint import fingerprint_of, under_record
 from batch_agent.agent.prepare import Prepared, prepare, with_model
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json
@@ -27,11 +26,12 @@ from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.leases import Over
-from batch_agent.run.recording import ROWS, in_thread, versions
+from batch_agent.run.recording import in_thread, versions
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import imported, pieces, read_spec
+from batch_agent.run.trust import ROWS, Trust, owned
 
 logger = logging.getLogger("batch_agent")
 
@@ -57,11 +57,11 @@ class JoinedWorker:
     """Works on the run of a store.
 
     ``import_from`` is the directory of the user's modules. ``wait`` is the number of seconds to wait for a run to
-    start, or for a new feeder.
+    start, or for a new feeder. ``trust`` decides what of the record may be used.
     """
 
-    def __init__(self, store: WorkStore, *, import_from: Path | None = None, wait: float = WAIT) -> None:
-        self._store, self._import_from, self._wait = store, import_from, wait
+    def __init__(self, store: WorkStore, trust: Trust, *, import_from: Path | None = None, wait: float = WAIT) -> None:
+        self._store, self._trust, self._import_from, self._wait = store, trust, import_from, wait
         self._leaving = asyncio.Event()
         self.run: Run[object] | None = None
 
@@ -82,7 +82,8 @@ class JoinedWorker:
         facts = await self._facts()
         if facts is None:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
-        KEPT_HOSTFILES.set(self._store.get_file)
+        self._trust.check(facts)
+        KEPT_HOSTFILES.set(self._trust.file(self._store.get_file))
         prepared = prepare_worker(facts, self._import_from)
         for spec in cast("dict[str, JsonObject]", facts.get("specs", {})).values():
             prepare(read_spec(spec, [], self._import_from))  # raises before this worker takes rows of another stage
@@ -90,7 +91,9 @@ class JoinedWorker:
         if names := stage_names(facts):
             backends = SharedBackends()
             prepared = backends.share(prepared)
-            stages = WorkedStages(self._store, names, backends, import_from=self._import_from, patience=self._wait)
+            stages = WorkedStages(
+                self._store, names, backends, self._trust, import_from=self._import_from, patience=self._wait
+            )
         self.run = run = worker_run(prepared, self._store, facts, inside=stages, patience=self._wait)
         if self._leaving.is_set():
             run.drain()
@@ -138,19 +141,20 @@ class WorkedStages:
         store: WorkStore,
         names: Sequence[str],
         backends: SharedBackends,
+        trust: Trust,
         *,
         import_from: Path | None,
         patience: float,
     ) -> None:
-        self.names, self.schemas = names, {}
-        self._store, self._backends = store, backends
+        self.names, self.parts = names, {}
+        self._store, self._backends, self._trust = store, backends, trust
         self._import_from, self._patience = import_from, patience
         self._runs: dict[str, Run[object]] = {}  # stages that this worker works on now
         self._leaving = asyncio.Event()
         self.over: Over = ""
         self.finished = 0
 
-    schemas: Mapping[str, OutputSchema[object] | None]
+    parts: Mapping[str, Prepared]
 
     def facts(self, prepared: Prepared) -> JsonObject:
         return {}
@@ -210,6 +214,7 @@ class WorkedStages:
     async def _work_on(self, outer: Run[object], stage: str, store: WorkStore) -> None:
         """Work on a stage whenever it has rows, until this worker leaves."""
         while (facts := await self._begun(store)) is not None:
+            self._trust.check(facts)
             prepared = self._backends.share(prepare_worker(facts, self._import_from))
             run = self._runs[stage] = worker_run(prepared, store, facts, within=outer, stage=stage)
             if self._leaving.is_set():
@@ -281,6 +286,7 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
     prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
     if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
         prepared = with_model(prepared, str(facts["model"]))
+    prepared = under_record(prepared, facts)
     with suppress(SpecError):  # a row that another stage made: it fails alone
         prepared.plan.check_first(from_json(str(facts["first"]).encode()))
     if fingerprint_of(prepared).hex() != facts["fingerprint"]:
@@ -293,32 +299,43 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
     return prepared
 
 
-async def work(place: str, *, import_from: str | Path | None = None, wait: float = WAIT) -> WorkReport:
+async def work(
+    place: str,
+    *,
+    import_from: str | Path | None = None,
+    wait: float = WAIT,
+    allow: Sequence[str] = (),
+    trust: str = "",
+) -> WorkReport:
     """Work on the run at ``place`` until it is done."""
-    store = await open_store(place, wait)
+    may_use = Trust([allow] if isinstance(allow, str) else allow, trust)
+    store = await open_store(place, wait, may_use)
     modules = None if import_from is None else Path(import_from)
     try:
-        return await JoinedWorker(store, import_from=modules, wait=wait).work()
+        return await JoinedWorker(store, may_use, import_from=modules, wait=wait).work()
     finally:
         store.close()
 
 
-async def open_store(place: str, wait: float) -> WorkStore:
+async def open_store(place: str, wait: float, trust: Trust) -> WorkStore:
     """Open the record of a run: at a URL of Redis, at a socket, or in the directory of a run on this machine.
 
+    A record behind a socket of this user is trusted: the process behind it could do everything that this worker can.
     Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
     """
     deadline, said = asyncio.get_running_loop().time() + wait, ""
     while True:
         try:
-            if place.startswith(SERVED):
-                return open_served(Path(place.removeprefix(SERVED)))
-            if not is_store_url(place):
-                try:
-                    answer = await ask(Path(place), {"do": "share"})
-                except Refused as error:
-                    raise SpecError(str(error)) from None
-                return open_served(Path(str(answer["socket"])))
+            if place.startswith(SERVED) or not is_store_url(place):
+                socket = place.removeprefix(SERVED)
+                if socket == place:
+                    try:
+                        socket = str((await ask(Path(place), {"do": "share"}))["socket"])
+                    except Refused as error:
+                        raise SpecError(str(error)) from None
+                store = open_served(Path(socket))
+                trust.everything = trust.everything or owned(Path(socket))
+                return store
             address = StoreAddress.parse(place)
             address.refuse_stage()
             return await in_thread(partial(RedisRunStore.at, address))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
+from batch_agent.agent.fingerprint import KEYED, RAISED, AnyWorker, under_record
 from batch_agent.agent.prepare import Prepared
-from batch_agent.errors import InputError, StoreError
+from batch_agent.dispatch.cancellation import outlast
+from batch_agent.errors import InputError, SpecError, StoreError
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
@@ -24,15 +27,19 @@ from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
-from batch_agent.record.redis.store import RedisRunStore
+from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
-from batch_agent.record.rundir import State
+from batch_agent.record.rundir import OPTIONS, State
 from batch_agent.record.store import Resuming, RunStore, WorkStore
-from batch_agent.run.spec_json import pieces, spec_json
+from batch_agent.run.changes import compare, options_of
+from batch_agent.run.control import Inside
+from batch_agent.run.spec_json import pieces, schema_json, spec_json
+from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
 R = TypeVar("R")
+OnChange: TypeAlias = Literal["keep", "resend"] | None
 logger = logging.getLogger("batch_agent")
 # How a run ends, as its record calls it.
 RECORDED_STATES: Mapping[str, State] = {
@@ -43,7 +50,6 @@ RECORDED_STATES: Mapping[str, State] = {
     "out of budget": "out of budget",
     "unreachable": "unreachable",
 }
-ROWS = "row_schema"  # the fact that names the class of the rows
 
 
 def open_record(spec: BatchSpec) -> RunStore:
@@ -61,7 +67,11 @@ def open_record(spec: BatchSpec) -> RunStore:
 
 
 async def open_to_feed(
-    spec: BatchSpec, open_record: Callable[[BatchSpec], RunStore], outer: RunStore | None, stage: str
+    spec: BatchSpec,
+    resuming: Resuming,
+    open_record: Callable[[BatchSpec], RunStore],
+    outer: RunStore | None,
+    stage: str,
 ) -> RunStore:
     """Return the opened record of a run: its own, or that of a stage of the outer run."""
     if outer is not None and stage:
@@ -73,11 +83,51 @@ async def open_to_feed(
     if type(store) is MemoryStore:
         return store
     try:
-        await in_thread(partial(store.open, resuming_of(spec)))
+        await in_thread(partial(store.open, resuming))
     except BaseException:
         await in_thread(store.close)
         raise
     return store
+
+
+@asynccontextmanager
+async def announced(store: RunStore | None) -> AsyncIterator[None]:
+    """Tell readers of a run in Redis that it is starting, until it is fed. A directory is locked for that."""
+    if not isinstance(store, RedisRunStore):
+        yield
+        return
+
+    async def announce() -> None:
+        with suppress(StoreError):  # the run itself reports it
+            while await in_thread(store.announce):  # noqa: ASYNC110  Redis forgets it otherwise
+                await asyncio.sleep(ANNOUNCED / 3)
+
+    announcing = asyncio.get_running_loop().create_task(announce())
+    try:
+        yield
+    finally:
+        announcing.cancel()
+        await outlast(announcing)
+        with suppress(StoreError):
+            await in_thread(store.stop_announcing)
+
+
+async def refuse_changes(spec: BatchSpec, parts: Mapping[str, Prepared], worker: AnyWorker | None) -> None:
+    """Raise SpecError if resuming with these options would drop recorded answers. ``parts`` are those of a Run."""
+    changes = await in_thread(lambda: compare(str(spec.run_dir), parts, worker, counts=False))
+    if changes.dropped:
+        raise SpecError(changes.refusal(flags=False))
+    if changes.edits:
+        logger.info(
+            "changed since %s was recorded: %s; no recorded answer is dropped", changes.run, "; ".join(changes.edits)
+        )
+
+
+async def as_recorded(prepared: Prepared, store: RunStore | None, worker: AnyWorker | None) -> Prepared:
+    """Return a run that this process feeds, with the keys of its record."""
+    if store is None or type(store) is MemoryStore:
+        return prepared
+    return under_record(prepared, await in_thread(lambda: store.facts() or {}), worker)
 
 
 async def in_thread(function: Callable[[], R]) -> R:
@@ -90,25 +140,25 @@ async def in_thread(function: Callable[[], R]) -> R:
         raise
 
 
-def joining_command(spec: BatchSpec) -> str:
-    """Return the command that starts a worker of a run that works on nothing itself; "" for another run."""
-    if not spec.feed_only:
-        return ""
-    place = StoreAddress.parse(str(spec.run_dir)) if is_store_url(spec.run_dir) else spec.run_dir
-    return f"batch-agent work {place} --import-from DIR"
+def joining_command(spec: BatchSpec, facts: JsonObject) -> str:
+    """Return the command that starts a worker of this run in another process."""
+    if is_store_url(spec.run_dir):
+        return join_line(str(StoreAddress.parse(str(spec.run_dir))), facts)
+    return f"batch-agent work {spec.run_dir}"
 
 
-def resuming_of(spec: BatchSpec) -> Resuming:
-    retry = spec.retry_failed
+def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:
+    spec, retry = prepared.spec, prepared.spec.retry_failed
     kinds = retry if isinstance(retry, bool) else (retry,) if isinstance(retry, str) else tuple(retry)
-    return Resuming(resume=spec.resume or spec.force_resume, force=spec.force_resume, retry=kinds)
+    keeps, raised = on_change == "keep", prepared.shapes.raised_from is not None
+    return Resuming(spec.resume or keeps, keeps, kinds, drop=on_change == "resend", cut=raised)
 
 
 def facts_of(
     prepared: Prepared, fingerprint: bytes, command: Mapping[str, JsonValue] | None, stages: Sequence[str]
 ) -> JsonObject:
     """Return what ``run.json`` says when a session begins."""
-    began = now_text()
+    began, shapes = now_text(), prepared.shapes
     facts: JsonObject = {
         "state": "running",
         "why": None,
@@ -120,7 +170,10 @@ def facts_of(
         "model": prepared.model,
         "backend": prepared.backend.name,
         "total": prepared.plan.total,
+        OPTIONS: options_of(prepared),
     }
+    bounds = {KEYED: shapes.keyed_max_tokens, RAISED: shapes.raised_from}
+    facts |= {name: bound for name, bound in bounds.items() if bound is not None}
     if stages:
         facts["stages"] = list(stages)
     if prepared.carry:
@@ -130,16 +183,24 @@ def facts_of(
     return facts
 
 
-def facts_for_workers(prepared: Prepared, first: object) -> JsonObject:
-    """Return what a worker in another process needs to prepare the same run. ``first`` is its first input. Raises
-    SpecError for an option that other processes cannot use."""
+def facts_for_workers(
+    prepared: Prepared, first: object, inside: Inside | None = None, row_schema: type[object] | None = None
+) -> JsonObject:
+    """Return what a worker in another process needs to prepare the same run, signed if there is a secret. ``first`` is
+    its first input, ``row_schema`` the class of its rows. Raises SpecError for an option that other processes cannot
+    use."""
     try:
         shown = "null" if isinstance(first, UnreadableRow) else encode_row(first).decode()
     except InputError:  # this row fails alone
         shown = "null"
     model: JsonObject = {} if prepared.model is None else {"model": prepared.spec.model or prepared.model}
-    spec = {**spec_json(prepared), **model}
-    return {"spec": spec, "first": shown, "pieces": {**pieces(prepared)}, "asked": asked_json(prepared)}
+    facts: JsonObject = {"spec": {**spec_json(prepared), **model}, "first": shown, "pieces": {**pieces(prepared)}}
+    facts |= {"asked": asked_json(prepared), "lease": prepared.spec.lease, "keep": prepared.spec.keep}
+    facts |= {} if inside is None else inside.facts(prepared)
+    if row_schema is not None:
+        facts[ROWS] = schema_json(row_schema)
+    hosts = {*hosts_of(prepared.backend), *cast("list[str]", facts.get(HOSTS, ()))}
+    return sign({**facts, HOSTS: [*sorted(hosts)]} if hosts else facts)
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:

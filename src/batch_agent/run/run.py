@@ -59,6 +59,7 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
+from batch_agent.run.changes import Changes, compare
 from batch_agent.run.clock import Clock
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
@@ -68,8 +69,10 @@ from batch_agent.run.leases import Leases, Over
 from batch_agent.run.observers import Observers
 from batch_agent.run.recording import (
     RECORDED_STATES,
-    ROWS,
+    OnChange,
     StageAccount,
+    announced,
+    as_recorded,
     asked_json,
     encoder,
     facts_for_workers,
@@ -79,6 +82,7 @@ from batch_agent.run.recording import (
     now_text,
     open_record,
     open_to_feed,
+    refuse_changes,
     resuming_of,
 )
 from batch_agent.run.rows import Rows
@@ -87,7 +91,7 @@ from batch_agent.run.shared import Shared, labelled, open_dispatcher
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
 from batch_agent.run.sinks import Sinks
-from batch_agent.run.spec_json import schema_json, spec_json
+from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
 from batch_agent.run.workshop import Workshop
@@ -131,6 +135,7 @@ class Run(Generic[T]):
         self._loops = worker is None and spec.worker is None  # the tool loop processes the rows
         self._open_record, self._feeds, self._outer, self._stage = record, feeds, within, stage
         self._row_schema, self._inside, self._patience = row_schema, inside, patience
+        self.on_change: OnChange = spec.on_change  # may be set before the run is entered
         self._crew = crew_of(spec) if feeds else None
         feeds_only = feeds and (spec.feed_only or self._crew is not None)
         self._works, self._is_shared = inside is None and not feeds_only, feeds_only or not feeds
@@ -175,11 +180,10 @@ class Run(Generic[T]):
         prepared, on_health = self._prepared, self._health_changed
         if within is not None:
             return within.inside(prepared, self.id, self._emit, on_health)
-        dispatchers: dict[str, Dispatcher] = {}
         run_dir = prepared.spec.run_dir
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
         dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
-        dispatchers[prepared.backend.name] = dispatcher
+        dispatchers = {prepared.backend.name: dispatcher}
         dispatcher.spending = spending = self._new_spending(dispatchers)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
@@ -277,7 +281,7 @@ class Run(Generic[T]):
             self._endpoints(),
             self.tool_statistics(),
             self._prepared.spec,
-            slots=self._slots(),
+            slots=self.shared.slots,
             at=self.shared.clock(),
             paused=self._paused,
         )
@@ -286,7 +290,7 @@ class Run(Generic[T]):
         return self.sample_of(self._metrics.statistics())
 
     def sample_of(self, statistics: Statistics) -> Line:
-        return sample_line(statistics, self._endpoints(), self._slots(), self.shared.clock())
+        return sample_line(statistics, self._endpoints(), self.shared.slots, self.shared.clock())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
         """Return the oldest running rows with their activity. Only for a run with a run directory."""
@@ -300,11 +304,6 @@ class Run(Generic[T]):
     def _endpoints(self) -> list[LabelledEndpoint]:
         """Return the endpoints of all backends; for a run inside another, those of its own."""
         return labelled(self.shared, None if self._outer is None else self._prepared.backend.name)
-
-    def _slots(self) -> int | None:
-        """Return the total slots of all backends; None: no limit."""
-        slots = [each.scheduler.slots for each in self.shared.dispatchers.values()]
-        return None if None in slots else sum(each for each in slots if each is not None)
 
     # Controlling
 
@@ -354,6 +353,15 @@ class Run(Generic[T]):
         self._cancelled = True
         self.stop()
 
+    def changes(self) -> Changes:
+        """Compare the options of a resumed run with those of its record. Reads files or Redis, so it may block."""
+        return compare(str(self._prepared.spec.run_dir), self.parts, self._function)
+
+    @property
+    def parts(self) -> Mapping[str, Prepared]:
+        """The stages by name; a plain run is its only part."""
+        return {"": self._prepared} if self._inside is None else self._inside.parts
+
     def cancel_row(self, row: str | int) -> None:
         """End a running row, which fails as Cancelled. Raises SpecError if it is not running."""
         run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
@@ -393,7 +401,7 @@ class Run(Generic[T]):
     def wants_workers(self) -> bool:
         """Whether new rows are started. Only for a record in this process."""
         standing = self._opened.standing()
-        return not (self._leaving or self._cannot_continue or standing.done) and standing.phase == "running"
+        return not (self._leaving or self.shared.cannot_continue or standing.done) and standing.phase == "running"
 
     # The supervisor
 
@@ -406,15 +414,18 @@ class Run(Generic[T]):
                 await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
             if self._feeds:
                 outer = None if self._outer is None else self._outer.store
-                opening = open_to_feed(self._prepared.spec, self._open_record, outer, self._stage)
+                spec, resuming = self._prepared.spec, resuming_of(self._prepared, self.on_change)
+                opening = open_to_feed(spec, resuming, self._open_record, outer, self._stage)
                 self._store = self._record = await opening
+                if self._outer is None and spec.resume and self.on_change is None:
+                    await refuse_changes(spec, self.parts, self._function)
                 async with asyncio.TaskGroup() as first:
                     self._reader = first.create_task(self._check_first())
             self._emit_start()
-            self.shared.keep_jobs(self._prepared.backend, self._opened)
+            await self.shared.keep_jobs(self._prepared.backend, self._opened)
             if not self._feeds or self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
-                async with backend:
+                async with announced(self._record), backend:
                     with following(backend, self.shared.dispatcher) as follower:
                         prepared = await learn_context(await choose_model(self._prepared))
                         if follower is not None:
@@ -438,7 +449,7 @@ class Run(Generic[T]):
                 for dispatcher in self.shared.dispatchers.values():
                     dispatcher.close()
                     await dispatcher.wait_closed()
-            reason = self._why(ended)
+            reason = self.shared.why(ended) if self._failed_by is None else str(self._failed_by)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_record(ended, reason, failure) or failure
             if self._outer is None:
@@ -465,14 +476,15 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
-        self._prepared, shapes = prepared, prepared.shapes
+        self._prepared = prepared = await as_recorded(prepared, self._record, self._function)
+        shapes = prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
-        if (outer := self._outer) is not None:
-            shared.lender, shared.journal = outer.lender, outer.journal
+        if self._outer is not None:
+            shared.lender, shared.journal = self._outer.lender, self._outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            schemas = {"": prepared.schema} if self._inside is None else self._inside.schemas
+            schemas = {name: part.schema for name, part in self.parts.items()}
             url = None if store.instant else str(prepared.spec.run_dir)
             facts, is_shared = self._facts_for_workers, self._is_shared
             self.serving = Serving(store, url, schemas, facts, self.begin_sharing, is_shared=is_shared)
@@ -511,7 +523,7 @@ class Run(Generic[T]):
             feeder.tasks, working = tasks, None
             delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
             if self._is_shared:
-                if self._cannot_continue:  # before this stage began
+                if self.shared.cannot_continue:  # before this stage began
                     feeder.stop()
                 await self._share_feed(feeder)
             if self._works:
@@ -521,7 +533,7 @@ class Run(Generic[T]):
                 await asyncio.wait({working})
                 feeder.deliver_recorded()
                 delivering.cancel()
-            elif not delivering.done() and self._cannot_continue:  # the other workers cannot either
+            elif not delivering.done() and self.shared.cannot_continue:  # the other workers cannot either
                 self._feed.close()
                 delivering.cancel()
             await asyncio.wait({delivering})
@@ -535,10 +547,6 @@ class Run(Generic[T]):
         """Feed the rows to several workers."""
         filling = await feeder.share(self._lease, self._facts_for_workers, has_rows=self._inside is None)
         self._reader = self._reader if self._works else filling
-
-    @property
-    def _cannot_continue(self) -> bool:
-        return self.shared.dispatcher.over is not None or bool(self.shared.spending.exhausted)
 
     async def _work_here(self, prepared: Prepared) -> None:
         """Work on rows in this process."""
@@ -642,23 +650,23 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone = store.instant and not self._is_shared
-        feeder.joining = joining_command(spec) if self._crew is None and self._outer is None else ""
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
             facts |= self._facts_for_workers()
+        if self._crew is None and self._outer is None:
+            if spec.feed_only:  # the feeder says it while there is no worker
+                feeder.joining = joining_command(spec, facts)
+            elif not store.instant:
+                logger.warning("to add a worker: %s", joining_command(spec, facts))
         keys = Keys(rows_under(prepared, self._function))
-        await feeder.begin(facts, resuming_of(spec), keys, prepared.schema, spec.keep)
+        await feeder.begin(facts, resuming_of(prepared, self.on_change), keys, prepared.schema, spec.keep)
         if self._leaving:
             feeder.stop()
 
     def _facts_for_workers(self) -> JsonObject:
         """Return what workers in other processes need. Raises SpecError if they cannot work on the run."""
-        prepared, spec = self._prepared, self._prepared.spec
-        facts = facts_for_workers(prepared, self._first) | {"lease": spec.lease, "keep": spec.keep}
-        if self._row_schema is not None:
-            facts[ROWS] = schema_json(self._row_schema)
-        return facts if self._inside is None else facts | self._inside.facts(prepared)
+        return facts_for_workers(self._prepared, self._first, self._inside, self._row_schema)
 
     async def begin_sharing(self, lender: Lending | None = None) -> None:
         """Let workers in other processes take rows of this run, which was alone until now. ``lender`` is that of the
@@ -756,14 +764,6 @@ class Run(Generic[T]):
             logger.warning("%s: %s", ended, why)
             return ended, None
         return ended, RunUnreachable(why) if ended == "unreachable" else RunRejected(why)
-
-    def _why(self, ended: Ended) -> str:
-        if self._failed_by is not None:
-            return str(self._failed_by)
-        if ended == "out of budget":
-            return self.shared.spending.exhausted
-        over = self.shared.dispatcher.over
-        return over[1] if over is not None and ended == over[0] else ""
 
     def _out_of_budget(self, limit: str) -> None:
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)

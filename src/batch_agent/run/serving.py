@@ -15,6 +15,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import WorkStore
+from batch_agent.run.trust import fingerprint_of_things
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
@@ -73,6 +74,11 @@ class Serving:
         """Return the options of the run and of its stages, as workers get them. Raises SpecError."""
         facts = cast("dict[str, JsonObject]", self._facts())
         return [facts["spec"], *cast("dict[str, JsonObject]", facts.get("specs", {})).values()]
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of what the run tells workers to use, for workers that its crew starts."""
+        return fingerprint_of_things(self._facts())
 
     async def close(self) -> None:
         """Stop serving, when the workers have seen that the run has ended and left."""

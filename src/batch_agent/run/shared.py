@@ -6,6 +6,7 @@ limits. An inner run may have its own directory, for its journal and its results
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,12 +18,11 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import ControlFinished, LimitChanged, Sink
+from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
 from batch_agent.messages import Usage
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
-from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
@@ -68,6 +68,23 @@ class Shared:
             dispatcher.spending = self.spending
         return replace(self, emit=emit, dispatcher=dispatcher, pool=None)
 
+    @property
+    def cannot_continue(self) -> bool:
+        return self.dispatcher.over is not None or bool(self.spending.exhausted)
+
+    @property
+    def slots(self) -> int | None:
+        """The slots of all backends; None: no limit."""
+        slots = [each.scheduler.slots for each in self.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    def why(self, ended: Ended) -> str:
+        """Return why a run ended in this way, or ""."""
+        if ended == "out of budget":
+            return self.spending.exhausted
+        over = self.dispatcher.over
+        return over[1] if over is not None and ended == over[0] else ""
+
     def live(self) -> LiveNumbers:
         """Return the current numbers that no event reports."""
         places = self.dispatchers.items()
@@ -75,12 +92,13 @@ class Shared:
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
 
-    def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
-        """Let a backend whose answers take hours record its jobs in the record of the run."""
+    async def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
+        """Let a backend whose answers take hours record its jobs in the record of the outermost run."""
         if backend.capabilities.patient:
-            place = store if isinstance(store, RedisRunStore) else self.directory
-            backend.keep(place)
-            if place is None:
+            record = self.store or store
+            outlasts = await asyncio.to_thread(record.outlasts)
+            backend.keep(record, outlasts=outlasts)
+            if not outlasts:
                 logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_rates(self, spec: BatchSpec) -> None:

@@ -50,7 +50,7 @@ class Shares:
         spending, journal = self._shared.spending, self._journal
         if is_shared:
             lender = await self._open_lender()
-            spending.start(commit=lender.soon)
+            spending.start(commit=lender.soon, shared=True)
         elif self._record is None or journal is None or journal.in_memory:
             spending.start()
         else:

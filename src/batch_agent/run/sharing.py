@@ -23,11 +23,9 @@ from typing import TypeVar
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache import CachingBackend
-from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.dispatch.spending import Spending
+from batch_agent.dispatch.spending import PAID_AHEAD, Spending
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.fleet.backend import Fleet
 from batch_agent.fleet.following import Hostfile
 from batch_agent.messages import JsonObject
 from batch_agent.record.journal import to_its_end
@@ -35,6 +33,7 @@ from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.once import SharedOnce
 from batch_agent.run.shared import Shared
+from batch_agent.run.trust import hostfile_of, layers, sign_file
 from batch_agent.scheduler.budget import NOTHING, Amount
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.share.table import (
@@ -98,7 +97,7 @@ class Lending:
 
         Clear the control actions of earlier sittings, and store the hostfiles for workers on other machines.
         """
-        self._hostfiles = [hostfile for backend in backends if (hostfile := _hostfile_of(backend)) is not None]
+        self._hostfiles = [hostfile for backend in backends if (hostfile := hostfile_of(backend)) is not None]
         await self._beside(lambda: self._store.steer({"do": "begin"}))
         await self._keep_hostfiles()
 
@@ -106,7 +105,7 @@ class Lending:
         for hostfile in self._hostfiles:
             name, text = str(hostfile.path), hostfile.text
             if self._kept.get(name) != text:
-                await self._beside(partial(self._store.put_file, name, text))
+                await self._beside(partial(self._store.put_file, name, sign_file(name, text)))
                 self._kept[name] = text
 
     def soon(self) -> None:
@@ -114,7 +113,7 @@ class Lending:
 
     def share_answers(self, backend: Backend) -> None:
         """Let a backend with a response cache share its answers with the other workers."""
-        for layer in _layers(backend):
+        for layer in layers(backend):
             if isinstance(layer, CachingBackend):
                 layer.once = self.once
 
@@ -164,7 +163,7 @@ class Lending:
             self._lost.cancel()
         self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
         await self._keep_hostfiles()
-        self._apply(shared, beat)
+        self._apply(shared, beat, sent)
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
         climbing = any(grant.search is not None and grant.search[1] for grant in beat.grants.values())
@@ -213,7 +212,7 @@ class Lending:
             rates = endpoint.server.rates
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
-        yield from _budget(shared.spending)
+        yield from _budget(shared.spending, self._every)
         for stage, runs in self._stages.items():
             spent = [run() for run in runs]
             yield from _spent_of(stage, sum(tokens for tokens, _ in spent), sum(cost or 0.0 for _, cost in spent))
@@ -256,12 +255,15 @@ class Lending:
 
     # Grants
 
-    def _apply(self, shared: Shared, beat: Allotment) -> None:
+    def _apply(self, shared: Shared, beat: Allotment, sent: float) -> None:
         for name, grant in beat.grants.items():
             self._places[name].apply(min(grant.held, grant.fair))
             self._places[name].learn(grant)
         if shared.spending.is_leased:
             _grant_budget(shared.spending, beat.grants)
+        if shared.spending.per_second:
+            time = beat.grants[BUDGET_COST]
+            shared.spending.grant_time(sent, time.held / DOLLAR, time.fair / DOLLAR)
         self._wake(shared)
 
     def _stop_using(self, shared: Shared) -> None:
@@ -320,18 +322,6 @@ def _endpoints(shared: Shared) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
             yield endpoint.name or name, dispatcher, endpoint
 
 
-def _layers(backend: Backend) -> Iterator[Backend]:
-    """Yield a backend, and the backends to which it forwards requests."""
-    yield backend
-    while isinstance(backend, ForwardingBackend):
-        backend = backend.inner
-        yield backend
-
-
-def _hostfile_of(backend: Backend) -> Hostfile | None:
-    return next((layer.hostfile for layer in _layers(backend) if isinstance(layer, Fleet)), None)
-
-
 def _own_limit(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
     """Return the slot limit of an endpoint for all workers, or None if the total of its backend is the tighter limit.
 
@@ -360,8 +350,9 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
     return Pot(claim, budget.allot)
 
 
-def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
-    """Yield both budgets, which are granted together. Without a limit they only report the spending."""
+def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
+    """Yield both budgets, which are granted together. Without a limit they only report the spending. ``every`` is the
+    number of seconds between two reports."""
     if spending.is_leased:
         spent, kept, wanted, part = spending.claim()
         tokens, cost = spending.limits
@@ -375,7 +366,14 @@ def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
     most = UNLIMITED if cost is None else _nano(cost)
     of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost))
     yield BUDGET_TOKENS, Pot(lambda: of_tokens, _nothing)
-    if cost is not None or spent.cost:
+    if spending.per_second:
+        alone, cost = spending.claim_time()
+        rate = max(1, _nano(spending.per_second))
+        ahead = math.ceil(PAID_AHEAD * max(1.0, every) * rate)
+        own = _nano(alone)
+        of_time = Claim(UNLIMITED if cost is None else _nano(cost), own, ahead, 0, own, rate=rate)
+        yield BUDGET_COST, Pot(lambda: of_time, _nothing)
+    elif cost is not None or spent.cost:
         yield BUDGET_COST, Pot(lambda: of_cost, _nothing)
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.prepare import Prepared
+from batch_agent.agent.prepare import Prepared, stored_place
 from batch_agent.errors import SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.foreign import describe, name_of
@@ -31,7 +31,7 @@ from batch_agent.tools.base import BUILTIN_NAMES, Tool
 # Options that only the feeder uses: inputs, record, observers, API key.
 FEEDERS = {
     *("inputs", "on_result", "sinks", "events", "metrics_port", "telemetry", "api_key", "no_hoist"),
-    *("run_dir", "resume", "retry_failed", "force_resume", "predictive_prewarm", "prewarm_max_age"),
+    *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
     *("lease", "keep", "feed_only", "cluster"),
 }
 REFERENCES = ("worker", "compaction")
@@ -58,6 +58,10 @@ def spec_json(prepared: Prepared) -> JsonObject:
             options[name] = cast(JsonValue, from_json(to_json(value)))
     if prepared.model is not None and spec.model is None:
         options["model"] = prepared.model
+    if spec.backend is None and isinstance(prepared.where, str | list):  # from the record or the environment
+        options["backend"] = stored_place(prepared.where, prepared.backend.name)
+        if isinstance(options["backend"], dict):  # it has a password: each worker has its own environment
+            del options["backend"]
     return options
 
 

@@ -15,7 +15,7 @@ from batch_agent.agent.resources import Resources
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.feed import Feed
-from batch_agent.errors import Cancelled, InputError, Interrupted, SpecError
+from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatch, SpecError, WorkerFailed
 from batch_agent.events import JobFinished, JobStarted
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
@@ -23,6 +23,7 @@ from batch_agent.record.base import Identity
 from batch_agent.record.journal import Journal, LeasedIdentity
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_row
+from batch_agent.record.steps import Past
 from batch_agent.record.trail import Trail
 from batch_agent.run.leases import GROUP, HeldRow, Leases
 from batch_agent.run.parts import Parts
@@ -38,8 +39,8 @@ class Worker:
     ``keys`` and ``part_keys`` make the identities of rows, and of the parts of rows that do not fit. ``row_schema`` is
     that of the rows, if they are outputs of another stage. ``left`` returns the number of rows that were not started;
     None if it is unknown. ``tells``: the feeder is in another process, so this worker reports the ends of its rows.
-    ``on_unfinished`` is called with the result of a row that was interrupted: it is not recorded,
-    so that a resumed run works on the row."""
+    ``retry_from`` is the option. ``on_unfinished`` is called with the result of a row that was interrupted: it is not
+    recorded, so that a resumed run works on the row."""
 
     def __init__(
         self,
@@ -55,11 +56,13 @@ class Worker:
         part_keys: Keys,
         left: Callable[[], int | None] = lambda: None,
         tells: bool = True,
+        retry_from: str = "auto",
     ) -> None:
         self.live: dict[int, Agent | Parts] = {}
         self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
         self._function, self._asks_first = function, asks_first
         self._keys, self._part_keys, self._left, self._tells = keys, part_keys, left, tells
+        self._retry_from = retry_from
         self.row_schema: OutputSchema[object] | None = None
         self.on_unfinished: Callable[[AgentResult[object]], None] = lambda result: None
         self._lead = resources.lead  # until the first agent with a request has started
@@ -181,8 +184,23 @@ class Worker:
         else:
             own = self._keys.identity(job, self._plan.question(job))
             identity = LeasedIdentity(own.key, own.row, row.lease)
-        past = held.past(identity, row.steps) if row.steps else None
-        return Trail(self._journal, identity, past, retried=held.retries(past), checks=row.checks)
+        return self._follow(held, identity, held.past(identity, row.steps) if row.steps else None)
+
+    def _follow(self, held: HeldRow, identity: LeasedIdentity, past: Past | None) -> Trail:
+        """Return the trail of an agent with this record."""
+        retried = held.retries(past)
+        restarts = past is not None and self._restarts(past, retried=retried)
+        return Trail(self._journal, identity, past, retried=retried, restarts=restarts, checks=held.row.checks)
+
+    def _restarts(self, past: Past, *, retried: bool) -> bool:
+        """Return whether a recorded row starts again in a new conversation: one that failed by its own fault, or whose
+        answer was cut at a max_tokens that is higher now."""
+        if past.failed is None:
+            cut, raised = past.cut_at, self._r.shapes.raised_from
+            return cut is not None and raised is not None and cut <= raised
+        if not retried or not (past.turns or past.worked):
+            return False
+        return starts_afresh(past.failed.error, self._retry_from)
 
     async def _begin(self, held: HeldRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
         self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
@@ -294,10 +312,7 @@ class Worker:
             own: Identity = self._part_keys.identity(job, question)
             identities.append(LeasedIdentity(own.key, own.row, held.lease))
         found = await self._leases.claim(held, identities)
-        return [
-            Trail(self._journal, identity, past, retried=held.retries(past), checks=held.row.checks)
-            for identity, past in zip(identities, found, strict=True)
-        ]
+        return [self._follow(held, identity, past) for identity, past in zip(identities, found, strict=True)]
 
     # Results
 
@@ -315,6 +330,13 @@ class Worker:
         if self._r.traces is not None:
             self._r.traces.ended(self._r.run, result)
         self._r.emit(JobFinished.of(result, self._r.clock(), self._r.run))
+
+
+def starts_afresh(error: AgentError, retry_from: str) -> bool:
+    """Return whether a row that failed with this error is tried again in a new conversation. A cause outside of the row
+    says nothing against its conversation."""
+    outside = error.retryable or error.type in (ReplayMismatch.type, WorkerFailed.type)
+    return retry_from == "start" or (retry_from == "auto" and not outside)
 
 
 def is_interrupted(result: AgentResult[object]) -> bool:

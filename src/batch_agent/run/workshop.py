@@ -20,6 +20,7 @@ from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
 from batch_agent.events import Sink
+from batch_agent.record.digests import ShapeDigests
 from batch_agent.record.journal import Journal
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
@@ -82,6 +83,7 @@ class Workshop:
                 part_keys=Keys(rows_under(prepared, inner, part=True)),
                 left=lambda: None if feeder is None else feeder.left,
                 tells=feeder is None,
+                retry_from=spec.retry_from,
             )
             yield self.worker
             watch.tell()
@@ -117,6 +119,7 @@ class Workshop:
             lead=lead_of(prepared.plan, capabilities, prepared.max_inflight) if loops else None,
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
+            digests=ShapeDigests(prepared.shapes.keyed_max_tokens),
         )
 
     def _tools(self) -> ToolPool:

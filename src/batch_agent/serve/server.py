@@ -67,7 +67,7 @@ class ServeOptions:
     now: Callable[[], float] = time.time
 
 
-class BatchService:
+class BatchApiServer:
     """All parts of a server. ``serve`` runs it; ``ready`` gets its address and key."""
 
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:

@@ -10,13 +10,15 @@ There are three kinds of pots:
 - Slots are divided evenly among the workers that want them. The slots of a dead worker are free when its membership
 ends. If the number of slots is searched, the first worker searches for all of them, and its number is the limit.
 - Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
-- The budget is consumed. What a dead worker held and did not return counts as spent.
+- The budget is consumed. What a dead worker held and did not return counts as spent. If running time costs, it is
+charged once for all workers: a little ahead of the time, so that a kill of all of them cannot hide any of it.
 
 The table is one value of plain JSON. Redis or an actor stores it; ``Table`` has no clock and no I/O.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -41,7 +43,8 @@ MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 class Claim:
     """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
     useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget. ``search`` is the
-    state of the search for the limit; None if the limit was given."""
+    state of the search for the limit; None if the limit was given. ``rate`` is the cost of a second of running time;
+    then ``want`` is what is charged ahead."""
 
     limit: int
     held: int
@@ -49,6 +52,7 @@ class Claim:
     part: int = 1
     spent: int = 0
     search: Progress | None = None
+    rate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Grant:
     """What a worker holds from now on. ``fair`` is lower if the worker should use less, because others want some. For a
     budget, ``others_spent`` is what other workers have spent. ``others_open`` is what other workers hold, apart from
     that. For a searched limit, ``search`` is the search of the worker that ``leads``. ``even``: all workers together
-    hold as much as the limit, or as they want."""
+    hold as much as the limit, or as they want. For running time, ``held`` is what is charged ahead of now, and ``fair``
+    what is left of the budget beyond that."""
 
     held: int
     fair: int
@@ -113,6 +118,7 @@ class Table:
     steering: Steering = field(default_factory=Steering)
     spent: dict[str, int] = field(default_factory=dict)  # amounts spent by workers that have left
     lingering: list[tuple[str, int, float]] = field(default_factory=list)  # pot, amount, end of counting
+    charged: float = 0.0  # time up to which running time is charged
     exhausted: tuple[int, str] = (0, "")  # session in which the budget was too small for a worker's next call; reason
 
     # Workers
@@ -128,6 +134,7 @@ class Table:
     ) -> Allotment:
         """Record a worker's report, and grant what it may hold. Its membership ends ``seconds`` from now."""
         self._expire(now)
+        is_new = worker not in self.members
         member = self.members.setdefault(worker, Member(now))
         member.until, member.learnt, member.status = now + seconds, dict(learnt), status or {}
         gone = member.claims.keys() - claims.keys()
@@ -136,6 +143,9 @@ class Table:
         member.claims.update(claims)
         grants: dict[str, Grant] = {}
         for name, claim in claims.items():
+            if claim.rate:
+                grants[name] = self._charge(name, claim, now, is_new=is_new)
+                continue
             grants[name] = grant = self._grant(worker, name, claim, now)
             member.claims[name] = replace(claim, held=grant.held)
         others = [each for name, each in self.members.items() if name != worker and each.until]
@@ -151,6 +161,10 @@ class Table:
         member = self.members.pop(worker, None)
         for name, claim in {} if member is None else member.claims.items():
             self._let_go(name, claim, now)
+            others = any(name in each.claims for each in self.live(now).values())
+            if claim.rate and not others and self.charged > now:  # time that was charged ahead and is not used
+                self.spent[name] -= int((self.charged - now) * claim.rate)
+                self.charged = now
 
     def spent_of(self, name: str) -> int:
         """Return what is spent of a budget, including what dead workers did not return."""
@@ -180,6 +194,17 @@ class Table:
             self.lingering.append((name, claim.held, now + MINUTE + SLACK))
 
     # Shares
+
+    def _charge(self, name: str, claim: Claim, now: float, *, is_new: bool) -> Grant:
+        """Charge running time up to now, and what the claim wants ahead. Time in which no worker lived is free; a
+        worker that reports again has lived since its latest report."""
+        begun = max(self.charged, now) if is_new else self.charged
+        past = max(0, math.ceil((now - begun) * claim.rate))
+        left = max(0, claim.limit - self.spent_of(name) - past)
+        ahead = max(0, min(left, claim.want - int(max(0.0, begun - now) * claim.rate)))
+        self.spent[name] = self.spent.get(name, 0) + past + ahead
+        self.charged = max(begun, now) + ahead / claim.rate
+        return Grant(int((self.charged - now) * claim.rate), left - ahead, self.spent_of(name) - claim.spent)
 
     def _grant(self, worker: str, name: str, claim: Claim, now: float) -> Grant:
         members = {each: member for each, member in self.members.items() if name in member.claims}

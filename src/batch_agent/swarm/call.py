@@ -141,6 +141,7 @@ class RecordedCall:
             hedge=options.hedge,
             run_dir=options.run_dir,
             resume=options.run_dir is not None,
+            on_change=None if options.run_dir is None else "resend",  # calls with other options share the directory
         )
         left = set(range(len(rows)))
         why = "the run ended before this prompt finished"

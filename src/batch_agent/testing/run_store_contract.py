@@ -683,6 +683,16 @@ class RunStoreContract:
         assert work.get_file("hosts.txt") == "gpu-1\ngpu-2 8001\n"
         assert work.get_file("others.txt") is None
 
+    def test_the_jobs_of_all_workers_are_there_in_their_order_and_known_after_a_kill(self, place: StorePlace) -> None:
+        now = sit(place, place.open())
+        lines = [b'{"wave":"1"}', b'{"wave":"2"}', b'{"wave":"1","job":"j"}']
+        now.work.add_job_lines(lines[:2])
+        place.worker(now.store).add_job_lines(lines[2:])
+        assert now.work.job_lines() == now.store.job_lines() == lines
+        assert now.work.outlasts() == (place.keeps != "nothing")
+        if place.keeps != "nothing":
+            assert sit(place, place.reopen(now.store), how=RESUME).work.job_lines() == lines
+
     def test_stages_have_rows_of_their_own_and_share_everything_else(self, place: StorePlace) -> None:
         now = sit(place, place.open(), new_row(place, 0))
         stage = now.store.stage("first")
@@ -698,6 +708,8 @@ class RunStoreContract:
         assert now.work.begin_call("b", "key", "t2", "").state == "theirs"
         now.work.put_file("f", "text")
         assert worked.get_file("f") == "text"
+        now.work.add_job_lines([b"{}"])
+        assert worked.job_lines() == [b"{}"]
         worked.close()
         stage.close()
 

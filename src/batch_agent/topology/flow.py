@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,8 @@ from typing import Any, Self, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.prepare import Prepared, prepare, recorded_facts
+from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.compiler.fields import field_names, listed
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
@@ -29,14 +31,17 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.record.address import is_store_url
+from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
-from batch_agent.run.recording import open_record
+from batch_agent.run.changes import Changes
+from batch_agent.run.recording import OnChange, open_record
 from batch_agent.run.run import Run
 from batch_agent.run.shared_backends import SharedBackends, Wrap
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
+from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, InputSource, KeyNode
@@ -78,6 +83,7 @@ class Flow:
     ) -> None:
         check_options_of_the_whole(options)
         self.inputs = inputs
+        options = _with_recorded_backend(options)
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # in the order of the stages
         self._options, self._sends = dict(options), sends
@@ -103,7 +109,7 @@ class Flow:
         """Return the outer run, and open that of each stage."""
         whole, nodes = self._prepared, self.nodes
         self.names: Sequence[str] = [node.name for node in nodes]
-        self.schemas: Mapping[str, OutputSchema[object] | None] = {node.name: node.prepared.schema for node in nodes}
+        self.parts: Mapping[str, Prepared] = {node.name: node.prepared for node in nodes}
         run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self)
         for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
             schema = self._row_schemas.get(node.name)
@@ -117,7 +123,7 @@ class Flow:
         for node in self.nodes:
             with _named(node.name):
                 specs[node.name] = spec_json(node.prepared)
-        return {"specs": specs}
+        return {"specs": specs, HOSTS: [host for node in self.nodes for host in hosts_of(node.prepared.backend)]}
 
     async def work(self, run: Run[object]) -> bool:
         """Run the stages. Returns whether all of them ended as they should; else their records say why not."""
@@ -175,6 +181,20 @@ class Flow:
 
     def cancel(self) -> None:
         self._run.cancel()
+
+    def changes(self) -> Changes:
+        """Compare the stages with their record. May block."""
+        return self._run.changes()
+
+    @property
+    def on_change(self) -> OnChange:
+        """The option; it may be set before the flow is entered."""
+        return self._run.on_change
+
+    @on_change.setter
+    def on_change(self, on_change: OnChange) -> None:
+        for run in (self._run, *(node.run for node in self.nodes)):
+            run.on_change = on_change
 
     def resize(self, max_inflight: int | None) -> None:
         """Change the concurrency limit of each backend."""
@@ -315,7 +335,18 @@ class Flow:
         prepared = prepare(BatchSpec(**options, task="{input}", inputs=[stages]), sends=self._sends)
         plan = copy.copy(prepared.plan)
         plan.total = None  # the pipeline has no rows of its own
-        return replace(prepared, plan=plan, backend=first.backend, model=first.model)
+        where = self._options.get("backend") or os.environ.get(BACKEND_VARIABLE)
+        return replace(prepared, plan=plan, backend=first.backend, model=first.model, where=where)
+
+
+def _with_recorded_backend(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a pipeline. One that is resumed and names no backend uses that of its record, also for
+    stages that have not begun."""
+    run_dir = next((options[name] for name in RUN_DIR if options.get(name) is not None), None)
+    known = recorded_options(recorded_facts(run_dir)).get("backend")
+    if options.get("backend") is not None or not isinstance(known, str | list):
+        return options
+    return {**options, "backend": known}
 
 
 @contextmanager

@@ -5,8 +5,9 @@ moment. So the rows of a run are one job, and agents with tools need one job per
 of the waiting callers drives the wave, and if it is cancelled, the next caller does. Batch APIs have no callback, so
 the driver polls the job at growing intervals.
 
-The ledger in the run directory records a wave before it is sent. A request is identified by a hash of its body, which
+The ledger in the record of the run has a wave before it is sent. A request is identified by a hash of its body, which
 is also its id in the job: a resumed run sends the same request, finds the job that contains it, and waits for that job.
+A worker that takes a row over from another one finds the other worker's job in the same way.
 If a job's id was lost, with the process or with the answer to its submission, the job is searched at the provider. Its
 requests are sent again only when it is certain that no job exists. Each answer is delivered once. A request that the
 job left undone (expired, cancelled, failed on the provider's side) fails with a retryable error and joins the next
@@ -25,12 +26,11 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from batch_agent.backends.base import Backend, Capabilities, JobLines, ModelRequest, OnToolCall, Probe, RequestShape
-from batch_agent.backends.batch.job_ledger import JobLedger
+from batch_agent.backends.batch.job_ledger import JobEntry, JobLedger
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
@@ -153,10 +153,12 @@ class Wave:
     name: str
     job: str | None = None  # None while requests are collected
     bodies: dict[str, bytes] = field(default_factory=dict)  # not known to be sent
+    rows: dict[str, str] = field(default_factory=dict)  # request → the row that sent it
     requests: tuple[str, ...] = ()  # set when it is sent
     tried: bool = False  # sending was started, in this session or an earlier one, and may have succeeded
     since: float | None = None  # when that was, Unix time
     done: bool = False
+    ours: bool = False  # this process has sent it, or waited for it
     answers: dict[str, Answer] = field(default_factory=dict)  # after the end, the answers not yet delivered
     size: int = 0
     waiting: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
@@ -183,9 +185,12 @@ class JobBackend(Backend):
         self._waves: list[Wave] = []  # sent, with answers not yet delivered
         # Requests that may have been sent, without a waiting caller.
         self._known: dict[str, list[tuple[Wave, str]]] = {}
+        self._elsewhere: dict[tuple[str, str], list[tuple[Wave, str]]] = {}  # the same of other workers, and by row
+        self._reading, self._readings = asyncio.Lock(), 0  # of the ledger
         self._promised: Counter[str] = Counter()  # requests reported as already paid
         self._well = True  # every run that used this backend has ended without an error
         self._ledger: JobLedger | None = None
+        self._outlasts = False  # the ledger is there after the run has ended
         self._reached = False  # the provider has answered at least once
         self._entered = 0
 
@@ -207,9 +212,9 @@ class JobBackend(Backend):
             price=PRICE,
         )
 
-    def keep(self, place: Path | JobLines | None) -> None:
-        """Set where jobs are recorded, so that a resumed run finds them. None: nowhere."""
-        self._ledger = None if place is None else JobLedger(place)
+    def keep(self, record: JobLines, *, outlasts: bool) -> None:
+        if not self._entered:  # else an outer run has set it
+            self._ledger, self._outlasts = JobLedger(record), outlasts
 
     async def __aenter__(self) -> Self:
         await self._wire.__aenter__()
@@ -244,7 +249,7 @@ class JobBackend(Backend):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         body = self._wire.body_of(request)
-        answer = await self._answer(body)
+        answer = await self._answer(body, request.job_id)
         if isinstance(answer, BackendError):
             raise copy(answer)  # several callers may have received the same error
         reply = self._wire.read_whole(answer, Naming(request.conversation.messages, self._wire.faults))
@@ -260,28 +265,29 @@ class JobBackend(Backend):
 
     # Waves
 
-    async def _answer(self, body: bytes) -> Answer:
+    async def _answer(self, body: bytes, row: str) -> Answer:
         digest = _digest(body)
         promised = self._promised[digest] > 0
         self._promised[digest] -= promised
-        while known := self._known.get(digest):
-            wave, own = known.pop()  # the latest first, each once
+        await self._look_elsewhere()
+        # The latest first, each once. A request that failed then is sent again.
+        while known := self._known.get(digest) or self._elsewhere.get((digest, row)):
+            wave, own = known.pop()
             answer = await self._wait(wave, own)
             if isinstance(answer, bytes) or not wave.done:
                 return answer
-            # A request that failed then is sent again.
         if promised:  # but only after a new cost reservation
             again = Unavailable(f"{self._name}: the recorded job does not contain this answer", unreached=True)
             again.second_hand = True
             return again
-        wave, own = self._join(digest, body)
+        wave, own = self._join(digest, body, row)
         return await self._wait(wave, own)
 
     def _remember(self, wave: Wave, own: str) -> None:
         """Make the requests of a wave available to callers that send them again."""
-        self._known.setdefault(own.partition("-")[0], []).append((wave, own))
+        self._known.setdefault(_digest_in(own), []).append((wave, own))
 
-    def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
+    def _join(self, digest: str, body: bytes, row: str) -> tuple[Wave, str]:
         service, wave = self._service, self._gathering
         if wave is not None:
             wave.full = len(wave.bodies) >= service.most_requests or wave.size + len(body) > service.most_bytes
@@ -292,7 +298,7 @@ class JobBackend(Backend):
         while own in wave.bodies:  # two rows with identical requests need two answers
             again += 1
             own = f"{digest}-{again}"
-        wave.bodies[own] = body
+        wave.bodies[own], wave.rows[own] = body, row
         wave.size += len(body)
         wave.joined_at = _now()
         return wave, own
@@ -328,6 +334,7 @@ class JobBackend(Backend):
             self._waves.remove(wave)
 
     async def _finish(self, wave: Wave) -> dict[str, Answer]:
+        wave.ours = True
         if wave.job is None:
             await self._submit(wave)
         if wave.job is None:
@@ -351,12 +358,16 @@ class JobBackend(Backend):
             await asyncio.sleep(left)
         if self._gathering is wave:
             self._gathering = None
+        if not wave.bodies and self._ledger is not None:  # another worker may have sent it meanwhile
+            wave.job = await self._ledger.job_of(wave.name)
+            if wave.job is not None:
+                return
         if wave.bodies and not wave.requests:
             wave.requests = tuple(wave.bodies)
             wave.since = time.time()
             self._waves.append(wave)
             if self._ledger is not None:
-                await self._ledger.intend(wave.name, wave.requests)
+                await self._ledger.intend(wave.name, {own: wave.rows[own] for own in wave.requests})
         wave.job = await self._patiently(lambda: self._place(wave))
         if wave.job is not None:
             wave.bodies.clear()
@@ -416,29 +427,57 @@ class JobBackend(Backend):
     async def _pick_up(self, ledger: JobLedger) -> None:
         """Load recorded waves. A job that may exist is searched when one of its requests is sent again."""
         for entry in await ledger.read():
-            wave = Wave(entry.wave, entry.job, requests=tuple(entry.requests), tried=True, since=entry.at)
+            wave = _recorded(entry)
             self._waves.append(wave)
             for own in wave.requests:
                 self._remember(wave, own)
 
+    async def _look_elsewhere(self) -> None:
+        """Load waves that other workers have sent meanwhile. Their requests are found by row: a worker that asks for
+        the same row has taken it over. Callers share a reading that began after they came."""
+        if self._ledger is None:
+            return
+        came = self._readings
+        async with self._reading:
+            if self._readings > came:
+                return
+            self._readings += 1
+            for entry in await self._ledger.read(new=True):
+                wave = _recorded(entry)
+                self._waves.append(wave)
+                for own, row in wave.rows.items():
+                    self._elsewhere.setdefault((_digest_in(own), row), []).append((wave, own))
+
     async def _leave(self, *, well: bool) -> None:
         left, self._waves, self._gathering = self._waves, [], None
         self._known.clear()
-        if self._ledger is not None:
-            if well:  # every delivered answer is recorded
-                await self._ledger.close({w.name: tuple(w.answers) if w.done else w.requests for w in left})
+        self._elsewhere.clear()
+        if self._ledger is not None and well:  # every delivered answer is recorded
+            await self._ledger.close({w.name: tuple(w.answers) if w.done else w.requests for w in left})
+        if self._outlasts:
             return
         # No run will resume these jobs, and unfinished requests need not be paid for.
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 for wave in left:
                     job = await self._find(wave) if wave.job is None and wave.tried else wave.job
-                    if job is not None and not wave.done:
+                    if job is not None and wave.ours and not wave.done:
                         await self._service.cancel(job)
 
 
 def _digest(body: bytes) -> str:
     return blake2b(body, digest_size=16).hexdigest()
+
+
+def _digest_in(own: str) -> str:
+    """Return the digest of a request, which is the beginning of its id."""
+    return own.partition("-")[0]
+
+
+def _recorded(entry: JobEntry) -> Wave:
+    """Return a wave that was sent by another process, or may have been."""
+    rows = {own: entry.rows[own] for own in entry.requests if own in entry.rows}
+    return Wave(entry.wave, entry.job, rows=rows, requests=tuple(entry.requests), tried=True, since=entry.at)
 
 
 def _now() -> float:

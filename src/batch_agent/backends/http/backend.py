@@ -99,9 +99,7 @@ class HttpBackend(Backend, Generic[Head]):
         """Return the answer. If the server refuses an option, the request is sent again without it (``without``)."""
         refused: dict[str, Rejected] = {}
         while True:
-            client = request.client
-            if client is not None and client.wire not in self.wires:
-                client = None
+            client = self.own_body(request)
             shape, stream, receive = request.shape, None, None
             if client is None and shape.schema is not None and self._capabilities.schema_note:
                 request = replace(request, shape=(shape := self.without_schema(shape)))

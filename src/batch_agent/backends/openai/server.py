@@ -29,8 +29,8 @@ from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Message, MessageView, Reply, content_text
 
-OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
 SCHEMA = "schema"  # the option that a server may refuse
+OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
 

@@ -24,6 +24,7 @@ from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter
+from batch_agent.cli.spec.going_on import go_on
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.stages import load_flow, load_plan
 from batch_agent.files.read import LazyRows
@@ -41,6 +42,8 @@ def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) ->
     wants_comparison(options)
     log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
     flow = load_flow(options, command=command_of(options), wrap=log.wrap)
+    if (ended := go_on(options, flow, flow.spec.run_dir)) is not None:
+        return ended
     for node in flow.nodes:
         fetch_missing(node.prepared.backend.name, sys.stderr)
     view = choose_view(options, sys.stderr, stdout)

@@ -13,19 +13,18 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from batch_agent.agent.fingerprint import rows_under
+from batch_agent.agent.fingerprint import matched, rows_under
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, settings_beside, take_settings
-from batch_agent.cli.spec.recorded import KEPT, command_again, matched, recorded_command, refuse_left_out
+from batch_agent.cli.spec.recorded import KEPT, command_again, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
-from batch_agent.observe.text import rows
 from batch_agent.record.keys import Keys
-from batch_agent.record.reader import RunView, look, open_run, place_of
+from batch_agent.record.reader import RunView, look, place_of
 from batch_agent.record.rundir import RESULTS
 
 
@@ -36,32 +35,13 @@ def resume_command(options: argparse.Namespace) -> int:
         f"{view.name} was not started by the command line, so its spec is unknown here; start it again from "
         "Python with resume=True",
     )
-    asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
+    asked_for = options.output is not None or options.command == "retry-failed" or options.on_change is not None
     merged = _merged(options, command)
     recorded = view.sessions > 0  # False if the journal is deleted
     if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         _say_complete(view, as_json=options.json)
         return ALL_OK
-    if options.command == "retry-failed" and (words := _retries(options.run_dir, view, options.retry_type)):
-        say(f"batch-agent: {words}")
     return run_command(merged)
-
-
-def _retries(run: str, view: RunView, error_type: str | None) -> str:
-    """Return how many rows are retried, by stage in a pipeline; "" if no such row failed."""
-    counts: dict[str, int] = {}
-    with open_run(run) as reader:
-        for name in view.parts:
-            with reader.stage(name) if name else nullcontext(reader) as part:
-                found = part.failures()
-                counts[name] = found.total() if error_type is None else found[error_type]
-    total = sum(counts.values())
-    which = "" if error_type is None else f" with {error_type}"
-    if not total:
-        return ""
-    stages = ", ".join(f"{count:,} of {name}" for name, count in counts.items() if name and count)
-    after = f": {stages}. Later stages get the new answers" if stages else ""
-    return f"retrying {rows(total)} that failed{which}{after}"
 
 
 def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
@@ -91,7 +71,7 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
         if not isinstance(inputs, Iterable):
             return False
         prepared, same = matched(prepared, view.facts)
-        if not same:
+        if not same or prepared.shapes.raised_from is not None:
             return False
         keys, plan = Keys(rows_under(prepared)), prepared.plan
         try:

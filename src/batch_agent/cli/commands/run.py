@@ -20,15 +20,23 @@ from batch_agent.agent.dryrun import DryRun, marks_for
 from batch_agent.agent.prepare import prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
-from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
+from batch_agent.cli.exit_status import (
+    ALL_OK,
+    CANCELLED,
+    OUT_OF_BUDGET,
+    ROWS_FAILED,
+    RUN_FAILED,
+    SIGNALLED,
+    UNREACHABLE,
+)
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import put, put_json, say
+from batch_agent.cli.spec.going_on import go_on
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
-from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
@@ -45,8 +53,13 @@ from batch_agent.topology.plan import PipelinePlan
 if TYPE_CHECKING:
     pass
 
-# Exit statuses of runs that ended early and were not stopped by the user.
-ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
+# Exit statuses of runs that ended early and were not stopped by a signal.
+ENDS: Mapping[Ended | None, int] = {
+    "out of budget": OUT_OF_BUDGET,
+    "unreachable": UNREACHABLE,
+    "failed": RUN_FAILED,
+    "cancelled": CANCELLED,
+}
 
 RECENT_RESULTS = 40  # enough for a large terminal
 SHOWN_CHARACTERS = 300
@@ -70,14 +83,12 @@ def run_command(options: argparse.Namespace) -> int:
         wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)
-        shared = is_store_url(spec.run_dir) or spec.cluster is not None
-        if options.resume and not shared and (words := forecast(prepared, force=options.force_resume)):
-            say(f"batch-agent: {words}")
-        fetch_missing(prepared.backend.name, sys.stderr)
-        command = {**command_of(options), ASKED: asked(prepared)}
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
         prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
-        run = Run[object](prepared, command=command)
+        run = Run[object](prepared, command=command_of(options))
+        if (ended := go_on(options, run, spec.run_dir)) is not None:
+            return ended
+        fetch_missing(prepared.backend.name, sys.stderr)
         with page_beside(options, spec), open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
 

@@ -109,9 +109,7 @@ def _stage_json(name: str, stage: RunView | None) -> JsonObject:
 def _text(view: RunView) -> str:
     now, facts = view.progress, view.facts
     if not facts:
-        return (
-            f"{view.name}\n  state    starting: a process has this run directory, and has not begun with the rows yet"
-        )
+        return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
     rows = _rows(view)
     if now.resumed:
         rows += f"; {now.resumed:,} of them from the record"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.streams import say
+from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import harmless, rows
 from batch_agent.run.joining import WAIT, JoinedWorker, NoRunCame, WorkReport, open_store
+from batch_agent.run.trust import Trust, things_of
 
 REFUSED, NOTHING_CAME = 2, 3
 
@@ -25,6 +28,20 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import-from", metavar="DIR", help="directory of the run's tools, schemas and workers (default: here)"
     )
+    parser.add_argument(
+        "--trust",
+        metavar="FINGERPRINT",
+        default="",
+        help="use what the run names: the fingerprint that its feeder printed",
+    )
+    parser.add_argument(
+        "--allow",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="a command, address, module:name or directory that the run may name; * is any text without / ? # @",
+    )
+    parser.add_argument("--spec", metavar="FILE", help="allow what this spec file names, your own copy of the run's")
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
@@ -48,10 +65,28 @@ def work_command(options: argparse.Namespace) -> int:
     return ALL_OK
 
 
+def named_things(path: Path) -> set[str]:
+    """Return the commands, addresses, modules and directories that a spec file names, in itself and in its stages."""
+    found: set[str] = set()
+    waiting: list[object] = [read_specfile(path).options]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            things = things_of({"spec": part})
+            found.update(things, (thing.replace(".py:", ":") for thing in things))
+            found.add(f"image_root={(path.parent / str(part.get('image_root', ''))).resolve()}")
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return found
+
+
 async def _work(options: argparse.Namespace) -> WorkReport:
-    store = await open_store(options.url, options.wait)
+    named = [] if options.spec is None else named_things(Path(options.spec))
+    trust = Trust(options.allow, options.trust, named)
+    store = await open_store(options.url, options.wait, trust)
     directory = None if options.import_from is None else Path(options.import_from)
-    worker = JoinedWorker(store, import_from=directory, wait=options.wait)
+    worker = JoinedWorker(store, trust, import_from=directory, wait=options.wait)
     try:
         with Interrupts(worker):
             return await worker.work()

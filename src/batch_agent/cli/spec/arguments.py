@@ -54,6 +54,7 @@ exit status:
          the run; resume it with a higher limit
   4      unreachable: the server was down for longer than --max-outage, or never
          answered; resume the run when the server is back
+  5      cancelled: batch-agent control or the page cancelled the run; resume it
   128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 129 the terminal was
          closed (SIGHUP), 141 standard output was closed
 """
@@ -108,14 +109,42 @@ def add_retry_arguments(retry: argparse.ArgumentParser) -> None:
 
 def _add_recorded_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="DIR", help="the run directory")
-    parser.add_argument(
-        "--force-resume",
-        action="store_true",
-        help="keep the recorded answers although the task, model, schema or tools changed",
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--from-start", dest="retry_from", action="store_const", const="start", help="retry in a new conversation"
     )
+    start.add_argument(
+        "--continue",
+        dest="retry_from",
+        action="store_const",
+        const="failure",
+        help="continue the conversations of failed rows (default: only if the cause was outside of the row)",
+    )
+    _add_change_arguments(parser)
     parser.set_defaults(no_run_dir=False, dry_run=False, compare=False, compare_only=None)
     parser.set_defaults(gpu_price=None, gpu_speed=None)
     _add_run_options(parser)
+
+
+def _add_change_arguments(parser: argparse.ArgumentParser) -> None:
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument(
+        "--keep-answers",
+        dest="on_change",
+        action="store_const",
+        const="keep",
+        help="keep the recorded answers although the task, model, schema or tools changed",
+    )
+    change.add_argument(
+        "--resend",
+        dest="on_change",
+        action="store_const",
+        const="resend",
+        help="send rows again whose recorded answers do not fit the changed task, model, schema or tools",
+    )
+    change.add_argument(  # the older name
+        "--force-resume", dest="on_change", action="store_const", const="keep", help=argparse.SUPPRESS
+    )
 
 
 class _GoOnIn(argparse.Action):
@@ -139,7 +168,8 @@ def _add_recording_arguments(run: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue the run in --run-dir, even if its run.json is lost; start a run if there is none",
     )
-    run.set_defaults(force_resume=False, no_retry_failed=False, retry_type=None, directory=None)
+    _add_change_arguments(run)
+    run.set_defaults(retry_from=None, no_retry_failed=False, retry_type=None, directory=None)
 
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:

@@ -11,8 +11,6 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.fingerprint import fingerprint_of
-from batch_agent.agent.prepare import Prepared, with_model
 from batch_agent.cli.spec.arguments import CLUSTER, FLAGS, RUNS
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
@@ -34,12 +32,13 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
     """Return the options of BatchSpec about recording and resuming."""
     name = "checkpoint_dir" if "checkpoint_dir" in file.options else "run_dir"
     if options.no_run_dir or options.dry_run:
-        return {name: None, "resume": False, "force_resume": False}
+        return {name: None, "resume": False, "on_change": None}
     recording: dict[str, object] = {name: _run_dir(options, file.options.get(name), file.path)}
     if options.resume:
         recording["resume"] = True
-        if options.force_resume:
-            recording["force_resume"] = True
+        for option in ("on_change", "retry_from"):
+            if (chosen := getattr(options, option)) is not None:
+                recording[option] = chosen
         if options.no_retry_failed:
             recording["retry_failed"] = False
         elif options.retry_type is not None:
@@ -122,13 +121,6 @@ def recorded_command(facts: JsonObject, otherwise: str) -> JsonObject:
     if not isinstance(command, dict):
         raise SpecError(otherwise)
     return command
-
-
-def matched(prepared: Prepared, facts: JsonObject) -> tuple[Prepared, bool]:
-    """Return the run, with the recorded model if it names none, and whether it sends the same requests as recorded."""
-    if prepared.model is None:
-        prepared = with_model(prepared, str(facts.get("model")))
-    return prepared, fingerprint_of(prepared).hex() == facts.get("fingerprint")
 
 
 def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from batch_agent.agent.fingerprint import matched
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.transcript import conversations, transcript
 from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import is_pipeline, load_spec
-from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
+from batch_agent.cli.spec.recorded import command_again, recorded_command
 from batch_agent.cli.spec.stages import load_flow
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.columns import Record

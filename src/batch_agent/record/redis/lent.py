@@ -189,7 +189,10 @@ class RedisShares:
         found = self.connection.call(lambda client: client.execute_command("HGET", self._share_key("files"), name))
         return None if found is None else cast(bytes, found).decode()
 
-    # What was sent to batch APIs (``JobLines``)
+    # Jobs at batch APIs
+
+    def outlasts(self) -> bool:
+        return True
 
     def job_lines(self) -> list[bytes]:
         key = self._share_key("jobs")

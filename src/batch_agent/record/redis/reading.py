@@ -20,7 +20,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.base import RunProgress
+from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.control import NotAlive, Refused
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import (
@@ -99,6 +99,8 @@ class RedisReader(RunReader):
         return facts
 
     def view(self) -> RunView:
+        if self.store.facts() is None and self.store.is_announced():
+            return RunView(self.name, {}, "starting", 0, RunProgress())
         facts = self.facts()
         table, now = self.store.table()
         return self._view(facts, table, [member.status for member in table.live(now).values()])
@@ -108,6 +110,8 @@ class RedisReader(RunReader):
         state = cast(ShownState, facts.get("state"))
         if state == "running" and not standing.feeder:
             state = "interrupted"
+        if state != "running" and self.store.is_announced():
+            state = "starting"
         ended, summary, counts = facts.get("rows"), facts.get("summary"), standing.counts
         resumed = cast(int, ended.get("resumed", 0)) if isinstance(ended, dict) else 0
         ok, failed = counts.ok, counts.failed
@@ -145,6 +149,18 @@ class RedisReader(RunReader):
 
     def steps_of(self, row: str) -> list[KeptStep]:
         return [unpack_step(step) for step in self.command("LRANGE", self.store.key(f"steps:{row}"), 0, -1)]
+
+    def answered(self, rows: Iterator[Identity], fingerprint: str, *, by_row: bool) -> int | None:
+        copies: Counter[str] = Counter()
+        count = 0
+        while page := [identity.key.hex() for identity in islice(rows, PAGE)]:
+            names = []
+            for key in page:
+                names.append(f"{key}-{copies[key]}" if copies[key] else key)
+                copies[key] += 1
+            known = self.command("HMGET", self.store.key("rows"), *names)
+            count += sum(1 for row in known if row is not None and row.split(b" ")[2] == b"k")
+        return count
 
     def unfinished(self) -> Iterator[UnfinishedRow]:
         column = self._id_column()
@@ -199,11 +215,11 @@ class RedisReader(RunReader):
         if not found:
             return []
         known = self.command("HMGET", self.store.key("rows"), *(fields[b"row"] for _, fields in found))
-        fed, latest = self.command("HMGET", self.store.key("run"), "fed", "sitting")
+        fed, latest, since = self.command("HMGET", self.store.key("run"), "fed", "sitting", "since")
         rows = []
         for (place, fields), now in zip(found, known, strict=True):
             sitting, index, _, at, *_ = (now or b"0 0 f 0").split(b" ")
-            is_valid = at.decode() == place and (fed != b"1" or sitting == latest)
+            is_valid = at.decode() == place and (fed != b"1" or sitting == latest) and int(sitting) >= int(since or 0)
             rows.append((_place(place), _record(fields[b"result"], int(index)) if is_valid else None))
         return rows
 

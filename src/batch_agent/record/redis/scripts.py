@@ -43,11 +43,12 @@ local function standing()
 end
 """
 
-# facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder
+# facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder, '1' if the results of
+# earlier sittings are dropped when the fingerprint differs
 OPEN_FEED = (
     _HEAD
     + """
-local facts, fingerprint, resume, lease, kept, nonce = unpack(ARGV)
+local facts, fingerprint, resume, lease, kept, nonce, drop = unpack(ARGV)
 local before = redis.call('HMGET', run, 'sitting', 'fingerprint', 'facts')
 local holder = redis.call('GET', feeder)
 if holder and string.match(holder, ' (%S+)$') == nonce then
@@ -60,6 +61,7 @@ local sitting = redis.call('HINCRBY', run, 'sitting', 1)
 if before[2] ~= fingerprint then
   redis.call('HINCRBY', run, 'generation', 1)
   redis.call('DEL', queue)
+  if drop == '1' then redis.call('HSET', run, 'since', sitting) end
 end
 if redis.call('EXISTS', queue) == 0 then
   redis.call('XGROUP', 'CREATE', queue, group, '0', 'MKSTREAM')
@@ -90,11 +92,11 @@ return standing()
 )
 
 # sitting, number of the call, what is retried ('*', or the types between bars), prefix of steps, '1' if rows keep their
-# answers by force; then for each row: index, key, content, value
+# answers by force, '1' if answers that were cut are asked again; then for each row: index, key, content, value
 FEED = (
     _HEAD
     + """
-local sitting, number, retry, prefix, force = unpack(ARGV, 1, 5)
+local sitting, number, retry, prefix, force, cut = unpack(ARGV, 1, 6)
 if replaced(sitting) then return 'REPLACED' end
 force = force == '1'
 local function retried(state, error)
@@ -132,7 +134,7 @@ local function earlier(content)
   redis.call('HSET', again, content .. ':', -1)
 end
 local answers = {}
-for i = 6, #ARGV, 4 do
+for i = 7, #ARGV, 4 do
   local index, key, content, value = unpack(ARGV, i, i + 3)
   local row, copies, answer = key, 0, false
   while true do
@@ -176,6 +178,7 @@ for i = 6, #ARGV, 4 do
         end
       else
         entry = not retried(state, error) and redis.call('XRANGE', results, place, place)[1]
+        if entry and cut == '1' and state == 'k' and cjson.decode(field(entry, 'result')).truncated then entry = nil end
         if entry then
           answer = field(entry, 'result')
           redis.call('HINCRBY', run, state == 'k' and 'ok' or 'failed', 1)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from threading import Lock
 from typing import Any, cast
 
 from batch_agent.errors import SpecError, StoreError
@@ -15,6 +16,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.base import Identity, Outlay
+from batch_agent.record.directory import KEEPS
 from batch_agent.record.redis import scripts
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
 from batch_agent.record.redis.lent import RedisShares
@@ -39,6 +41,7 @@ logger = logging.getLogger("batch_agent")
 
 RUNS = "batch-agent:runs"  # set of the names of the runs in a database
 KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
+STARTING, ANNOUNCED = "starting", 30  # key of a run whose feeder has not begun, and its seconds
 BLOCKED = 1.0  # seconds that a command may wait in Redis
 
 
@@ -58,6 +61,8 @@ class RedisRunStore(RedisShares):
         self._looked = 0.0  # when expired leases were last looked for
         self._lease = LEASE
         self._resuming = Resuming()
+        self._announcing = Lock()
+        self._feeds = False  # it feeds the run, or did
         self.polite = True  # give other workers time to renew after an outage; look for expired leases rarely
 
     @classmethod
@@ -79,6 +84,22 @@ class RedisRunStore(RedisShares):
     def open(self, resuming: Resuming) -> None:
         if not (resuming.resume or resuming.force) and self.facts() is not None:
             raise self._taken()
+
+    def announce(self) -> bool:
+        """Tell readers for a while that this process is about to feed the run. Returns False once it feeds it."""
+        with self._announcing:
+            if not self._feeds:
+                self._command("SET", self.key(STARTING), self._nonce, "EX", ANNOUNCED)
+            return not self._feeds
+
+    def is_announced(self) -> bool:
+        return bool(self._command("EXISTS", self.key(STARTING)))
+
+    def stop_announcing(self) -> None:
+        with self._announcing:
+            if not self._feeds:
+                self._feeds = True
+                self._command("DEL", self.key(STARTING))
 
     def _taken(self) -> SpecError:
         return SpecError(
@@ -105,6 +126,7 @@ class RedisRunStore(RedisShares):
 
     def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
         self._resuming = resuming
+        self.stop_announcing()
         lease = float(cast(float, facts.get("lease", LEASE)))
         arguments = (
             to_json(facts),
@@ -113,6 +135,7 @@ class RedisRunStore(RedisShares):
             max(1, int(lease * 1000)),
             "results" if keep_results_only else "all",
             self._nonce,
+            int(resuming.drop),
         )
         waits = 2  # the lease of a dead feeder ends meanwhile; a live feeder renews its lease
         while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
@@ -126,11 +149,7 @@ class RedisRunStore(RedisShares):
             self._command("SADD", RUNS, self.address.name)
         sitting, previous, position = answer
         if resuming.force and previous:
-            logger.warning(
-                "force_resume=True (--force-resume): rows of %s keep the answers they have, even if the task, model, "
-                "schema or tools changed",
-                self.address,
-            )
+            logger.warning(KEEPS, self.address)
         return FeederSitting(
             int(sitting), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
         )
@@ -144,7 +163,8 @@ class RedisRunStore(RedisShares):
     def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
         retry = self._resuming.retry
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
-        arguments: list[object] = [sitting, next(self._calls), again, self._steps, int(self._resuming.force)]
+        how = int(self._resuming.force), int(self._resuming.cut)
+        arguments: list[object] = [sitting, next(self._calls), again, self._steps, *how]
         for row in rows:
             arguments += (row.index, row.key.hex(), row.content.hex(), row.value)
         return cast("list[object]", self._fenced(scripts.FEED, *arguments))

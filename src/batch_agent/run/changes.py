@@ -1,0 +1,326 @@
+"""Compares the options of a resumed run with those of its record, and says what would be dropped, sent and paid.
+
+The record holds the resolved options of the run (``options_of``). A recorded answer belongs to a question, which the
+fingerprint identifies; an option that is no part of it, such as max_tokens, can change without dropping an answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue
+
+from batch_agent.agent.dryrun import DryRun
+from batch_agent.agent.fingerprint import AnyWorker, fingerprint_of, matched, rows_under
+from batch_agent.agent.prepare import HIDDEN, Prepared, stored_place
+from batch_agent.errors import JobError
+from batch_agent.files.results import from_json, to_json
+from batch_agent.foreign import name_of
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import amount, counted, dollars, harmless, rows
+from batch_agent.option import Compared, kinds, notes
+from batch_agent.record.base import Identity
+from batch_agent.record.keys import Keys
+from batch_agent.record.reader import RunReader, open_run
+from batch_agent.record.rundir import OPTIONS, recorded_options
+from batch_agent.record.steps import Past
+from batch_agent.run.worker import starts_afresh
+from batch_agent.spec import BatchSpec
+
+# Options that say nothing about the answers, or only about one session.
+UNRECORDED = {
+    *(
+        "inputs",
+        "on_result",
+        "sinks",
+        "events",
+        "api_key",
+        "cluster",
+        "run_dir",
+        "resume",
+        "retry_failed",
+        "retry_from",
+    ),
+    *("on_change", "no_hoist", "metrics_port", "telemetry", "feed_only"),
+}
+MOST_WORDS = 4000  # longest text that is compared word by word
+VALUE_CHARACTERS = 60
+
+
+def options_of(prepared: Prepared) -> JsonObject:
+    """Return the resolved options of a run, for its record. Values that may hold a secret are hashed."""
+    spec, compared = prepared.spec, notes(BatchSpec, Compared)
+    resolved: dict[str, object] = {
+        "model": prepared.model,
+        "output_schema": prepared.schema.json_schema if prepared.schema else None,
+        "backend": stored_place(prepared.where, prepared.backend.name),
+        "tools": {tool.name: _hash([tool.spec, tool.version]) for tool in prepared.tools},
+    }
+    options: JsonObject = {}
+    for name in BatchSpec.model_fields:
+        if name in UNRECORDED or not (name in compared or name in resolved or spec.given(name)):
+            continue
+        value = resolved.get(name, getattr(spec, name))
+        if compared.get(name) is Compared.HASH or name in ("runtime", "compaction_backend"):
+            options[name] = None if value is None else _hash(value if isinstance(value, str) else _named(value))
+        else:
+            options[name] = _named(value)
+    return options
+
+
+def _named(value: object) -> JsonValue:
+    """Return a value as JSON; a function or an object by its name."""
+    if callable(value):
+        return name_of(value)
+    try:
+        return cast(JsonValue, from_json(to_json(value)))
+    except Exception:  # an object of the user's own
+        return type(value).__name__
+
+
+def _hash(value: object) -> str:
+    return blake2b(to_json(value), digest_size=8).hexdigest()
+
+
+def differences(facts: JsonObject, now: Mapping[str, JsonValue]) -> Iterator[str]:
+    """Yield a line for each change: ``system_prompt: 1 word``, ``model: a → b``, ``tools: + look_up``. ``facts`` are
+    those of the record; earlier versions did not record all options."""
+    before, hashed = recorded_options(facts), notes(BatchSpec, Compared)
+    names = {**now, **before} if OPTIONS in facts else [name for name in now if name in before]
+    for name in names:
+        old, value = before.get(name), now.get(name)
+        if old == value or (name == "model" and old is None):
+            continue
+        if name == "tools" and isinstance(old, dict) and isinstance(value, dict):
+            yield f"tools: {', '.join(_tools_changed(old, value))}"
+        elif hashed.get(name) is Compared.HASH or name in ("runtime", "compaction_backend"):
+            yield f"{name}: changed"
+        elif name in BatchSpec.model_fields and kinds(BatchSpec, name) == {str} and isinstance(old, str):
+            yield f"{name}: {_words_changed(old, value if isinstance(value, str) else '')}"
+        else:
+            yield f"{name}: {_value(old)} → {_value(value)}"
+
+
+def _words_changed(old: str, new: str) -> str:
+    before, after = old.split(), new.split()
+    if before == after:
+        return "only spaces and line ends"
+    if len(before) + len(after) > MOST_WORDS:
+        return "changed"
+    edits = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return counted(sum(max(b - a, d - c) for kind, a, b, c, d in edits if kind != "equal"), "word")
+
+
+def _tools_changed(old: JsonObject, new: JsonObject) -> Iterator[str]:
+    yield from (f"+ {name}" for name in new if name not in old)
+    yield from (f"- {name}" for name in old if name not in new)
+    yield from (f"{name} changed" for name in new if name in old and old[name] != new[name])
+
+
+def _value(value: JsonValue) -> str:
+    if isinstance(value, dict) and HIDDEN in value:
+        value = value[HIDDEN]
+    return "not given" if value is None else harmless(value if isinstance(value, str) else str(value), VALUE_CHARACTERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs between a resumed run and its record. ``edits`` has a line for each option. ``dropped`` recorded
+    answers do not fit the options of now. ``cut`` answers are asked again, because max_tokens is higher now. ``kept``
+    of ``total`` rows have a valid answer; both are None if they are unknown."""
+
+    run: str
+    edits: Sequence[str]
+    dropped: int = 0
+    cut: int = 0
+    total: int | None = None
+    kept: int | None = None
+    again: str = ""  # the cost of sending the dropped rows
+    rest: str = ""  # the cost of sending the rows that have no answer
+    paid: float | None = None
+
+    def refusal(self, *, flags: bool) -> str:
+        """Return the error of a resume that would drop recorded answers. ``flags``: for a command line."""
+        keep, resend = ("--keep-answers", "--resend") if flags else ('on_change="keep"', 'on_change="resend"')
+        paid = "" if self.paid is None else f" The run has cost {dollars(self.paid)} so far."
+        rows_again = (
+            f"{_answers(self.dropped)} would be dropped, and {'its row' if self.dropped == 1 else 'their rows'}"
+        )
+        return "\n".join(
+            [
+                f"{self.run} was recorded with other options. Nothing was sent. What differs:",
+                *(f"  {edit}" for edit in self.edits or ("the requests; the record does not say why",)),
+                f"{rows_again} sent again{': ' if self.again else ''}{self.again}.{paid}",
+                f"  {keep:<18} keeps the recorded answers and continues",
+                f"  {resend:<18} drops them and sends the rows again",
+            ]
+        )
+
+    def forecast(self, *, keeps: bool) -> str:
+        """Return what changed, how many answers stay and what the rest costs. ``keeps``: recorded answers are kept."""
+        lines = [f"changed since {self.run} was recorded:", *(f"  {edit}" for edit in self.edits)] if self.edits else []
+        if self.cut:
+            lines.append(f"asked again, because they were cut at a lower max_tokens: {_answers(self.cut)}")
+        if self.kept is not None and self.total:
+            kept = min(self.total, self.kept + self.dropped) if keeps else self.kept
+            left, cost = self.total - kept, self.again if self.dropped and not keeps else self.rest
+            line = f"answers kept: {kept:,} of {rows(self.total)}"
+            lines.append(f"{line}; {left:,} to send{', ' if cost else ''}{cost}" if left else line)
+        return "\n".join(lines)
+
+
+def _answers(count: int) -> str:
+    return "1 recorded answer" if count == 1 else f"{count:,} recorded answers"
+
+
+def compare(
+    run_dir: str | Path, parts: Mapping[str, Prepared], worker: AnyWorker | None = None, *, counts: bool = True
+) -> Changes:
+    """Compare a run with its record. ``parts`` are its stages by name; a plain run is its only part, with the name "".
+    ``worker`` is a built-in one. Reads files or Redis, so it may block. Without a record nothing has changed.
+    ``counts``: also count the rows that keep their answers if none is dropped."""
+    edits: list[str] = []
+    found: list[Changes] = []
+    with open_run(str(run_dir)) as whole:
+        for name, prepared in parts.items():
+            with whole.stage(name) if name else nullcontext(whole) as reader:
+                if not (facts := reader.kept_facts()):  # there is no record yet
+                    continue
+                found.append(_compare(reader, facts, prepared, worker, counts=counts))
+                edits += [f"{name}: {edit}" if name else edit for edit in found[-1].edits]
+        paid = whole.view().progress.cost if any(each.dropped for each in found) else None
+    one = found[0] if len(found) == 1 else Changes(whole.name, ())
+    dropped, again = sum(each.dropped for each in found), [each.again for each in found if each.again]
+    return Changes(
+        whole.name,
+        edits,
+        dropped,
+        sum(each.cut for each in found),
+        one.total,
+        one.kept,
+        again[0] if len(again) == 1 else "",
+        one.rest,
+        paid,
+    )
+
+
+def _compare(
+    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, counts: bool
+) -> Changes:
+    prepared, same = matched(prepared, facts, worker)
+    edits = list(differences(facts, options_of(prepared)))
+    if same and not counts:
+        return Changes(reader.name, edits)
+    cut = 0
+    if prepared.shapes.raised_from is not None:
+        cut = sum(1 for record in reader.rows if record.get("ok") and record.get("truncated"))
+    recorded = 0 if same else reader.rows.counts()[0]
+    kept = None
+    if not same or edits or facts.get("state") == "complete":
+        kept = _kept(reader, prepared, worker, by_row=bool(facts.get("forced")) and same)
+    dropped = max(0, recorded - (kept or 0))
+    total = prepared.plan.total
+    if kept is not None:
+        kept = max(0, kept - cut)
+    again = rest = ""
+    if dropped:
+        again = cost_of(prepared, dropped)
+    elif kept is not None and total:
+        going_on = _conversations(reader, prepared.spec)
+        going_on += [_length(row.past) for row in reader.unfinished() if row.past is not None]
+        rest = cost_of(prepared, max(0, total - kept - len(going_on)), sum(going_on))
+    return Changes(reader.name, edits, dropped, cut, total, kept, again, rest)
+
+
+def retries(run_dir: str | Path, parts: Mapping[str, Prepared]) -> tuple[int, str]:
+    """Return how many failed rows are retried, and that in words, with the cost. ``parts`` are those of ``compare``."""
+    counts: dict[str, int] = {}
+    others: Counter[str] = Counter()
+    going_on = tokens = 0
+    with open_run(str(run_dir)) as whole:
+        for name in whole.view().parts:
+            if (prepared := parts.get(name)) is None:  # a stage that the pipeline no longer has
+                continue
+            with whole.stage(name) if name else nullcontext(whole) as part:
+                found, wanted = part.failures(), _retried(prepared.spec)
+                counts[name] = sum(count for kind, count in found.items() if wanted is None or kind in wanted)
+                others += found
+                conversations = [] if not counts[name] else _conversations(part, prepared.spec)
+                going_on += len(conversations)
+                tokens += sum(conversations)
+        total, named = sum(counts.values()), _retried(next(iter(parts.values())).spec)
+        which = "" if named is None else f" with {' or '.join(sorted(named))}"
+        if not total:
+            failed = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
+            return 0, f"no row of {whole.name} failed{which}{f'; those that failed: {failed}' if failed else ''}"
+    stages = ", ".join(f"{count:,} of {name}" for name, count in counts.items() if name and count)
+    costs = [cost_of(prepared, total - going_on, tokens) for name, prepared in parts.items() if counts.get(name)]
+    cost = f", {costs[0]}" if len(costs) == 1 and costs[0] else ""
+    start = total - going_on
+    how = "in a new conversation" if start == total else "where they failed" if not start else ""
+    how = how or f"{start:,} in a new conversation, {going_on:,} where they failed"
+    head = f"retrying {rows(total)} that failed{which}{': ' if stages else ''}{stages}, {how}{cost}"
+    return total, f"{head}. Later stages get the new answers" if stages else head
+
+
+def _retried(spec: BatchSpec) -> set[str] | None:
+    """Return the types of the failures that are retried; None for all."""
+    retry = spec.retry_failed
+    return (None if retry else set()) if isinstance(retry, bool) else {retry} if isinstance(retry, str) else set(retry)
+
+
+def _conversations(reader: RunReader, spec: BatchSpec) -> list[int]:
+    """Return the prompt tokens of each failed row that continues its recorded conversation."""
+    found, wanted = [], _retried(spec)
+    for place, record in reader.rows.placed():
+        past = None if record.get("ok") else reader.past(place, record)
+        if past is None or past.failed is None or (wanted is not None and past.failed.error.type not in wanted):
+            continue
+        if (tokens := _length(past)) and not starts_afresh(past.failed.error, spec.retry_from):
+            found.append(tokens)
+    return found
+
+
+def _length(past: Past) -> int:
+    """Return the tokens of the conversation that the next request of a row sends."""
+    replies = [turn.reply for turn in past.turns] + [ask.reply for ask in past.asked]
+    return max((reply.usage.prompt_tokens + reply.usage.completion_tokens for reply in replies), default=0)
+
+
+def cost_of(prepared: Prepared, count: int, more_tokens: int = 0) -> str:
+    """Return what sending ``count`` rows costs: ``about 1.2k prompt tokens, $0.01``. ``more_tokens`` are those of
+    conversations that continue. "" if it is unknown."""
+    dry = DryRun.untouched(prepared)
+    each = dry.description.prefix_tokens + dry.description.own_tokens
+    if not dry.sampled:
+        return ""
+    words = f"about {amount(each * count + more_tokens)} prompt tokens"
+    if dry.cost is not None and dry.rows:
+        factor = (each * count + more_tokens) / (each * dry.rows) if each else 0
+        words += ", " + " to ".join(dict.fromkeys(dollars(cost * factor) for cost in dry.cost))
+    return words
+
+
+def _kept(reader: RunReader, prepared: Prepared, worker: AnyWorker | None, *, by_row: bool) -> int | None:
+    """Return how many rows have an answer to their question; None if the inputs can be read only once."""
+    inputs = prepared.spec.inputs
+    if not isinstance(inputs, list) or not inputs:
+        return None
+    prepared.plan.check_first(inputs[0])
+    identities = _identities(prepared, Keys(rows_under(prepared, worker)), inputs)
+    return reader.answered(identities, fingerprint_of(prepared, worker).hex(), by_row=by_row)
+
+
+def _identities(prepared: Prepared, keys: Keys, inputs: Iterable[object]) -> Iterator[Identity]:
+    for value in inputs:
+        try:
+            yield keys.identify(value, *prepared.plan.asks(value))
+        except JobError:  # the row fails before a request is sent
+            continue
