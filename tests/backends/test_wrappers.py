@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, object] = {
     "endpoint": "",
     "listener": Listening(),
     "server": Server(),
-    "place": None,
+    "record": None,
     "on_tool_call": None,
 }
 
