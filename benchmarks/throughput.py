@@ -3,7 +3,8 @@
 ``python -m benchmarks.throughput``. Every contender does the same work (``workload``) against the same server, each run
 in a process of its own, which first does a small batch: imports and whatever else happens once are not counted. The
 contenders take turns, and a ratio is the median of the ratios of neighbouring runs, which saw the same load. Other
-people's clients are slow and get fewer runs.
+people's clients are slow and get fewer runs. The instructions per turn are counted too, because CPU time depends on
+what else the machine does (``instructions``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import environments, report
+from benchmarks import environments, instructions, report
 from benchmarks.server import Server, serving
 from benchmarks.server.capacity import capacity
 from benchmarks.workload import Work
@@ -60,6 +61,7 @@ class Cell:
     inflight: int = 64
     allowed: Mapping[Contender, float] = field(default_factory=dict)
     others: int = 0
+    counted: bool = False  # whether instructions are counted
 
     @property
     def name(self) -> str:
@@ -69,8 +71,8 @@ class Cell:
 
 
 CELLS = (
-    Cell(2_000, 2, allowed={OURS: 1.3, RECORDED: 1.6}, others=2),
-    Cell(2_000, 2, stream=True, allowed={OURS: 1.1}, others=2),
+    Cell(2_000, 2, allowed={OURS: 1.3, RECORDED: 1.6}, others=2, counted=True),
+    Cell(2_000, 2, stream=True, allowed={OURS: 1.1}, others=2, counted=True),
     Cell(10_000, 1, allowed={OURS: 1.5}),
     # Not a bar: where clients whose pool is searched for each request fall behind.
     Cell(2_000, 1, inflight=1_000, others=1),
@@ -87,6 +89,7 @@ class Cost:
 
 
 Costs = dict[str, list[Cost]]  # by contender's name, one per repetition
+Counts = dict[str, float]  # instructions per turn by contender's name
 
 
 def run_once(contender: Contender, cell: Cell, server: Server, limit: float) -> Cost | None:
@@ -123,6 +126,23 @@ def measure(cell: Cell, repetitions: int, with_others: bool, server: Server, lim
             else:
                 costs[contender.name].append(cost)
     return costs
+
+
+def count(cell: Cell, server: Server) -> Counts:
+    counts: Counts = {}
+    for contender in (OURS, *(each for each in cell.allowed if each is not OURS), LOOP, OWN_CLIENT):
+        work = Work(server.url, instructions.FEW, cell.turns, cell.inflight, cell.stream).arguments()
+        place = work.index("--agents")
+        command = [str(contender.python), "-m", contender.module, *work[:place], *work[place + 2 :]]
+        if (counted := instructions.per_turn(command, cell.turns)) is not None:
+            counts[contender.name] = counted
+    return counts
+
+
+def print_counts(counts: Counts) -> None:
+    for name, counted in counts.items():
+        over = counted / counts[LOOP.name] if LOOP.name in counts else 0.0
+        print(f"{name}: {counted / 1e3:,.0f} thousand instructions per turn, {over:.2f} of the loop")
 
 
 def median(costs: Sequence[Cost]) -> Cost:
@@ -168,9 +188,10 @@ def bars_of(cell: Cell, costs: Costs) -> list[report.Bar]:
     return bars
 
 
-def measurement(cell: Cell, costs: Costs) -> dict[str, object]:
+def measurement(cell: Cell, costs: Costs, counts: Counts) -> dict[str, object]:
     return {
         "work": cell.name,
+        "instructions_per_turn": counts,
         "contenders": {
             name: {
                 "cpu_per_turn_s": report.spread([cost.cpu_per_turn for cost in its]),
@@ -188,6 +209,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5, help="runs of each contender (the slow ones: fewer)")
     parser.add_argument("--quick", action="store_true", help="only the batches of 2,000 with two turns")
     parser.add_argument("--loop-only", action="store_true", help="only the baseline; needs no network")
+    parser.add_argument("--no-instructions", action="store_true", help="do not count instructions, which takes minutes")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds one run may take")
     return parser.parse_args()
 
@@ -207,8 +229,10 @@ def main() -> int:
         for cell in QUICK if options.quick else CELLS:
             costs = measure(cell, options.repetitions, not options.loop_only, server, options.limit)
             print_cell(cell, costs)
+            counts = count(cell, server) if cell.counted and not options.no_instructions else {}
+            print_counts(counts)
             bars += bars_of(cell, costs)
-            measurements.append(measurement(cell, costs))
+            measurements.append(measurement(cell, costs, counts))
             fastest = max(fastest, *(median(its).agents_per_second * cell.turns for its in costs.values()))
     bars.append(
         report.Bar(

@@ -1,11 +1,13 @@
 """``python docs/tables.py``: writes the tables of backends, of options and of their flags into the pages.
 
 The table of backends is made of the lines of ``batch_agent.backends.schemes`` and of the Capabilities of each backend,
-which is opened for it and sends nothing; that of engines of the reports in docs/engines; the others of BatchSpec.
+which is opened for it and sends nothing; that of engines of the reports in docs/engines; that of features and shapes of
+the markers of tests; the others of BatchSpec.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ from batch_agent.option import Flag, Unset, notes
 from batch_agent.spec import OLD_NAMES, BatchSpec
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("backends", "options", "commands")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("backends", "cluster", "options", "commands")))
 HEADER = ("`backend=`", "", "key from", "structured output", "with tools", "images", "load metrics", "options")
 
 
@@ -102,11 +104,58 @@ def engines() -> Iterator[str]:
         yield f"| {check.text} | " + " | ".join(cells) + " |"
 
 
+SHAPES = ("local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")
+FEATURES = (
+    *("resume", "retry-failed", "retry-row", "force_resume", "budgets", "rate limits", "response cache"),
+    *("streamed text in the page", "show with inputs of unfinished rows", "control", "events", "metrics", "traces"),
+    *("view live", "report", "compare"),
+)
+NOTES = (
+    "The workers on Ray are those of `processes`; only the channel to the record differs.",
+    "The requests of a reduction are rows of a stage of its pipeline.",
+    "A worker function or a command-line agent is called for a row; the run around it is that of the other rows.",
+    "The inputs of unfinished rows are read again with the recorded command, so a run from Python shows only rows that "
+    "have begun. In Redis all inputs are in the queue.",
+    "A worker function asks what it wants: its answers are found by content, under any task.",
+)
+# Cells without a test of their own: the number of the note that says why.
+REASONS = {
+    **{(feature, "Ray"): 1 for feature in FEATURES},
+    **{(feature, "reduction"): 2 for feature in FEATURES},
+    **{(feature, shape): 3 for feature in FEATURES for shape in ("worker=", "runtime")},
+    **{("show with inputs of unfinished rows", shape): 4 for shape in ("processes", "worker=", "runtime")},
+    **{("force_resume", shape): 5 for shape in ("worker=", "runtime")},
+}
+
+
+def shapes() -> Iterator[str]:
+    """Features and shapes of a run, from the markers ``covers`` of the tests."""
+    tested: set[tuple[str, str]] = set()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if "mark.covers" in text:
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "covers":
+                    feature, *where = (str(ast.literal_eval(each)) for each in node.args)
+                    tested |= {(feature, shape) for shape in where}
+    if unknown := {pair for pair in tested if pair[0] not in FEATURES or pair[1] not in SHAPES}:
+        raise SystemExit(f"a test covers what the table does not have: {sorted(unknown)}")
+    yield "| | " + " | ".join(SHAPES) + " |"
+    yield "| --- " * (len(SHAPES) + 1) + "|"
+    for feature in FEATURES:
+        pairs = [(feature, shape) for shape in SHAPES]
+        cells = ["yes" if pair in tested else f"({REASONS[pair]})" if pair in REASONS else "" for pair in pairs]
+        yield f"| {feature} | " + " | ".join(cells) + " |"
+    yield ""
+    yield from (f"({number}) {note}  " for number, note in enumerate(NOTES, 1))
+
+
 BLOCKS: Mapping[str, Callable[[], Iterator[str]]] = {
     "backends": table,
     "engines": engines,
     "options": options,
     "flags": flags,
+    "shapes": shapes,
 }
 
 

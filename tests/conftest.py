@@ -33,6 +33,13 @@ def url(redis: RedisServer) -> str:
     return f"{redis.url}/{next(NAMES)}"
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes a ``shape`` runs in those that its marker names."""
+    if "shape" in metafunc.fixturenames:
+        marker = next(metafunc.definition.iter_markers("covers"))
+        metafunc.parametrize("shape", marker.args[1:])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at the end how many tests were skipped because there is no Redis, so that a green run cannot hide it."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "redis-server" in str(report.longrepr)]

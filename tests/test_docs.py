@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -197,3 +198,9 @@ def test_every_command_and_every_argument_is_in_the_reference() -> None:
         assert re.search(rf"^## .*`batch-agent {name}\b", reference, re.MULTILINE)
         missing = set(flags_of(parser)) - words - {"-h", "--help"}
         assert not missing, f"docs/commands.md does not mention {sorted(missing)} of batch-agent {name}"
+
+
+def test_the_tables_of_the_pages_are_those_that_docs_tables_writes() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    stale = [page.name for page in tables["PAGES"] if tables["filled"](page.read_text()) != page.read_text()]
+    assert stale == [], "run python docs/tables.py"

@@ -11,8 +11,8 @@ import inspect
 import json
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -75,15 +75,28 @@ def traceback_of(error: BaseException) -> str:
     return encodable(text)
 
 
-@contextmanager
-def boundary(error: Callable[[str], Exception], *passing: type[BaseException]) -> Iterator[None]:
+def drop_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that was handled. A frame that holds its own error is a reference cycle, and
+    keeps everything in the frame until the garbage collector finds it."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+
+
+class boundary:  # noqa: N801 (a context manager)
     """Convert whatever the block raises to ``error(description)``, except KeyboardInterrupt and ``passing``."""
-    try:
-        yield
-    except BaseException as raised:
-        if isinstance(raised, (KeyboardInterrupt, *passing)):
-            raise
-        raise error(describe(raised)) from raised
+
+    __slots__ = ("_error", "_passing")
+
+    def __init__(self, error: Callable[[str], Exception], *passing: type[BaseException]) -> None:
+        self._error, self._passing = error, passing
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
+        if raised is not None and not isinstance(raised, (KeyboardInterrupt, *self._passing)):
+            raise self._error(describe(raised)) from raised
 
 
 def name_of(function: object) -> str:

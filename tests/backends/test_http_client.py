@@ -9,7 +9,7 @@ from yarl import URL
 
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
-from batch_agent.http.beat import FEW_STREAMS
+from batch_agent.http.connection import FEW_STREAMS
 from batch_agent.http.transport import Transport
 from batch_agent.testing.contract.wire import Exchange, WireServer, answer, hang, raw
 

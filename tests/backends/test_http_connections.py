@@ -18,12 +18,10 @@ from yarl import URL
 from backends.certificates import self_signed
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.errors import BackendError, BadResponse, Rejected, Unavailable
-from batch_agent.http.connection import STALE_SECONDS, Connection
+from batch_agent.http.connection import STALE_SECONDS, Connection, ResponseParser
 from batch_agent.http.lookup import Lookup
 from batch_agent.http.origin import Origin
-from batch_agent.http.parser import ResponseParser
-from batch_agent.http.pool import Pool
-from batch_agent.http.transport import Transport
+from batch_agent.http.transport import Pool, Transport
 from batch_agent.testing.contract.wire import STREAM_HEAD, Exchange, WireServer, answer, hang, raw
 
 LARGE = 8 * 1024 * 1024

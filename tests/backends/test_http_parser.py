@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from batch_agent.http.connection import MAX_HEAD_BYTES, ResponseParser
 from batch_agent.http.failures import BrokenOff, ClosedEarly, NotHttp, TooLarge, TransportError
-from batch_agent.http.parser import MAX_HEAD_BYTES, ResponseParser
 
 PLENTY = 1 << 30
 

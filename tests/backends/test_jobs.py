@@ -23,8 +23,10 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.record.memory import MemoryStore
+from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import JOBS as FILE
 from batch_agent.record.rundir import RunDir
+from batch_agent.run.copying import copy_to_directory
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import (
     BatchJob,
@@ -122,20 +124,28 @@ async def test_a_provider_that_is_away_for_a_while_costs_nothing_but_time() -> N
 
 
 @needs_redis
-async def test_a_stopped_run_in_redis_finds_its_job_and_buys_nothing_again(redis: RedisServer) -> None:
+async def test_a_stopped_run_in_redis_and_a_copy_of_it_find_its_job_and_buy_nothing_again(
+    redis: RedisServer, tmp_path: Path
+) -> None:
     async with BatchServer(echo, polls=1_000_000) as server:
         given = {"backend": url(server)["url"], "api_key": "k", "run_dir": f"{redis.url}/jobs", "lease": 5.0}
         stopped = asyncio.create_task(ask(server, "a", "b", **given))
-        while not (server.jobs and server.jobs[0].polls):
+        while sum(len(job.requests) for job in server.jobs if job.polls) < 2:
             await asyncio.sleep(0.01)
         stopped.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopped
-        assert server.jobs[0].status == "in_progress"
+        assert {job.status for job in server.jobs} == {"in_progress"}
         server.polls = 1
+        with open_run(f"{redis.url}/jobs") as reader:
+            copy_to_directory(reader, tmp_path / "copy")
         results = await ask(server, "a", "b", "c", **given, resume=True)
+        assert sum(len(job.requests) for job in server.jobs) == 3
+        del given["lease"]
+        copied = await ask(server, "a", "b", **given | {"run_dir": tmp_path / "copy", "resume": True})
     assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
-    assert [len(job.requests) for job in server.jobs] == [2, 1]
+    assert [result.output for result in copied] == ["heard a", "heard b"]
+    assert sum(len(job.requests) for job in server.jobs) == 3
 
 
 async def test_a_worker_that_leaves_does_not_end_the_waves_of_another() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.http.quota import read_quota
+from batch_agent.backends.http.wire import read_quota
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.errors import RateLimited
 from batch_agent.messages import Allowance, Conversation, Message, Quota

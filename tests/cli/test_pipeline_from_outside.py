@@ -130,7 +130,8 @@ async def test_retry_failed_tries_the_failed_rows_of_the_stages(tmp_path: Path) 
         _, _, err = await batch_agent(tmp_path, "retry-failed", "run", "--type", "Truncated")
         assert "retrying" not in err and len(server.requests) == asked
         status, out, err = await batch_agent(tmp_path, "retry-failed", "run")
-    assert status == 0 and "retrying 1 row that failed: 1 of read. Later stages get the new answers" in err, err
+    assert status == 0 and "retrying 1 row that failed: 1 of read, in a new conversation" in err, err
+    assert "Later stages get the new answers" in err
     assert "said Read two" in json.loads(out)["output"]
     assert [request.text[:8] for request in server.requests[asked:]] == ["Read two", "Sum up 2"]
 

@@ -93,6 +93,7 @@ def test_failed_rows_and_slow_ones_are_found(recorded: Path, capsys: pytest.Capt
     assert "there is no row 'nothing' in " in capsys.readouterr().err
 
 
+@pytest.mark.covers("show with inputs of unfinished rows", "local")
 async def test_a_row_under_way_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
     def first_then_never(request: Request) -> Say:
         if request.turn:

@@ -153,6 +153,7 @@ async def test_the_budget_is_never_overspent_although_workers_are_killed(server:
     assert spent > 25_000  # most of it was used, all the same
 
 
+@pytest.mark.covers("rate limits", "Redis")
 async def test_the_rate_limit_holds_for_all_workers_together(server: RedisServer) -> None:
     times: list[float] = []
 

@@ -52,6 +52,7 @@ def rows(count: int) -> list[dict[str, str]]:
     return [{"row": f"row {row}"} for row in range(count)]
 
 
+@pytest.mark.covers("resume", "Ray")
 @pytest.mark.usefixtures("connected")
 async def test_a_run_from_python_is_worked_on_by_actors_and_resumed_from_its_directory(
     server: str, tmp_path: Path

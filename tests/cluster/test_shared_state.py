@@ -79,6 +79,7 @@ async def test_a_worker_elsewhere_reads_the_hostfile_of_its_run(server: RedisSer
     assert two.received > 0
 
 
+@pytest.mark.covers("control", "Redis")
 async def test_a_run_is_paused_and_drained_through_the_store(
     server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +146,7 @@ async def test_a_feeder_that_works_on_nothing_ends_when_the_budget_is_spent(
     assert {result.error.type for result in results if result.error is not None} <= {Interrupted.__name__}
 
 
+@pytest.mark.covers("response cache", "Redis")
 async def test_with_a_cache_a_question_is_asked_once_over_all_workers(server: RedisServer, tmp_path: Path) -> None:
     url = f"{server.url}/cached"
     options: dict[str, Any] = {"task": "Row {n}", "model": "m", "temperature": 0.0}

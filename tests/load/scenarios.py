@@ -137,7 +137,8 @@ def two_clients(seed: int) -> Outcome:
     counts = [sum(began <= at < until for at in client.answers) for client in clients]
     used = sum(counts) * seconds / slots / (until - began)
     share = min(counts) / max(counts)
-    broken = () if share >= 0.5 else (f"after a minute the clients share {counts[0]} : {counts[1]}",)
+    # Refusals hit clients by chance, and few of them are seen in two minutes: N of them fix a share to 1/sqrt(N).
+    broken = () if share >= 0.4 else (f"after a minute the clients share {counts[0]} : {counts[1]}",)
     notes = {"slots": slots, "seconds": round(seconds, 2), "retry_after": retry_after, "late": late,
              "smaller over larger": round(share, 2)}  # fmt: skip
     return Outcome(

@@ -9,7 +9,8 @@ SEEDS = {
     "wrong metrics": (0, 1, 2, 3),
     "growing server": (2,),
     "random refusals": (5,),
-    "two clients": (2,),
+    "two clients": (1,),
+    "long answers": (1, 6, 19),  # all slots in the first wave; answers of different length
 }
 
 

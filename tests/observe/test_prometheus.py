@@ -16,7 +16,8 @@ from batch_agent import BatchAgent, Pipeline, SpecError, Tool
 from batch_agent.events import Event, RunFinished, ToolFinished
 from batch_agent.observe.exposition import MOST_SERIES, Counter, Gauge, Histogram, page
 from batch_agent.observe.metrics_server import read_place
-from batch_agent.observe.prometheus import RunNumbers
+from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
+from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -93,6 +94,15 @@ def test_another_host_than_this_one_has_to_be_named() -> None:
     assert read_place("[::1]:0") == ("::1", 0)
 
 
+def test_counters_with_known_labels_begin_at_zero() -> None:
+    live = LiveNumbers([("gpu-1", Endpoint())])
+    values = read_page(RunNumbers(lambda: live).page())
+    assert values["batch_agent_outages_total"] == values["batch_agent_turns_total"] == {'endpoint="gpu-1"': 0}
+    assert values["batch_agent_rows_finished_total"] == {'state="ok"': 0, 'state="failed"': 0}
+    assert values["batch_agent_retries_total"]['error_type="RateLimited"'] == 0
+    assert values["batch_agent_row_failures_total"]['error_type="Truncated"'] == 0
+
+
 @virtual_clock
 async def test_retries_and_outages_are_counted_by_their_reason() -> None:
     numbers = RunNumbers()
@@ -100,7 +110,7 @@ async def test_retries_and_outages_are_counted_by_their_reason() -> None:
     backend = ScriptedBackend(lambda request: next(failing, Say("ok")))
     await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, sinks=[numbers], control_requests=False)
     retries = read_page(numbers.page())["batch_agent_retries_total"]
-    assert sum(retries.values()) == 2 and len(retries) == 2
+    assert sum(retries.values()) == 2 and len([count for count in retries.values() if count]) == 2
 
 
 @virtual_clock
@@ -112,7 +122,7 @@ async def test_the_one_row_of_a_pipeline_is_not_counted_as_work(capsys: pytest.C
     numbers = RunNumbers(own=whole)
     for event in events:
         numbers(event)
-    assert read_page(numbers.page())["batch_agent_rows_finished_total"] == {'state="ok"': 4}
+    assert read_page(numbers.page())["batch_agent_rows_finished_total"] == {'state="ok"': 4, 'state="failed"': 0}
 
 
 def test_labels_that_come_from_outside_cannot_fill_a_database() -> None:

@@ -60,6 +60,7 @@ async def test_an_mcp_server_is_told_the_span_of_the_call(monkeypatch: pytest.Mo
 
 
 @needs_sdk
+@pytest.mark.covers("traces", "local")
 async def test_run_row_turn_and_call_are_spans_with_the_conventions_names(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting() as collector, ScriptedServer(script, models=["m"]) as server:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -91,6 +92,7 @@ async def test_run_row_turn_and_call_are_spans_with_the_conventions_names(monkey
 
 
 @needs_sdk
+@pytest.mark.covers("traces", "worker=", "runtime")
 async def test_a_users_workers_tools_and_requests_through_the_gateway_name_their_span(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,6 +158,7 @@ async def test_what_is_said_is_exported_only_if_asked_for(monkeypatch: pytest.Mo
 
 
 @needs_sdk
+@pytest.mark.covers("traces", "pipeline")
 async def test_stages_of_a_pipeline_are_workflows_inside_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -168,15 +171,38 @@ async def test_stages_of_a_pipeline_are_workflows_inside_one(monkeypatch: pytest
 
 
 @needs_sdk
-async def test_a_collector_that_is_away_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collector_that_is_away_fails_nothing_and_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     away = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = away.sockets[0].getsockname()[1]
     away.close()
     await away.wait_closed()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    results = await BatchAgent.run(task="{input}", inputs=["a"] * 20, backend=ScriptedBackend(lambda _: Say("x")))
+    with caplog.at_level("WARNING", "batch_agent"):
+        results = await BatchAgent.run(task="{input}", inputs=["a"] * 20, backend=ScriptedBackend(lambda _: Say("x")))
     assert all(result.ok for result in results)
+    assert "the collector refuses: the last spans and metrics are not sent" in caplog.text
+
+
+@needs_sdk
+async def test_a_collector_that_accepts_and_never_answers_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await end.wait()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        with caplog.at_level("WARNING", "batch_agent"):
+            results = await BatchAgent.run(task="{input}", inputs=["a"], backend=ScriptedBackend(lambda _: Say("x")))
+        end.set()
+    assert results[0].ok
+    assert "the collector does not answer: the last spans and metrics are not sent" in caplog.text
 
 
 def test_without_the_variable_nothing_of_opentelemetry_is_imported() -> None:

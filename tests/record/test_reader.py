@@ -220,6 +220,7 @@ class Held:
         return Say("never")
 
 
+@pytest.mark.covers("show with inputs of unfinished rows", "pipeline")
 async def test_unfinished_rows_of_a_stage_are_shown_with_what_the_stage_before_answered(
     place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +280,7 @@ async def test_unfinished_rows_keep_their_steps_when_a_run_is_copied(url: str, t
     assert [await read(copy, turns) for copy in copies] == [[1, 1], [1, 1]]
 
 
+@pytest.mark.covers("streamed text in the page", "Redis")
 @needs_redis
 async def test_the_text_that_a_row_in_redis_streams_reaches_a_viewer(url: str) -> None:
     words = " ".join(f"word{number}" for number in range(400))

@@ -70,7 +70,15 @@ async def test_a_leader_that_never_answers_holds_the_others_only_for_a_while() -
     backend = Timed(lambda request: Hang() if request.text == "a" else Say("ok"))
     results = await run(backend, timeout_per_turn=1000)
     assert [result.ok for result in results] == [False] + [True] * 15
-    assert all(time - backend.times[0] < 10 for time in backend.times[1:16])
+    assert all(time - backend.times[0] <= lead.LONGEST for time in backend.times[1:16])
+
+
+@virtual_clock
+async def test_a_lost_leader_holds_the_others_no_longer_than_the_slowest_answer_so_far() -> None:
+    for usual, held in ((0.4, 0.4), (60.0, lead.LONGEST), (0.0, lead.LONGEST)):
+        began = asyncio.get_running_loop().time()
+        await lead.PrefixLeader(100_000, usual).wait()
+        assert asyncio.get_running_loop().time() - began == held
 
 
 @virtual_clock

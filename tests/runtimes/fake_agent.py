@@ -21,7 +21,10 @@ def ask(url: str, key: str, body: dict[str, Any]) -> Any:
 
 
 def opencode(prompt: str) -> str:
-    provider = json.loads(os.environ["OPENCODE_CONFIG_CONTENT"])["provider"]["batch"]
+    config = json.loads(os.environ["OPENCODE_CONFIG_CONTENT"])
+    if "provider" not in config:  # it has its own login
+        return "env"
+    provider = config["provider"]["batch"]
     options = provider["options"]
     model = sys.argv[sys.argv.index("--model") + 1].removeprefix("batch/")
     assert model in provider["models"]
@@ -31,12 +34,16 @@ def opencode(prompt: str) -> str:
 
 
 def claude(prompt: str) -> str:
+    if "ANTHROPIC_BASE_URL" not in os.environ:
+        return "env"
     url, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_API_KEY"]
     body = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": prompt}]}
     return str(ask(f"{url}/v1/messages?beta=true", key, body)["content"][0]["text"])
 
 
 def codex(prompt: str) -> str:
+    if Path(os.environ["CODEX_HOME"], "auth.json").exists():
+        return "env"
     config = tomllib.loads(Path(os.environ["CODEX_HOME"], "config.toml").read_text())
     provider = config["model_providers"][config["model_provider"]]
     body = {"model": config["model"], "input": prompt}

@@ -122,3 +122,56 @@ async def test_an_agent_is_a_tool_that_a_model_gives_a_task(tmp_path: Path) -> N
     assert "+sweep" in str(results[0].output)
     with pytest.raises(SpecError, match="its own backend"):
         Tool.agent(CodexRuntime())
+
+
+LOGINS = {
+    "claude": ".claude/.credentials.json",
+    "codex": ".codex/auth.json",
+    "opencode": ".local/share/opencode/auth.json",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("BATCH_AGENT_BACKEND", "CLAUDE_CONFIG_DIR", "CLAUDE_CODE_OAUTH_TOKEN", "CODEX_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_agent_without_any_backend_uses_the_login_of_its_command(
+    kind: str, home: Path, tmp_path: Path
+) -> None:
+    login = home / LOGINS[kind]
+    login.parent.mkdir(parents=True)
+    login.write_text("{}")
+    known: dict[str, Any] = {"runtime": runtime(kind, tmp_path), "task": "{input}", "inputs": ["a"]}
+    [result] = await BatchAgent.run(**known, run_dir=tmp_path / "run")
+    assert result.ok, result.error
+    [again] = await BatchAgent.run(**known, run_dir=tmp_path / "run", resume=True)
+    assert again.resumed and again.output == result.output
+    told = json.loads(result.output)
+    assert str(login.parent).startswith(
+        told["env"][{"claude": "CLAUDE_CONFIG_DIR", "codex": "CODEX_HOME"}.get(kind, "XDG_DATA_HOME")]
+    )
+    assert not {"ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_KEY"} & told["env"].keys()
+    assert "--model" not in told["argv"] and result.usage.prompt_tokens >= 7  # as its events say
+
+
+async def test_the_runs_backend_comes_before_a_login(home: Path, tmp_path: Path) -> None:
+    (home / ".claude").mkdir(parents=True)
+    (home / LOGINS["claude"]).write_text("{}")
+    async with ScriptedServer(lambda request: Say("through the gateway"), models=["m"]) as server:
+        agent = runtime("claude", tmp_path)
+        known: dict[str, Any] = {"runtime": agent, "task": "{input}", "run_dir": tmp_path / "run"}
+        results = await BatchAgent.run(**known, inputs=["a"], backend=server.backend_url)
+        again = await BatchAgent.run(**known, inputs=["a", "b"], resume=True)  # at the recorded backend
+    assert results[0].output == "through the gateway" and results[0].turns == 1
+    assert [result.output for result in again] == ["through the gateway"] * 2
+
+
+def test_a_login_that_is_wanted_and_missing_is_named_before_anything_starts(home: Path, tmp_path: Path) -> None:
+    agent = runtime("claude", tmp_path, backend="login")
+    with pytest.raises(SpecError, match=r"Claude Code has no login here: start .*claude and log in, or give a backend"):
+        BatchAgent.run_sync(runtime=agent, task="{input}", inputs=["a"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity
+from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 
@@ -175,3 +177,22 @@ def test_without_a_ceiling_the_limit_comes_back_fast_to_what_was_in_flight() -> 
     for _ in range(99):
         good(capacity)
     assert capacity.limit == 100
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds", "waited"),
+    [
+        ([100.0] * 6, 190.0, False),  # too few answers to know how much they differ
+        ([100.0] * 7, 190.0, True),  # the second wave
+        ([60.0, 80.0, 90.0, 95.0, 100.0, 105.0, 120.0, 130.0], 150.0, False),  # answers differ in length
+        ([60.0, 80.0, 90.0, 95.0, 100.0, 105.0, 120.0, 130.0], 200.0, True),
+    ],
+)
+def test_an_answer_has_waited_if_it_took_much_longer_than_fast_ones(
+    first: list[float], seconds: float, waited: bool
+) -> None:
+    capacity = Capacity(1024, LimitSearch(128))
+    capacity.patience = 600.0
+    for number, took in enumerate([*first, seconds]):
+        capacity.succeeded(0.0, took, 10, took, number + 1)
+    assert (capacity.limit == 128) != waited

@@ -20,11 +20,10 @@ from batch_agent.backends.base import Backend, Capabilities
 from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.http.connection import ResponseParser
 from batch_agent.http.failures import BrokenOff, ClosedEarly, ConnectFailed
 from batch_agent.http.origin import Origin
-from batch_agent.http.parser import ResponseParser
-from batch_agent.http.pool import Pool
-from batch_agent.http.transport import Transport
+from batch_agent.http.transport import Pool, Transport
 from batch_agent.testing import Request
 from batch_agent.testing.tracks import track_of
 from batch_agent.testing.wire import Wire

@@ -19,7 +19,7 @@ from tests.simulation.faults import Edit, Event, Extent, Fault, FullDisk, Kill, 
 from tests.simulation.invariants import check_end, check_sitting
 from tests.simulation.jobs import JobProvider
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.process import GONE, Process, Sitting, WorkerProcess, begin
+from tests.simulation.process import GONE, Process, Sitting, WorkerProcess, begin, world_urls
 from tests.simulation.workload import SHAPES, Edition, Outcome, Shape, Workload
 from tests.simulation.world import World
 
@@ -85,7 +85,8 @@ def play_with(
     random.seed(workload.seed)
     place = MEMORY if MEMORY.is_dir() else None
     try:
-        with tempfile.TemporaryDirectory(dir=place) as folder, asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner = asyncio.Runner(loop_factory=SimulatedLoop)
+        with world_urls(), tempfile.TemporaryDirectory(dir=place) as folder, runner:
             loop = runner.get_loop()
             loop.set_exception_handler(lambda _, context: played.problems.append(f"unhandled: {context}"))
             runner.run(_sittings(workload, faults, Path(folder) / "run", played, calm))

@@ -16,7 +16,8 @@ import signal
 import sqlite3
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -45,6 +46,7 @@ from batch_agent.record.store import KeptStep, LeasedRow
 from batch_agent.run.crew import REFUSED, ProcessCrew, Served
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run
+from batch_agent.run.trust import Trust
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply
@@ -155,7 +157,7 @@ class WorkerProcess(Process):
     def __init__(self, sitting: Sitting, number: int, interruptions: Sequence[Kill | Stop]) -> None:
         super().__init__(sitting, number, interruptions)
         self.joined: list[tuple[str, int]] = []  # stage, and the number of a worker in it
-        self.worker = JoinedWorker(cast(ServedStore, ServedStore(self._exchange)), wait=30.0)
+        self.worker = JoinedWorker(ServedStore(self._exchange), Trust(everything=True), wait=30.0)
 
     async def work(self) -> tuple[int, str]:
         """Its exit status, and what it said."""
@@ -417,9 +419,18 @@ class ServerBackend(ScriptedBackend):
 
 
 WORLD = "world"
-cast("dict[str, Scheme]", SCHEMES)[WORLD] = Scheme(
-    WORLD, "tests.simulation.process:ServerBackend.from_address", "", "", listed=False, in_process=True
-)  # a URL, as workers get it
+
+
+@contextmanager
+def world_urls() -> Iterator[None]:
+    """Servers of the world have URLs, as workers get them."""
+    schemes = cast("dict[str, Scheme]", SCHEMES)
+    factory = "tests.simulation.process:ServerBackend.from_address"
+    schemes[WORLD] = Scheme(WORLD, factory, "", "", listed=False, in_process=True)
+    try:
+        yield
+    finally:
+        del schemes[WORLD]
 
 
 class SimulatedJournal(SqliteJournal):

@@ -65,6 +65,7 @@ async def heard(run: ShownRun, condition: Any) -> dict[str, Any]:
     raise AssertionError("the news ended")
 
 
+@pytest.mark.covers("view live", "Redis")
 async def test_the_page_follows_a_run_in_redis_and_steers_it(url: str) -> None:
     held = Held(4)
     async with ScriptedServer(held.answer, models=["m"]) as server:
@@ -96,6 +97,7 @@ async def test_the_page_follows_a_run_in_redis_and_steers_it(url: str) -> None:
     assert overview["samples"]
 
 
+@pytest.mark.covers("show with inputs of unfinished rows", "Redis")
 async def test_after_a_run_was_stopped_its_unfinished_rows_are_shown_with_their_inputs(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,14 +15,14 @@ from typing import TypeAlias, cast
 
 from batch_agent.agent.loop import InnerWorker, tool_loop
 from batch_agent.agent.prepare import Prepared
-from batch_agent.agent.resources import Resources
+from batch_agent.agent.turn import Resources
 from batch_agent.agent.user_worker import UserWorker, bounded
 from batch_agent.agent.work import Work
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
 from batch_agent.messages import JsonObject, Message, content_shown
-from batch_agent.record.trail import FailedBefore, Trail
+from batch_agent.record.journal import FailedBefore, Trail
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import AgentProgress
 

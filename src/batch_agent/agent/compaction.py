@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from batch_agent.agent.prepare import Prepared, only_model
-from batch_agent.agent.resources import Resources
-from batch_agent.agent.turn import Tally, TurnCall
+from batch_agent.agent.turn import Resources, Tally, TurnCall
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler import compaction
 from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut

@@ -31,6 +31,7 @@ from batch_agent.errors import (
     Truncated,
 )
 from batch_agent.events import AnswerRejected, ContextCompacted
+from batch_agent.foreign import drop_frames
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
@@ -113,7 +114,7 @@ class Dialogue:
                     if shape.max_tokens is not None:
                         fitted = compactor.fitted(shape, compactor.foreseen(self))
                 while reply is None:
-                    if self._follows and trail.records and work.ticket is None:
+                    if self._follows and trail.records and work.ticket is None and not trail.is_settled:
                         await trail.settle()  # before later steps depend on it
                     turn = self._turn(fitted)
                     question = turn if send is None else send(turn.request)
@@ -185,7 +186,8 @@ class Dialogue:
         limit = work.r.max_turns
         if not self._follows and limit is not None and work.tally.turns >= limit:
             raise LimitExceeded(f"after max_turns, {limit}, the worker asks again")
-        self.close()
+        if self._early is not None:
+            self.close()
 
     def _turn(self, shape: RequestShape) -> TurnCall:
         """Return the next request."""
@@ -352,6 +354,7 @@ class Dialogue:
             r.emit(AnswerRejected(r.clock(), r.run, work.job.index, work.tally.turns, error.type, str(error)))
         self._repairs += 1
         work.tally.again = True
+        drop_frames(error)
 
     @property
     def _goes_on(self) -> bool:

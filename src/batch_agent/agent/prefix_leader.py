@@ -15,14 +15,17 @@ from batch_agent.compiler.plan import Plan
 
 LEAST_TOKENS = 512  # a shorter prefix is computed in less time than waiting for the leader costs
 LEAST_TOGETHER = 16  # requests that would reach the engine at once; with fewer, few compute the prefix twice
-SLOWEST = 200  # tokens per second at which a prefix is expected to be computed
+# While no answer is known: the request may be lost, and if the others go too soon, they compute the prefix too.
+SLOWEST = 1_000  # tokens per second at which a prefix is expected to be computed
 PATIENCE = 1.0  # seconds in addition
-LONGEST = 15.0  # seconds at most: a request may be lost, and answers usually begin sooner
+LONGEST = 5.0  # seconds at most
 
 
 class PrefixLeader:
-    def __init__(self, prefix_tokens: int) -> None:
-        self._seconds = min(LONGEST, PATIENCE + prefix_tokens / SLOWEST)
+    """``usual``: seconds of the slowest answer of the server so far; 0 if none is known."""
+
+    def __init__(self, prefix_tokens: int, usual: float = 0.0) -> None:
+        self._seconds = min(usual or LONGEST, LONGEST, PATIENCE + prefix_tokens / SLOWEST)
         self._taken = False
         self._over = asyncio.Event()
 
@@ -42,9 +45,9 @@ class PrefixLeader:
                 await self._over.wait()
 
 
-def lead_of(plan: Plan, able: Capabilities, max_inflight: int | None) -> PrefixLeader | None:
+def lead_of(plan: Plan, able: Capabilities, max_inflight: int | None, usual: float) -> PrefixLeader | None:
     """Return the leader of a run, or None if none is needed."""
     together = min((count for count in (plan.total, max_inflight) if count is not None), default=LEAST_TOGETHER)
     if not able.prefix_leader or together < LEAST_TOGETHER or plan.prefix_tokens < LEAST_TOKENS:
         return None
-    return PrefixLeader(plan.prefix_tokens)
+    return PrefixLeader(plan.prefix_tokens, usual)

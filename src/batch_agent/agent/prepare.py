@@ -36,6 +36,7 @@ from batch_agent.observe.text import rows
 from batch_agent.record.address import is_store_url
 from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import read_run, recorded_options
+from batch_agent.runtimes.base import LoginBackend
 from batch_agent.runtimes.named import runtime_of
 from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
@@ -131,9 +132,10 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:
+        runtime = runtime.resolved(_given_backend(spec, runtime.name))
         if sends:
             runtime.check()
-        where = runtime.backend if spec.backend is None else spec.backend
+        where = runtime.own_backend() if spec.backend is None else spec.backend
         spec = spec.model_copy(update={"worker": runtime, "runtime": None})
     where, model = resolved(*_as_recorded(spec, where))
     backend, model = open_backend(where, model=model, api_key=spec.api_key, sends=sends)
@@ -176,6 +178,17 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     return Prepared(
         spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known, where
     )
+
+
+def _given_backend(spec: BatchSpec, agent: str) -> object:
+    """Return the backend that the options, the model's name or the record of a resumed run name; None if it is the
+    login of the agent, or if there is none."""
+    provider = (spec.model or "").partition("/")[0]
+    if spec.backend is not None or provider in PROVIDERS:
+        return provider if spec.backend is None else spec.backend
+    facts = recorded_facts(spec.run_dir) if spec.resume or spec.on_change == "keep" else {}
+    before = recorded_options(facts).get("backend")
+    return None if before == {HIDDEN: LoginBackend(agent).name} else before
 
 
 def _as_recorded(spec: BatchSpec, where: object) -> tuple[object, str | None]:

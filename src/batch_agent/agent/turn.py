@@ -4,21 +4,75 @@ calls that start while the answer is still being written."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
-from batch_agent.agent.resources import Resources
-from batch_agent.backends.base import ModelRequest
+from batch_agent.agent.prefix_leader import PrefixLeader
+from batch_agent.agent.shapes import Shapes
+from batch_agent.agent.tool_prewarm import ToolPrewarm
+from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.dispatcher import ModelCall
-from batch_agent.dispatch.policy import Observer
+from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
+from batch_agent.dispatch.policy import Observer, Policy
 from batch_agent.errors import BackendError, EmptyAnswer, OutputError, Truncated
-from batch_agent.events import SchemaUnsupported, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import SchemaUnsupported, Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Job, Timings
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.record.digests import ShapeDigests
 from batch_agent.record.steps import Spent
-from batch_agent.tools.pool import PendingCall
+from batch_agent.scheduler.streaming import Streaming
+from batch_agent.tools.pool import PendingCall, ToolPool
+
+if TYPE_CHECKING:
+    from batch_agent.agent.compaction import Compactor
+    from batch_agent.agent.touches import Touches
+    from batch_agent.observe.telemetry import Traces
+
+
+@dataclass(slots=True)
+class Resources:
+    backend: Backend
+    dispatcher: Dispatcher
+    policy: Policy  # retries and timeouts of turns
+    tools: ToolPool
+    schema: OutputSchema[object] | None
+    shared: Conversation
+    shapes: Shapes
+    emit: Sink
+    run: str  # its id
+    clock: Callable[[], float]  # wall-clock time for events
+    max_turns: int | None
+    timeout_per_agent: float | None
+    early_tools: bool  # start a tool while the model is still writing
+    ends_with_answer: bool = True  # an agent ends with a valid answer without tool calls
+    keeps_cut_text: bool = False  # free text that was cut at max_tokens is accepted and marked as truncated
+    streaming: Streaming = field(default_factory=Streaming)
+    prewarm: ToolPrewarm | None = None
+    compactor: Compactor | None = None  # None: conversations are never cut
+    schema_noted: bool = False  # an event reported that the server does not enforce the schema
+    touches: Touches | None = None  # None: contexts are not touched while tools run
+    lead: PrefixLeader | None = None  # None: no request is sent ahead of the others
+    digests: ShapeDigests = field(default_factory=ShapeDigests)
+    traces: Traces | None = None  # None: the run is not traced
+    hints: bool = True  # send hints about each agent to servers that plan
+    answers: int = 0  # number of complete answers
+    answer_tokens: int = 0  # sum over all of them
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """Mean completion tokens of an answer; None before the first."""
+        return self.answer_tokens // self.answers if self.answers else None
+
+    def start_tool(self, call: ToolCall, job: Job, turn: int) -> PendingCall:
+        if self.traces is None:
+            return self.tools.start(call, job, turn)
+        # Most calls need no trace context, because their result is cached or shared.
+        return self.tools.start(call, job, turn, partial(self.traces.of_call, self.run, job.index, turn, call.id))
+
 
 CUT = "length"  # finish reason of a text that was cut at max_tokens and is kept
 # The most calls of one answer that are run. Models that plan make a few at once. A model that writes hundreds is in a
@@ -46,14 +100,11 @@ class Tally:
     def attempts(self) -> int:
         return 1 + self.retries if self.sent else 0
 
-    def leave(self) -> None:
-        self.sent += 1
-        self.retries += self.again
-        self.again = False
-
     def add(self, reply: Reply, cost: float | None) -> None:
         self.turns += 1
-        self.pay(reply.usage, cost)
+        self.usage += reply.usage
+        if cost is not None:
+            self.cost = cost + (self.cost or 0.0)
         if self.first_token is None:
             self.first_token = reply.first_token
 
@@ -115,9 +166,8 @@ class TurnCall(ModelCall, Observer):
         early: EarlyCalls | None,
         schema: OutputSchema[object] | None,
     ) -> None:
-        super().__init__(r.backend, request, early)
-        if early is None and request.on_begin is not None:
-            self.on_tool_call = _start_nothing
+        self.backend, self.request = r.backend, request
+        self.on_tool_call = _start_nothing if early is None and request.on_begin is not None else early
         self._r, self._index, self._tally, self._early = r, index, tally, early
         self._schema = schema
 
@@ -140,7 +190,9 @@ class TurnCall(ModelCall, Observer):
     def sent(self, queued: float) -> None:
         r, tally = self._r, self._tally
         tally.queued += queued
-        tally.leave()
+        tally.sent += 1
+        tally.retries += tally.again
+        tally.again = False
         r.emit(TurnStarted(r.clock(), r.run, self._index, tally.turns + 1))
 
     def failed(self, error: BackendError, seconds: float, cost: float | None, delay: float | None) -> None:

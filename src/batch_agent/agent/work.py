@@ -23,9 +23,8 @@ from pydantic import JsonValue
 
 from batch_agent.agent.dialogue import Dialogue, Send
 from batch_agent.agent.loop import InnerWorker
-from batch_agent.agent.resources import Resources
 from batch_agent.agent.transcript import transcript
-from batch_agent.agent.turn import EarlyCalls, Tally
+from batch_agent.agent.turn import EarlyCalls, Resources, Tally
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.pictures import content_of
@@ -34,6 +33,7 @@ from batch_agent.errors import InputError, Interrupted, JobError, RowEnded, Stor
 from batch_agent.events import ToolFinished, ToolStarted
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall
+from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.record.replay import WorkReplay
 from batch_agent.record.steps import (
     Asked,
@@ -47,7 +47,6 @@ from batch_agent.record.steps import (
     call_digest,
     conversation_of_ask,
 )
-from batch_agent.record.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import AgentProgress
 from batch_agent.tools.pool import ToolOutcome

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -191,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(options: argparse.Namespace) -> int:
     try:
         command: Callable[[argparse.Namespace], int] = _function(COMMANDS[options.command].does, options.command)
+        gc.freeze()  # what was imported stays: the garbage collector need not look at it again and again
         return command(options)
     except InternalError:
         raise

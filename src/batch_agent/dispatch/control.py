@@ -85,16 +85,13 @@ class ControlRequests:
         self._backend = backend if enabled and isinstance(backend, Backend) else None
         self._ask, self._give_up = ask, give_up
         self._like: ModelRequest | None = None
+        self.unlike = True  # no request is known that a control request could be like
         self._tasks: dict[Endpoint, asyncio.Task[bool | None]] = {}
-
-    @property
-    def unlike(self) -> bool:
-        """Whether no request is known that a control request could be like."""
-        return self._like is None
 
     def like(self, request: ModelRequest | None) -> None:
         """Make the next control request like this one, which failed or is the first."""
         self._like = self._like if request is None else request
+        self.unlike = self._like is None
 
     def can_ask(self, endpoint: Endpoint) -> bool:
         """Return whether a control request can be sent to the endpoint, now or later."""

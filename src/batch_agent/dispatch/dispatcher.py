@@ -29,6 +29,7 @@ from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
 from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Truncated, Unavailable
 from batch_agent.events import Ended
+from batch_agent.foreign import drop_frames
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
@@ -192,21 +193,21 @@ class Dispatcher:
         if ticket is None:
             ticket = self.slots.claim(AgentProgress(LAST) if progress is None else progress, LAST)
         while True:
-            slot = ticket.slot
+            slot, call, request = ticket.slot, None, question.request
             if slot is None or self.slots.stopped:
                 slot = await self._hold(ticket, policy)
-            try:
-                call = await self.reserve(slot, question.request)
-            except BaseException:
-                self.slots.release(slot)
-                raise
+            if request is not None and self.spending is not None:
+                if slot.endpoint.server.rates is None:
+                    call = self.spending.reserve_nowait(request)
+                if call is None:
+                    call = await self.reserve(slot, request)
             sent, attempts = loop.time(), attempts + 1
             observer.sent(sent - queued)
             if self.endpoints.controls.unlike:
-                self.endpoints.controls.like(question.request)
+                self.endpoints.controls.like(request)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
-                    reply = await self.attempt(question, slot, policy)
+                    reply = await self.attempt(question, slot, policy, sent)
                 else:
                     reply = await hedged(self, question, slot, policy)
                 cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
@@ -222,14 +223,13 @@ class Dispatcher:
                 observer.answered(reply, loop.time() - sent, cost)
                 return reply
             finally:
-                if call is not None:
+                if call is not None and not call.settled:
                     call.fail()
                 self.slots.release(slot)
-            if ticket.control:
+            if ticket.control or slot.withdrawn:
                 observer.failed(error, seconds, cost, None)
-                raise error
-            if slot.withdrawn:
-                observer.failed(error, seconds, cost, None)
+                if ticket.control:
+                    raise error
                 raise Interrupted(self._cut_off or "the run was drained before the server began with this job")
             wanted = attempts != policy.max_attempts and (policy.wanted is None or policy.wanted(error))
             step = await self.endpoints.decisions.step(
@@ -245,6 +245,7 @@ class Dispatcher:
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
+            drop_frames(error)
             await self.slots.again(slot, delay)
 
     async def _ask_control(self, call: ControlCall, ticket: Ticket) -> Reply:
@@ -264,9 +265,10 @@ class Dispatcher:
                 raise
         return together.answers
 
-    async def attempt(self, question: Question, slot: Slot, policy: Policy) -> Reply:
-        """Send the question once in this slot, and learn from the outcome."""
-        began = self.slots.loop.time()
+    async def attempt(self, question: Question, slot: Slot, policy: Policy, began: float | None = None) -> Reply:
+        """Send the question once in this slot, and learn from the outcome. ``began``: the time now."""
+        if began is None:
+            began = self.slots.loop.time()
         if slot.lease is not None:
             self.endpoints.budgets.leaves(slot)
         deadline = self.endpoints.flights.begin(slot, question, policy.timeout, began)
@@ -316,17 +318,20 @@ class Dispatcher:
                 timer.cancel()
 
     async def reserve(self, slot: Slot, request: ModelRequest | None) -> Call | None:
-        """Wait until rate limits and budget have room for the request."""
+        """Wait until rate limits and budget have room for the request. If they never will, the slot is released."""
         spending = self.spending
         if spending is None or request is None:
             return None
-        if slot.endpoint.server.rates is not None:
-            await self.endpoints.budgets.afford(slot, partial(spending.expect, request))
-        if (call := spending.reserve_nowait(request)) is not None:
-            return call
-        return await spending.reserve(
-            request, bought=isinstance(self.backend, Backend) and self.backend.has_bought(request)
-        )
+        try:
+            if slot.endpoint.server.rates is not None:
+                await self.endpoints.budgets.afford(slot, partial(spending.expect, request))
+            if (call := spending.reserve_nowait(request)) is not None:
+                return call
+            bought = isinstance(self.backend, Backend) and self.backend.has_bought(request)
+            return await spending.reserve(request, bought=bought)
+        except BaseException:
+            self.slots.release(slot)
+            raise
 
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
         return self._is_patient(policy) or not self._is_down(ticket)

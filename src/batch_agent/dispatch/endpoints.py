@@ -187,7 +187,8 @@ class EndpointMonitor:
         if outcome == "silent" and not slot.trial and not health.is_down and server.is_queued(slot):
             outcome = "recalled"  # it waited behind others that were answered: too many were sent
             meanwhile = server.answers - slot.answers_before
-            self.say(endpoint, endpoint.capacity.timed_out(meanwhile, now - slot.sent_at))
+            if not control:  # whose time limit is shorter than that of rows
+                self.say(endpoint, endpoint.capacity.timed_out(meanwhile, now - slot.sent_at))
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
@@ -242,7 +243,7 @@ class EndpointMonitor:
         if not health.is_down:
             health.fail(str(error), now)
             if verdict.endpoint == "down":
-                health.go_down(now)
+                health.go_down(now, silent=outcome == "silent")  # it may only be slow: any answer shows that it works
                 self._goes_down(endpoint, now)
         else:
             health.reason, health.heard = str(error), now
@@ -467,9 +468,10 @@ class EndpointMonitor:
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         """Apply an outage. The health is already set to down."""
         endpoint.server.history.go_down()
-        endpoint.server.go_down()
+        if not endpoint.health.is_denied:  # a denial says nothing about how many requests it takes afterwards
+            endpoint.server.go_down()
+            self._on_limit(endpoint, "the server is down")
         self._scheduler.touch(endpoint)
-        self._on_limit(endpoint, "the server is down")
         self._report(endpoint, now)
         self.decisions.wake()
         self.arm(endpoint)

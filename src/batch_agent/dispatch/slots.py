@@ -284,7 +284,7 @@ class Slots:
                     break
                 feed.wake()
                 fed = True
-        if not fed:
+        if not fed and (len(scheduler.endpoints) > 1 or self._watcher.waits):
             self._check_idle()
 
     def _check_idle(self) -> None:

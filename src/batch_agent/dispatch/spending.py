@@ -316,20 +316,20 @@ class Spending(Account):
         """Settle an answered call. Returns its cost in $, if known."""
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
-        if not cached:
-            self._learn(call, usage)  # also without an observer: a budget may be set later
+        if not cached:  # also without an observer: a budget may be set later
+            size = call.size
+            self._estimator.learn(size.prompt_bytes, usage, attached=size.attached, choices=size.choices)
+            if size.prompt_bytes:
+                self._learn(call, usage)
             if self._limited and not spent.tokens:  # a server that reports no usage must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
         return seconds * self._per_second if self._per_second else cost
 
     def _learn(self, call: Call, usage: Usage) -> None:
-        size = call.size
-        self._estimator.learn(size.prompt_bytes, usage, attached=size.attached, choices=size.choices)
-        if size.prompt_bytes:
-            new = self._sizes.learn(call.request, size, usage)
-            if new.attached:
-                self._estimator.learn_attached(new.prompt_bytes, new.tokens, new.attached)
+        new = self._sizes.learn(call.request, call.size, usage)
+        if new.attached:
+            self._estimator.learn_attached(new.prompt_bytes, new.tokens, new.attached)
 
     def fail(self, call: Call, error: BackendError | None = None) -> float | None:
         """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from enum import Enum
+from operator import attrgetter
 
 import orjson
 from pydantic import BaseModel
@@ -19,6 +20,7 @@ from batch_agent.messages import Attachment, Usage
 # Read here, because orjson takes long to read a dataclass with slots.
 _USAGE = [field.name for field in dataclasses.fields(Usage)]
 _TIMINGS = [field.name for field in dataclasses.fields(Timings)]
+_usage_of, _timings_of = attrgetter(*_USAGE), attrgetter(*_TIMINGS)
 
 
 def result_line(result: AgentResult[object], schema: OutputSchema[object] | None = None) -> bytes:
@@ -42,11 +44,11 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
         "job_id": result.job_id,
         "ok": result.ok,
         "output": result.output,
-        "error": error_record(result.error),
+        "error": None if result.error is None else error_record(result.error),
         "attempts": result.attempts,
         "turns": result.turns,
-        "usage": {name: getattr(result.usage, name) for name in _USAGE},
-        "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
+        "usage": dict(zip(_USAGE, _usage_of(result.usage), strict=True)),
+        "timings": dict(zip(_TIMINGS, _timings_of(result.timings), strict=True)),
         "input": None if isinstance(result.input, UnreadableRow) else result.input,
     }
     if result.cost is not None:

@@ -12,7 +12,7 @@ from typing import cast
 from aiohappyeyeballs import start_connection
 from yarl import URL
 
-from batch_agent.http.connection import Connection
+from batch_agent.http.connection import MAX_HEAD_BYTES, Connection, ResponseParser
 from batch_agent.http.failures import (
     ConnectFailed,
     ConnectTimedOut,
@@ -22,7 +22,6 @@ from batch_agent.http.failures import (
 )
 from batch_agent.http.lookup import Lookup
 from batch_agent.http.origin import Origin, basic_authorization
-from batch_agent.http.parser import MAX_HEAD_BYTES, ResponseParser
 
 NEXT_ADDRESS_SECONDS = 0.25  # after which the host's next address is tried in parallel
 # A peer that is gone without a word (a host that lost its power, a firewall that forgot the connection) is noticed

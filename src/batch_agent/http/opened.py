@@ -9,8 +9,7 @@ from typing import Self
 
 from multidict import CIMultiDict
 
-from batch_agent.http.connection import Connection, Receive
-from batch_agent.http.parser import ResponseParser
+from batch_agent.http.connection import Connection, Receive, ResponseParser
 
 # With more than this in the buffer, reading pauses until the caller has taken it.
 HIGH_WATER_BYTES = 256 * 1024

@@ -14,12 +14,160 @@ from urllib.request import getproxies, proxy_bypass
 from yarl import URL
 
 from batch_agent.errors import InternalError, SpecError
-from batch_agent.http.connection import WRITE_BYTES
+from batch_agent.http.connection import WRITE_BYTES, Beat, Connection, ResponseParser
+from batch_agent.http.connector import Connector
+from batch_agent.http.failures import ClosedEarly
 from batch_agent.http.opened import OpenResponse
 from batch_agent.http.origin import Origin
-from batch_agent.http.parser import ResponseParser
-from batch_agent.http.pool import Pool
 from batch_agent.http.request import with_length, write_head
+
+# Below the five seconds after which common servers (uvicorn) close an idle connection: a request sent while the server
+# closes it would be lost.
+KEEPALIVE_SECONDS = 4.0
+
+
+class Pool:
+    """The connections of one event loop. ``limit`` is the maximum open at once; 0: no limit."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, limit: int, keepalive_seconds: float = KEEPALIVE_SECONDS
+    ) -> None:
+        self._loop, self._limit, self._keepalive = loop, limit, keepalive_seconds
+        self.beat = Beat(loop)
+        self._connector = Connector(loop)
+        self._slots = asyncio.Semaphore(limit) if limit else None  # one per connection in use
+        self._open: set[Connection] = set()
+        self._opening = 0
+        self._idle: dict[Origin, list[Connection]] = {}  # the most recently used at the end
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._emptied = asyncio.Event()
+
+    def take(self, origin: Origin) -> Connection | None:
+        """Return an idle connection, if there is one and no request waits before this one."""
+        if self._slots is not None or not (idle := self._idle.get(origin)):
+            return None
+        return self._first_open(idle)
+
+    async def connect(self, origin: Origin, limit_seconds: float, *, fresh: bool) -> Connection:
+        """Return a new connection. Under a limit, wait for room; an idle one will do unless it must be ``fresh``."""
+        if self._slots is None:
+            return await self._connect(origin, limit_seconds)
+        await self._slots.acquire()
+        try:
+            return (None if fresh else self._first_open(self._idle.get(origin, []))) or await self._connect(
+                origin, limit_seconds
+            )
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def idle(self, connection: Connection) -> None:
+        connection.idle_since = self._loop.time()
+        idle = self._idle.get(connection.origin)
+        if idle is None:
+            self._idle[connection.origin] = [connection]
+        else:
+            idle.append(connection)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(self._keepalive, self._close_old)
+        if self._slots is not None:
+            self._slots.release()
+
+    def failed(
+        self, connection: Connection, response: ResponseParser, done: asyncio.Future[None], error: BaseException
+    ) -> None:
+        """Handle the end of a request without an answer. If the server closed a kept connection at the moment of the
+        request, the error is marked ``stale``, and the other kept connections to the server are closed."""
+        if isinstance(error, ClosedEarly):
+            error.stale = connection.stale
+            if error.stale:
+                self.close_idle(connection.origin)
+            return
+        connection.abandon(response)
+        if done.done() and not done.cancelled():
+            done.exception()  # mark the error as retrieved: a cancelled upload has not read it
+
+    def lost(self, connection: Connection) -> None:
+        if connection not in self._open:
+            return
+        self._open.discard(connection)
+        if connection.idle_since is None:
+            if self._slots is not None:
+                self._slots.release()
+        elif connection in (idle := self._idle.get(connection.origin, [])):
+            idle.remove(connection)
+        if not self._open:
+            self._emptied.set()
+
+    async def close(self) -> None:
+        """Close all connections, also those in use, and wait until their sockets are closed."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        if self._open:
+            self._emptied.clear()
+            for connection in self._open:
+                connection.close()
+            await self._emptied.wait()
+
+    def close_idle(self, origin: Origin) -> None:
+        """Close the connections kept for a server that has just closed one of them: it may have closed all."""
+        for connection in self._idle.pop(origin, ()):
+            connection.close()
+
+    def _first_open(self, idle: list[Connection]) -> Connection | None:
+        now = self._loop.time()
+        while idle:
+            connection = idle.pop()
+            if now - (connection.idle_since or 0.0) < self._keepalive and not connection.transport.is_closing():
+                connection.idle_since, connection.reused_at = None, now
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, origin: Origin, limit_seconds: float) -> Connection:
+        connection = Connection(origin, self, self._loop)
+        self._opening += 1
+        try:
+            if self._limit and len(self._open) + self._opening > self._limit:
+                self._close_oldest()
+                await asyncio.sleep(0)  # its socket is closed in the next iteration of the loop
+            await self._connector.connect(origin, connection, limit_seconds)
+        finally:
+            self._opening -= 1
+        if self._closed:
+            connection.close()
+            raise ClosedEarly("the backend was closed while connecting")
+        if connection.transport.is_closing():
+            raise ClosedEarly  # closed as soon as it was accepted
+        self._open.add(connection)
+        return connection
+
+    def _close_oldest(self) -> None:
+        idle = [connections[0] for connections in self._idle.values() if connections]
+        if idle:
+            oldest = min(idle, key=_idle_since)
+            self._idle[oldest.origin].remove(oldest)
+            oldest.close()
+
+    def _close_old(self) -> None:
+        self._sweep = None
+        now = self._loop.time()
+        for origin, idle in [*self._idle.items()]:
+            # The same comparison as the timer's, to the last bit.
+            while idle and _idle_since(idle[0]) + self._keepalive <= now:
+                idle.pop(0).close()
+            if not idle:
+                del self._idle[origin]
+        if self._idle:
+            oldest = min(_idle_since(idle[0]) for idle in self._idle.values())
+            self._sweep = self._loop.call_at(oldest + self._keepalive, self._close_old)
+
+
+def _idle_since(connection: Connection) -> float:
+    return connection.idle_since or 0.0
+
 
 CONNECT_SECONDS = 30.0
 

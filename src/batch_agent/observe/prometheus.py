@@ -10,6 +10,7 @@ from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from batch_agent.errors import BackendError, JobError, OutputError, error_types
 from batch_agent.events import (
     AnswerRejected,
     CacheRead,
@@ -39,7 +40,7 @@ class LiveNumbers:
     """Values read at a scrape. ``endpoints`` come with display names. ``waiting``: requests without a slot;
     ``journal_lag``: age in seconds of the oldest record that is not yet on disk."""
 
-    endpoints: Iterable[tuple[str, Endpoint]] = ()
+    endpoints: Collection[tuple[str, Endpoint]] = ()
     waiting: int = 0
     journal_lag: float | None = None
 
@@ -109,6 +110,20 @@ class RunNumbers(ListSink):
         self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Seconds from sending a request to its answer.")
         self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Set the series whose labels are known to 0: a rate needs the value before the first event."""
+        for state in ("ok", "failed"):
+            self.rows.add(0, state)
+        for counter, kind in (
+            (self.failures, JobError),
+            (self.failed_turns, BackendError),
+            (self.retries, BackendError),
+            (self.rejected, OutputError),
+        ):
+            for error_type in sorted(error_types(kind)):
+                counter.add(0, error_type)
 
     def take(self, events: Iterable[Event]) -> None:
         super().take(events)
@@ -159,6 +174,9 @@ class RunNumbers(ListSink):
     def _state(self) -> list[Family]:
         """Return the current gauges."""
         live = self._live()
+        for name, _ in live.endpoints:
+            self.turns.add(0, name)
+            self.outages.add(0, name)
         info = Gauge("batch_agent_run_info", "The run: always 1.", ("version", "backend", "model"))
         info.set(1, __version__, *self._info)
         rows = Gauge("batch_agent_rows", "Unfinished rows, by state.", ("state",))

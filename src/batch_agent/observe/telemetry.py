@@ -6,11 +6,13 @@ loses spans, but slows nothing down. The standard variables (``OTEL_…``) confi
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batch_agent.errors import SpecError
 from batch_agent.events import ListSink
@@ -22,12 +24,17 @@ from batch_agent.tools.context import CallTrace, current_traceparent
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
+    import requests
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     from batch_agent.observe.otel_metrics import OtelMetrics
 
+logger = logging.getLogger("batch_agent")
+
+UNKNOWN = 1.0  # seconds to wait at the end of a run for a collector that has not answered yet
+ANSWERS = 5.0  # the same for one that answers, or whose answers cannot be seen (gRPC)
 QUEUE = 16_384  # spans that may wait for the collector, unless OTEL_BSP_MAX_QUEUE_SIZE is set
 
 
@@ -76,14 +83,16 @@ class SpanOfCall:
 
 
 class Telemetry:
-    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` may block as long as the SDK waits for
-    a collector."""
+    """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` blocks while the collector answers."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
         sampler = RowSampler.from_environment(environ)
-        self._metrics = None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _metrics(environ)
+        self._collector = CollectorState()
+        self._metrics = (
+            None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _metrics(environ, self._collector)
+        )
         traced = sampler.records and environ.get("OTEL_TRACES_EXPORTER", "").lower() != "none"
-        self._processor = _processor(environ) if traced else None
+        self._processor = _processor(environ, self._collector) if traced else None
         export: Callable[[Sequence[SpanRecord]], None] = lambda spans: None  # noqa: E731
         if self._processor is not None:
             export = _exporter(self._processor, environ)
@@ -96,12 +105,80 @@ class Telemetry:
         return [*spans, *([] if self._metrics is None else [self._metrics])]
 
     def close(self) -> None:
-        """Send the remaining spans."""
+        """Send the remaining spans. A collector that refuses or does not answer is not waited for: the thread that
+        sends is then abandoned."""
+        threading.Thread(target=self._shut_down, name="batch-agent telemetry", daemon=True).start()
+        if reason := self._collector.wait_closed():
+            logger.warning("the collector %s: the last spans and metrics are not sent", reason)
+
+    def _shut_down(self) -> None:
+        try:
+            self._flush()
+        finally:
+            self._collector.close()
+
+    def _flush(self) -> None:
         if self._processor is not None:
             shutdown: Callable[[], object] = self._processor.shutdown
             shutdown()
         if self._metrics is not None:
             self._metrics.close()
+
+
+class CollectorState:
+    """Whether the collector answers, from the requests of the SDK's exporters."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._answers: bool | None = None  # None: unknown
+        self._unseen = self._closed = False
+
+    def session(self) -> requests.Session:
+        """Return a session for an exporter, whose answers are noted."""
+        import requests
+
+        note = self._note
+
+        class Noted(requests.Session):
+            def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+                try:
+                    response = super().send(request, **options)
+                except BaseException:
+                    note(False)
+                    raise
+                note(response.ok)
+                return response
+
+        return Noted()
+
+    def unseen(self) -> None:
+        """An exporter has no session: its answers are not noted."""
+        self._unseen = True
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait_closed(self) -> str:
+        """Wait until everything is sent; returns "". Or until the collector refuses, or has not answered for too long;
+        returns which."""
+        with self._changed:
+            if self._refuses():  # it may be back
+                self._answers = None
+            if not (self._answers or self._unseen):
+                self._changed.wait_for(lambda: self._closed or self._answers is not None, UNKNOWN)
+            if self._answers or self._unseen:
+                self._changed.wait_for(lambda: self._closed or self._refuses(), ANSWERS)
+            return "" if self._closed else "refuses" if self._refuses() else "does not answer"
+
+    def _refuses(self) -> bool:
+        return self._answers is False
+
+    def _note(self, answers: bool) -> None:
+        with self._changed:
+            self._answers = answers
+            self._changed.notify_all()
 
 
 def _around() -> tuple[int, int] | None:
@@ -112,25 +189,31 @@ def _around() -> tuple[int, int] | None:
     return (context.trace_id, context.span_id) if context.is_valid else None
 
 
-def _processor(environ: Mapping[str, str]) -> BatchSpanProcessor:
+def _processor(environ: Mapping[str, str], collector: CollectorState) -> BatchSpanProcessor:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    if _is_grpc(environ, "TRACES"):
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    else:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     size = None if environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else QUEUE
-    return BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=size)
+    if _is_grpc(environ, "TRACES"):
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        collector.unseen()
+        return BatchSpanProcessor(GrpcExporter(), max_queue_size=size)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return BatchSpanProcessor(OTLPSpanExporter(session=collector.session()), max_queue_size=size)
 
 
-def _metrics(environ: Mapping[str, str]) -> OtelMetrics:
+def _metrics(environ: Mapping[str, str], collector: CollectorState) -> OtelMetrics:
     from batch_agent.observe.otel_metrics import OtelMetrics
 
     if _is_grpc(environ, "METRICS"):
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    else:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    return OtelMetrics(OTLPMetricExporter(), _resource(environ), environ)
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+        collector.unseen()
+        return OtelMetrics(GrpcExporter(), _resource(environ), environ)
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    return OtelMetrics(OTLPMetricExporter(session=collector.session()), _resource(environ), environ)
 
 
 def _is_grpc(environ: Mapping[str, str], signal: str) -> bool:

@@ -16,6 +16,7 @@ the journal unchanged. Fields are never removed or moved, so every version reads
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from types import UnionType
 from typing import Any, get_args
 
@@ -63,6 +64,19 @@ ROLES = get_args(Role)
 
 def encode(step: Step) -> tuple[int, bytes]:
     match step:
+        case Asked(digest, nth, reply, spent, after, said):
+            if after == OWN and not said:
+                return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent)])
+            messages = [from_message(message) for message in said]
+            return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
+        case CallBegun("", nth, "", ""):
+            return CALL_BEGUN, _dump([nth])
+        case CallEnded("", nth, "", "", ok, text):
+            return CALL_ENDED, _dump([nth, ok, text])
+        case CallBegun(digest, nth, name, arguments):
+            return CALL_BEGUN, _dump([digest, nth, name, arguments])
+        case CallEnded(digest, nth, name, arguments, ok, text):
+            return CALL_ENDED, _dump([digest, nth, name, arguments, ok, text])
         case Done(reply, spent, asked):
             return DONE, _dump([_from_reply(reply), _from_spent(spent), asked])
         case Turn(reply, spent, asked):
@@ -80,21 +94,8 @@ def encode(step: Step) -> tuple[int, bytes]:
             return ENDED, _dump([_from_spent(spent), output, fingerprint, *later[:count]])
         case Compacted(cut, usage, digest):
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage), digest])
-        case Asked(digest, nth, reply, spent, after, said):
-            if after == OWN and not said:
-                return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent)])
-            messages = [from_message(message) for message in said]
-            return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
         case Restarted(spent):
             return RESTARTED, _dump([_from_spent(spent)])
-        case CallBegun("", nth, "", ""):
-            return CALL_BEGUN, _dump([nth])
-        case CallEnded("", nth, "", "", ok, text):
-            return CALL_ENDED, _dump([nth, ok, text])
-        case CallBegun(digest, nth, name, arguments):
-            return CALL_BEGUN, _dump([digest, nth, name, arguments])
-        case CallEnded(digest, nth, name, arguments, ok, text):
-            return CALL_ENDED, _dump([digest, nth, name, arguments, ok, text])
 
 
 def decode(kind: int, body: bytes) -> Step:
@@ -203,8 +204,7 @@ def _to_usage(array: object) -> Usage:
     return Usage(*_read(array, USAGE, least=4))
 
 
-def _from_spent(spent: Spent) -> tuple[object, ...]:
-    return spent.sent, spent.retries, spent.queued, spent.inference, spent.tool_wait, spent.total, spent.cost
+_from_spent = attrgetter("sent", "retries", "queued", "inference", "tool_wait", "total", "cost")
 
 
 def _to_spent(array: object) -> Spent:

@@ -241,7 +241,7 @@ class DirectoryStore(MemoryStore):
         return RunProgress(
             self._ok + len(ended) - failed,
             self._failed + failed,
-            self._resumed + sum(change.resumed for change in ended),
+            self._resumed + sum([change.resumed for change in ended]),
             outlay.tokens,
             outlay.cost,
             outlay.lease,

@@ -1,4 +1,5 @@
 """The record as agents use it: adding a step does not block; an agent waits only before a step that needs the record.
+``Trail`` is the record of one agent, ``Journal`` that of a worker.
 
 Group commit: while one commit is being written, all new records are collected for the next one. A commit costs about
 the same for one record and for a thousand, so the disk does not limit how many agents run. All bookkeeping is on the
@@ -15,14 +16,110 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from batch_agent.errors import StoreError
+from batch_agent.errors import JobError, StoreError
 from batch_agent.job import AgentResult
 from batch_agent.record.base import Account, Entry, Identity, Outlay
 from batch_agent.record.codec import encode
+from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
 from batch_agent.record.store import KeptStep, RowChange, RowLease, WorkStore
 from batch_agent.value_type import value_type
+
+UNKNOWN_OUTCOME = (
+    "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
+    "effect. It was not run again. Find out before you repeat it."
+)
+NOBODY = Identity(b"", b"")
+NOTHING = Past(0, ())  # the record of a new agent
+
+
+class FailedBefore(JobError):
+    """The record ends with this failure, which is not retried."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.error.message)
+        self.failed = failed
+
+
+class Trail:
+    """``retried``: the agent failed and is retried. ``restarts``: it starts again in a new conversation. ``ended``: the
+    record is complete. ``has_past``: an earlier session recorded something. ``fresh``: this session did some work for
+    it. ``records``: new steps are kept. ``checks``: a recorded answer is used only for the same request. ``past`` is
+    the whole record."""
+
+    __slots__ = (
+        "_commit",
+        "_identity",
+        "_journal",
+        "_restarts",
+        "agent",
+        "checks",
+        "ended",
+        "fresh",
+        "has_past",
+        "past",
+        "records",
+        "retried",
+    )
+
+    def __init__(
+        self,
+        journal: Journal | None = None,
+        identity: Identity = NOBODY,
+        past: Past | None = None,
+        *,
+        retried: bool = False,
+        restarts: bool = False,
+        checks: bool = True,
+    ) -> None:
+        """``past`` is the record of the agent. Without one, the agent gets a new number."""
+        self._journal = journal
+        self._identity = identity
+        self.past = NOTHING if past is None else past.restarted() if restarts else past
+        self._restarts = restarts  # and this is not recorded yet
+        # Its number in the journal; 0 for all agents of a run without a record.
+        self.agent = past.agent if past is not None else 0 if journal is None else journal.new_agent()
+        self._commit = 0
+        self.records = journal is not None
+        self.retried = retried
+        self.checks = checks
+        self.ended = self.past.done or self.stays_failed
+        self.has_past = bool(self.past.turns or self.past.worked) or self.ended
+        self.fresh = not self.has_past
+
+    def anew(self) -> Trail:
+        """Return a trail of the same row without a record, for an agent that starts again."""
+        return Trail(self._journal, self._identity)
+
+    @property
+    def key(self) -> bytes:
+        """The digest of the whole question of its row."""
+        return self._identity.key
+
+    @property
+    def stays_failed(self) -> bool:
+        """Whether the record ends with a failure that is not retried."""
+        return self.past.failed is not None and not self.retried
+
+    def add(self, step: Step) -> None:
+        """Record a step of this session. It is on disk after ``settle``."""
+        if self._journal is not None:
+            if self._restarts:
+                self._restarts = False
+                self._journal.add(Entry(self.agent, self._identity, Restarted(self.past.spent or Spent())))
+            self._commit = self._journal.add(Entry(self.agent, self._identity, step))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all added steps are on disk."""
+        return self._journal is None or self._journal.has(self._commit)
+
+    async def settle(self) -> None:
+        """Wait until all added steps are on disk. Raises StoreError if that is impossible."""
+        if self._journal is not None and not self._journal.has(self._commit):
+            await self._journal.durable(self._commit)
+
 
 T = TypeVar("T")
 
@@ -116,15 +213,18 @@ class Journal:
             self._touched = True
             self._wake()
 
-    async def wait(self, commit: int) -> None:
-        """Wait until that commit is on disk. Raises StoreError if the journal has failed."""
+    def has(self, commit: int) -> bool:
+        """Return whether that commit is on disk. Raises StoreError if the journal has failed."""
         if self._failure is not None:
             raise self._failure
-        if commit <= self._durable:
-            return
+        return commit <= self._durable
+
+    def durable(self, commit: int) -> asyncio.Future[None]:
+        """Return a future that is done when that commit, which is to come, is on disk. It raises StoreError if the
+        journal fails."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.setdefault(commit, []).append(waiter)
-        await waiter
+        return waiter
 
     def flush(self) -> asyncio.Future[None]:
         """Return a future that is done when everything added or published is on disk. It raises StoreError if the
@@ -199,8 +299,8 @@ class Journal:
     ) -> set[str]:
         steps: dict[tuple[str, int], tuple[RowLease, list[KeptStep]]] = {}  # by place and token
         for entry in entries:
-            identity = cast(LeasedIdentity, entry.identity)
-            lease = identity.row_lease
+            identity = entry.identity
+            lease: RowLease = identity.row_lease  # type: ignore[attr-defined]  # each is a LeasedIdentity
             step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
             place = lease.place, lease.token
             found = steps.get(place)

@@ -25,6 +25,7 @@ from batch_agent.job import BaseResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
+    FOLLOWED_SECONDS,
     LARGEST_SHARED,
     LEASE,
     NUMBERS,
@@ -116,6 +117,8 @@ class MemoryStore:
         self._call_position = 0
         self._files: dict[str, str] = {}
         self._jobs: list[bytes] = []
+        self._followed: dict[str, float] = {}  # row that a viewer follows → until when
+        self._reported: dict[str, tuple[JsonObject, float]] = {}  # its conversation, and until when it is shown
 
     # What a store with files does in addition
 
@@ -570,10 +573,26 @@ class MemoryStore:
         with self._lock:
             self._jobs += lines
 
-    # Rows that viewers follow: viewers of a run in this process ask the process itself
+    # Rows that viewers follow
+
+    def follow_row(self, row: str) -> JsonObject | None:
+        whole = self._whole
+        with whole._lock:
+            now = whole._clock()
+            whole._followed[row] = now + FOLLOWED_SECONDS
+            told, until = whole._reported.get(row, (None, 0.0))
+            return told if until > now else None
 
     def followed_rows(self) -> list[str]:
-        return []
+        whole = self._whole
+        with whole._lock:
+            now = whole._clock()
+            whole._followed = {row: until for row, until in whole._followed.items() if until > now}
+            return list(whole._followed)
 
     def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
-        """Do nothing, for the same reason."""
+        whole = self._whole
+        with whole._lock:
+            now = whole._clock()
+            kept = {row: told for row, told in whole._reported.items() if told[1] > now}
+            whole._reported = kept | {row: (told, now + FOLLOWED_SECONDS) for row, told in rows.items()}

@@ -33,7 +33,7 @@ from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.control import CONTROL, ask, stream
 from batch_agent.record.keys import row_of
 from batch_agent.record.lock import is_locked
-from batch_agent.record.rundir import FAILURES, JOURNAL, LOCK, RESULTS, RUN, SUMMARY, read_run, stage_names
+from batch_agent.record.rundir import FAILURES, JOURNAL, LOCK, RESULTS, RUN, SUMMARY, read_jobs, read_run, stage_names
 from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import KeptStep
@@ -294,6 +294,10 @@ class RunReader(ABC):
     def timeline(self, *, spans: bool = True) -> TimelineRecord: ...
 
     @abstractmethod
+    def job_lines(self) -> list[bytes]:
+        """Return what the whole run has recorded about jobs at batch APIs."""
+
+    @abstractmethod
     def status(self) -> JsonObject | None:
         """Return the metrics that the run last reported, or None."""
 
@@ -488,6 +492,9 @@ class DirectoryReader(RunReader):
 
     def timeline(self, *, spans: bool = True) -> TimelineRecord:
         return read_timeline(self.path, spans=spans)
+
+    def job_lines(self) -> list[bytes]:
+        return read_jobs(self.path)
 
     def status(self) -> JsonObject | None:
         return read_status(self.path)

@@ -119,12 +119,7 @@ class RunDir:
         self._replace(SUMMARY, summary)
 
     def job_lines(self) -> list[bytes]:
-        try:
-            return (self.path / JOBS).read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StoreError(f"cannot read {self.path / JOBS}: {error.strerror}") from None
+        return read_jobs(self.path)
 
     def add_job_lines(self, lines: Sequence[bytes]) -> None:
         """Append lines. When it returns, they survive a loss of power. On an error nothing is appended."""
@@ -187,6 +182,16 @@ def stage_names(facts: JsonObject) -> list[str]:
     """Return the names of a pipeline's stages, in order; empty for a plain run."""
     named = facts.get("stages")
     return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def read_jobs(path: Path) -> list[bytes]:
+    """Return the lines about jobs at batch APIs in a run directory."""
+    try:
+        return (path / JOBS).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"cannot read {path / JOBS}: {error.strerror}") from None
 
 
 def recorded_options(facts: JsonObject) -> JsonObject:

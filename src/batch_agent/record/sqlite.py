@@ -159,7 +159,8 @@ class SqliteJournal:
         on disk at the latest together with the next steps."""
         values: list[object] = []
         for step in steps:
-            values += (step.agent, step.key, step.content, step.kind, step.body, checksum(step))
+            check = crc32(step.body, crc32(step.key + step.content, step.agent & 0xFFFF_FFFF) ^ step.kind)
+            values += (step.agent, step.key, step.content, step.kind, step.body, check)
         with _explained(self._path):
             if not self._path.exists():  # SQLite would continue writing to the deleted file
                 raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
@@ -307,16 +308,12 @@ class SqliteJournal:
         self._db.close()
 
 
-def checksum(step: KeptStep) -> int:
-    """Return the checksum of a record. It covers whose record it is, so that no record is taken for another."""
-    whose = crc32(step.key + step.content, step.agent & 0xFFFF_FFFF)
-    return crc32(step.body, whose ^ step.kind)
-
-
 def _is_whole(step: KeptStep, check: int | None) -> bool:
-    """Return whether a record is as it was written. Older formats have no checksums."""
+    """Return whether a record is as it was written. The checksum also covers whose record it is, so that no record is
+    taken for another. Older formats have no checksums."""
     body: object = step.body  # SQLite keeps any type
-    return isinstance(body, bytes) and (check is None or check == checksum(step))
+    whose = crc32(step.key + step.content, step.agent & 0xFFFF_FFFF)
+    return isinstance(body, bytes) and (check is None or check == crc32(body, whose ^ step.kind))
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -25,6 +25,7 @@ Phase = Literal["running", "draining", "ended"]
 NUMBERS = 32  # low bits of the number of an agent of another process; the high bits are the number of its worker
 LEASE = 15.0  # seconds; the default of ``--lease``
 LARGEST_SHARED = 4 * 1024 * 1024  # bytes of the largest result of a call that is shared
+FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 UNKEPT_SECONDS = 10.0  # seconds that a result which is not cached stays available to the workers that waited for it
 
 
@@ -354,6 +355,11 @@ class RunStore(WorkStore, Protocol):
         ...
 
     def set_phase(self, sitting: int, phase: Phase) -> None: ...
+
+    def follow_row(self, row: str) -> JsonObject | None:
+        """Ask the worker of a row to report its conversation, and return what it last reported; None if there is
+        nothing yet. A row of a pipeline is ``STAGE/ROW``."""
+        ...
 
     def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
         """Write the facts and the phase, and release the feeder's lease."""

@@ -73,7 +73,7 @@ class TimelineFiles:
     def _append(self, name: str, lines: Sequence[Line | Span]) -> None:
         if lines:
             with open(self._folder / name, "ab", opener=private) as file:
-                file.write(b"".join(to_json(line) + b"\n" for line in lines))
+                file.write(b"\n".join([*map(to_json, lines), b""]))
 
     def _thin_out(self) -> None:
         """Drop every other sample, and the oldest changes if there are too many."""

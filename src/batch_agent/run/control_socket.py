@@ -23,6 +23,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.control import CONTROL
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.private import private
+from batch_agent.record.store import FOLLOWED_SECONDS
 from batch_agent.run.control import Controls
 
 logger = logging.getLogger("batch_agent")
@@ -144,9 +145,13 @@ class ControlSocket:
     async def _follow(self, row: str, writer: asyncio.StreamWriter) -> None:
         """Send the row each time it changes, while it is running."""
         before: JsonObject = {}
+        looks = 0  # since a worker in another process reported the row
         while True:
             now = self._controls.live_row(row)
-            if now != before:
+            looks = 0 if now else looks + 1
+            if looks * OFTEN > FOLLOWED_SECONDS:
+                raise SpecError(f"row {row} is not running")
+            if now and now != before:
                 await _send(writer, {"ok": True, "row": now})
                 before = now
             await asyncio.sleep(OFTEN)

@@ -24,7 +24,7 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.reader import RunReader, RunView, result_line_of
 from batch_agent.record.row_json import encode_row
-from batch_agent.record.rundir import FAILURES, JOURNAL, RESULTS, RUN, SUMMARY
+from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import KeptStep, NewRow, Resuming, RowChange, RowLease, RunStore
 from batch_agent.record.timeline import TimelineFiles
@@ -57,6 +57,9 @@ def copy_to_directory(reader: RunReader, directory: Path) -> int:
                     (results if name == RESULTS else failures).write(line)
                     count += 1
             journal.commit(steps, view.latest)
+    if not reader.stage_name and (lines := reader.job_lines()):
+        with open(directory / JOBS, "wb", opener=private) as jobs:
+            jobs.writelines(line + b"\n" for line in lines)
     _copy_timeline(reader, directory)
     state = "interrupted" if view.state in ("starting", "running") else view.state
     _write(directory / RUN, {**facts, "state": state})
@@ -125,6 +128,8 @@ def copy_to_store(reader: RunReader, store: RunStore, prepared: Mapping[str, Pre
         store.keep_feed(sitting)
     if not view.stages:
         count = _copy_rows(reader, store, prepared[stage], sitting)
+    if not stage and (lines := reader.job_lines()):
+        store.add_job_lines(lines)
     _note_spent(store, view.latest, stage)
     store.close_feed(sitting, facts, "ended")
     return count

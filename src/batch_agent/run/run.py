@@ -30,11 +30,9 @@ from batch_agent.agent.prepare import Prepared, choose_model, learn_context
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import first_error, outlast
-from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
     DrainStarted,
@@ -60,7 +58,6 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.run.changes import Changes, compare
-from batch_agent.run.clock import Clock
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
@@ -87,10 +84,10 @@ from batch_agent.run.recording import (
 )
 from batch_agent.run.rows import Rows
 from batch_agent.run.serving import Serving
-from batch_agent.run.shared import Shared, labelled, open_dispatcher
+from batch_agent.run.shared import Shared, labelled, open_dispatcher, open_spending
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
-from batch_agent.run.sinks import Sinks
+from batch_agent.run.sinks import Clock, Sinks
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Worker
@@ -184,23 +181,9 @@ class Run(Generic[T]):
         directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
         dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
         dispatchers = {prepared.backend.name: dispatcher}
-        dispatcher.spending = spending = self._new_spending(dispatchers)
+        dispatcher.spending = spending = open_spending(prepared, dispatchers, self._out_of_budget)
         rate_mark = None if directory is None else RateMark(directory)
         return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
-
-    def _new_spending(self, dispatchers: Mapping[str, Dispatcher]) -> Spending:
-        def time_is_up() -> None:
-            why = str(self.shared.spending.refusal())
-            for dispatcher in dispatchers.values():
-                dispatcher.refuse_now(why)
-                dispatcher.cut_off(self.shared.spending.add_reason)
-
-        def short(is_short: bool) -> None:
-            for dispatcher in dispatchers.values():
-                dispatcher.slots.set_short_of_budget(is_short)
-
-        prepared = self._prepared
-        return Spending(prepared.spec, prepared.prices, short, self._out_of_budget, time_is_up)
 
     # For the user of a run
 
@@ -297,9 +280,15 @@ class Run(Generic[T]):
         return self._recorder.live(limit)
 
     def live_row(self, row: str | int) -> JsonObject:
-        """Return the conversation of a running row, with the text that is being streamed."""
+        """Return the conversation of a running row, with the text that is being streamed; {} if it is at a worker in
+        another process, which reports it within a second or two."""
         run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
-        return run._worker_here.conversation(row)
+        try:
+            return run._worker_here.conversation(row)
+        except SpecError:
+            if self._record is None or self.shared.lender is None:
+                raise
+            return self._record.follow_row(f"{run._stage}/{row}" if run._stage else str(row)) or {}
 
     def _endpoints(self) -> list[LabelledEndpoint]:
         """Return the endpoints of all backends; for a run inside another, those of its own."""
@@ -309,22 +298,25 @@ class Run(Generic[T]):
 
     def pause(self) -> None:
         """Send nothing more until ``resume``. Requests in flight and tools continue."""
-        self._paused = True
-        for dispatcher in self.shared.dispatchers.values():
-            dispatcher.pause()
+        if not self._passes_on({"do": "pause"}):
+            self._paused = True
+            for dispatcher in self.shared.dispatchers.values():
+                dispatcher.pause()
 
     def resume(self) -> None:
-        self._paused = False
-        for dispatcher in self.shared.dispatchers.values():
-            dispatcher.resume()
+        if not self._passes_on({"do": "resume"}):
+            self._paused = False
+            for dispatcher in self.shared.dispatchers.values():
+                dispatcher.resume()
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight`` of each backend. A lower limit is reached as answers arrive."""
         if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
             raise SpecError("max_inflight is a whole number above 0, or None for no limit")
         dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
-        for dispatcher in dispatchers:
-            dispatcher.resize(max_inflight)
+        if max_inflight is None or not self._passes_on({"do": "resize", "inflight": max_inflight}):
+            for dispatcher in dispatchers:
+                dispatcher.resize(max_inflight)
 
     def drain(self) -> None:
         """Start no new agents. Running agents finish, and ``results`` ends after them. Agents whose first request waits
@@ -364,13 +356,19 @@ class Run(Generic[T]):
 
     def cancel_row(self, row: str | int) -> None:
         """End a running row, which fails as Cancelled. Raises SpecError if it is not running."""
-        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
-        run._worker_here.cancel_row(row)
+        if not self._passes_on({"do": "cancel-row", "row": str(row)}):
+            run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+            run._worker_here.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
         """Start a running row again from its beginning. Raises SpecError if the row is not running."""
-        run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
-        run._worker_here.retry_row(row)
+        if not self._passes_on({"do": "retry-row", "row": str(row)}):
+            run, row = (self, row) if self._inside is None else self._inside.stage_row(row)
+            run._worker_here.retry_row(row)
+
+    def _passes_on(self, request: JsonObject) -> bool:
+        """Send a request to all workers, if the run has some in other processes."""
+        return self._feeds and self.shared.lender is not None and self.shared.lender.steer(request)
 
     def stop(self) -> None:
         """Stop without results: no further request is sent, and all running work is cancelled."""

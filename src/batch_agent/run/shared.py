@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +25,8 @@ from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import RunStore, WorkStore
-from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
+from batch_agent.run.sinks import Clock
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.spec import BatchSpec
@@ -115,6 +116,25 @@ class Shared:
             logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)
+
+
+def open_spending(
+    prepared: Prepared, dispatchers: Mapping[str, Dispatcher], on_exhausted: Callable[[str], None]
+) -> Spending:
+    """Return the ledger of an outermost run, with these dispatchers."""
+
+    def time_is_up() -> None:
+        why = str(spending.refusal())
+        for dispatcher in dispatchers.values():
+            dispatcher.refuse_now(why)
+            dispatcher.cut_off(spending.add_reason)
+
+    def short(is_short: bool) -> None:
+        for dispatcher in dispatchers.values():
+            dispatcher.slots.set_short_of_budget(is_short)
+
+    spending = Spending(prepared.spec, prepared.prices, short, on_exhausted, time_is_up)
+    return spending
 
 
 def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_health: OnHealth) -> Dispatcher:

@@ -85,6 +85,7 @@ class Lending:
         self._places: dict[str, Pot] = {}
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
+        self._applies = False  # a request to all workers is being applied
         self._every = EVERY
         self._hostfiles: list[Hostfile] = []  # only in the feeder
         self._kept: dict[str, str] = {}  # path → text of the hostfiles in the store
@@ -110,6 +111,13 @@ class Lending:
 
     def soon(self) -> None:
         self._wanted.set()
+
+    def steer(self, request: JsonObject) -> bool:
+        """Send a request of the user to all workers; each applies it with its next report. Returns False while this
+        worker applies one."""
+        if not self._applies:
+            self._beside(lambda: self._store.steer(request)).add_done_callback(lambda _: self.soon())
+        return not self._applies
 
     def share_answers(self, backend: Backend) -> None:
         """Let a backend with a response cache share its answers with the other workers."""
@@ -301,6 +309,13 @@ class Lending:
         before, self._steered = self._steered, steering
         if before is not None and steering.number == before.number:
             return
+        self._applies = True
+        try:
+            self._apply_steering(controls, steering, before)
+        finally:
+            self._applies = False
+
+    def _apply_steering(self, controls: Controls, steering: Steering, before: Steering | None) -> None:
         if steering.paused != (before is not None and before.paused):
             controls.pause() if steering.paused else controls.resume()
         if steering.max_inflight is not None and (before is None or steering.max_inflight != before.max_inflight):

@@ -1,12 +1,33 @@
-"""Passes the events of a run to its sinks, one at a time or many at once."""
+"""The clock of a run's events, and their way to the sinks, one at a time or many at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from batch_agent.events import Event, ListSink, Sink, TypedSink
+
+
+class Clock:
+    """Does not advance until it is started."""
+
+    def __init__(self) -> None:
+        self._epoch = time.time()
+        self._time: Callable[[], float] = float
+
+    def start(self) -> None:
+        self._time = asyncio.get_running_loop().time
+        self._epoch = time.time() - self._time()
+
+    def __call__(self) -> float:
+        return self._epoch + self._time()
+
+    def at(self, time: float) -> float:
+        """Return the wall-clock time at this time of the event loop."""
+        return self._epoch + time
+
 
 logger = logging.getLogger("batch_agent")
 

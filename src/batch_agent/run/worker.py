@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from batch_agent.agent.agent import Agent, AgentWorker
 from batch_agent.agent.loop import tool_loop
-from batch_agent.agent.resources import Resources
+from batch_agent.agent.turn import Resources
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.feed import Feed
@@ -20,11 +20,10 @@ from batch_agent.events import JobFinished, JobStarted
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity
-from batch_agent.record.journal import Journal, LeasedIdentity
+from batch_agent.record.journal import Journal, LeasedIdentity, Trail
 from batch_agent.record.keys import Keys
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past
-from batch_agent.record.trail import Trail
 from batch_agent.run.leases import GROUP, HeldRow, Leases
 from batch_agent.run.parts import Parts
 from batch_agent.run.rows import compile_all

@@ -12,9 +12,9 @@ from batch_agent.agent.fingerprint import rows_under
 from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prefix_leader import lead_of
 from batch_agent.agent.prepare import Prepared
-from batch_agent.agent.resources import Resources
 from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.agent.touches import Touches
+from batch_agent.agent.turn import Resources
 from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
@@ -92,6 +92,7 @@ class Workshop:
         prepared, shared, spec = self._prepared, self._shared, self._prepared.spec
         capabilities = prepared.backend.capabilities
         can_start_early = any(pool.can_start_early(tool.name) for tool in prepared.tools)
+        usual = max(endpoint.health.slowest for endpoint in shared.dispatcher.scheduler.endpoints)
         return Resources(
             backend=prepared.backend,
             dispatcher=shared.dispatcher,
@@ -116,7 +117,7 @@ class Workshop:
             prewarm=self.prewarm,
             touches=touches if shared.dispatcher.scheduler.parts.touch else None,
             # A user's worker may send other requests first, or none.
-            lead=lead_of(prepared.plan, capabilities, prepared.max_inflight) if loops else None,
+            lead=lead_of(prepared.plan, capabilities, prepared.max_inflight, usual) if loops else None,
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
             digests=ShapeDigests(prepared.shapes.keyed_max_tokens),

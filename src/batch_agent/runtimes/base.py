@@ -13,15 +13,16 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Literal, Protocol
 
+from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.registry import open_backend
-from batch_agent.errors import AgentTimeout, RowEnded, SpecError, WorkerFailed
-from batch_agent.messages import Usage
+from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
+from batch_agent.errors import AgentTimeout, Rejected, RowEnded, SpecError, WorkerFailed
+from batch_agent.messages import Reply, Usage
 from batch_agent.runtimes.events import EventRecorder, ReadEvent, Transcript
 from batch_agent.runtimes.process import ProcessEnd, run_agent
 from batch_agent.runtimes.trees import AgentTree, Isolation, check_source, open_tree
@@ -34,6 +35,7 @@ KEPT_ENV = (
 )
 CHOICES = {"isolation": ("worktree", "copy", "none"), "permissions": ("read", "write", "full")}
 LOCAL = "127.0.0.1,localhost"
+LOGIN = "login"  # as a backend: the login of the command
 DEFAULT_TIMEOUT = 1800.0
 SPARE = 0.2  # fraction of the available memory that stays unused
 
@@ -59,7 +61,8 @@ class RowContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an agent runs: ``home`` is its home directory; ``url`` (with ``/v1``) and ``key`` are for its model."""
+    """Where an agent runs: ``home`` is its home directory; ``url`` (with ``/v1``) and ``key`` are for its model, and ""
+    with its own login."""
 
     home: Path
     url: str
@@ -67,13 +70,30 @@ class Place:
     model: str
 
 
+class LoginBackend(Backend):
+    """The backend of a run whose agents use their own login: the run itself sends nothing."""
+
+    def __init__(self, agent: str) -> None:
+        self._agent = agent
+
+    @property
+    def name(self) -> str:
+        return f"the login of {self._agent}"
+
+    async def models(self) -> list[str]:
+        return [LOGIN]  # the agent chooses, unless the user names a model
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        raise Rejected(f"{self._agent} uses its own login: the run has no backend for other requests")
+
+
 @dataclass(frozen=True)
 class CommandLineRuntime(ABC):
     """``working_dir`` is what the agent works on: a git repository with ``isolation="worktree"``, any directory with
     ``"copy"``; with ``"none"`` it works in the directory itself. None: an empty directory. ``permissions``: ``"read"``
     may only read, ``"write"`` may also change files, ``"full"`` may run any command. ``backend`` is the URL of a server
-    that the agent uses directly, without the run's slots, budget and record; None: the run's backend, through the
-    gateway."""
+    that the agent uses directly, without the run's slots, budget and record; ``"login"``: the servers that the command
+    itself is logged in to; None: the run's backend, through the gateway."""
 
     backend: str | None = None
     model: str | None = None
@@ -110,12 +130,28 @@ class CommandLineRuntime(ABC):
     def prepare(self, place: Place) -> Mapping[str, str]:
         """Write configuration files into the home. Returns environment variables."""
 
+    @abstractmethod
+    def login(self) -> Mapping[str, str] | None:
+        """Return the environment variables with which the command finds the user's login, or None if there is none."""
+
+    def resolved(self, run_backend: object) -> CommandLineRuntime:
+        """Return the runtime for a run with this backend. If neither has one, a login of the command is used."""
+        if self.backend is None and run_backend is None and not os.environ.get(BACKEND_VARIABLE) and self.login():
+            return replace(self, backend=LOGIN)
+        return self
+
+    def own_backend(self) -> object:
+        """Return the backend of a run that has none itself."""
+        return LoginBackend(self.name) if self.backend == LOGIN else self.backend
+
     def check(self) -> str:
         """Return the program's path. Raises SpecError if it is missing or the directory is unusable."""
         check_source(self._source, self.isolation)
         found = shutil.which(self.binary)
         if found is None:
             raise SpecError(f"{self.binary} is not installed: npm install -g {self.package}")
+        if self.backend == LOGIN and self.login() is None:
+            raise SpecError(f"{self.name} has no login here: start {self.binary} and log in, or give a backend")
         return found
 
     def most_at_once(self) -> int:
@@ -161,6 +197,8 @@ class CommandLineRuntime(ABC):
         model = self.model or ctx.model
         if self.backend is None:
             return Place(home, ctx.base_url, ctx.api_key, model)
+        if self.backend == LOGIN:
+            return Place(home, "", "", "" if model == LOGIN else model)
         url = self._address()
         names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
         return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
@@ -201,7 +239,8 @@ class CommandLineRuntime(ABC):
             }.items()
         }
         local = {"NO_PROXY": LOCAL, "no_proxy": LOCAL, "TERM": "dumb", "NO_COLOR": "1", "CI": "1"}
-        return {**kept, "HOME": str(home), **homes, **local, **ctx.env}
+        gateway = {} if self.backend == LOGIN else ctx.env
+        return {**kept, "HOME": str(home), **homes, **local, **gateway}
 
     def _output(self, ended: ProcessEnd, transcript: Transcript) -> str:
         if ended.status or transcript.error or not transcript.text:

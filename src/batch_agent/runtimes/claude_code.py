@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from batch_agent.runtimes.base import CommandLineRuntime, Permissions, Place
+from batch_agent.runtimes.base import LOGIN, CommandLineRuntime, Permissions, Place
 from batch_agent.runtimes.events import ReadEvent, read_claude
 
 LOOKS = "Read,Grep,Glob,LS,TodoWrite"
@@ -43,17 +44,26 @@ class ClaudeCodeRuntime(CommandLineRuntime):
         model = ("--model", place.model) if place.model else ()
         return [program, "-p", *form, *model, *PERMISSIONS[self.permissions], *self.extra_args]
 
+    def login(self) -> Mapping[str, str] | None:
+        if token := os.environ.get("CLAUDE_CODE_OAUTH_TOKEN"):
+            return {"CLAUDE_CODE_OAUTH_TOKEN": token}
+        folder = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
+        return {"CLAUDE_CONFIG_DIR": str(folder)} if (folder / ".credentials.json").exists() else None
+
     def prepare(self, place: Place) -> Mapping[str, str]:
         models = dict.fromkeys(MODELS, place.model) if place.model else {}
-        return {
-            **models,
+        server = {
             "ANTHROPIC_BASE_URL": place.url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": place.key,
             "ANTHROPIC_AUTH_TOKEN": "",
-            "API_TIMEOUT_MS": PATIENCE_MS,
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        }
+        return {
+            **({} if self.backend == LOGIN else {**server, **models}),
+            "API_TIMEOUT_MS": PATIENCE_MS,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CONFIG_DIR": str(place.home / ".claude"),
+            **((self.login() or {}) if self.backend == LOGIN else {}),
             "DISABLE_AUTOUPDATER": "1",
             "DISABLE_TELEMETRY": "1",
             **({"IS_SANDBOX": "1"} if hasattr(os, "getuid") and os.getuid() == 0 else {}),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import orjson
 
-from batch_agent.runtimes.base import CommandLineRuntime, Permissions, Place
+from batch_agent.runtimes.base import LOGIN, CommandLineRuntime, Permissions, Place
 from batch_agent.runtimes.events import ReadEvent, read_codex
 
 SANDBOXES: dict[Permissions, Sequence[str]] = {
@@ -35,9 +37,18 @@ class CodexRuntime(CommandLineRuntime):
 
     def command(self, program: str, place: Place) -> Sequence[str]:
         """Return the command line; its last argument makes it read the prompt from standard input."""
-        return [program, "exec", "--json", "--skip-git-repo-check", *SANDBOXES[self.permissions], *self.extra_args, "-"]
+        own = ("-c", 'approval_policy="never"', *(("--model", place.model) if place.model else ()))
+        login = own if self.backend == LOGIN else ()
+        fixed = (program, "exec", "--json", "--skip-git-repo-check")
+        return [*fixed, *SANDBOXES[self.permissions], *login, *self.extra_args, "-"]
+
+    def login(self) -> Mapping[str, str] | None:
+        folder = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
+        return {"CODEX_HOME": str(folder)} if (folder / "auth.json").exists() else None
 
     def prepare(self, place: Place) -> Mapping[str, str]:
+        if self.backend == LOGIN:
+            return self.login() or {}
         home = place.home / ".codex"
         home.mkdir(exist_ok=True)
         quoted = [orjson.dumps(text).decode() for text in (place.model, place.url)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import orjson
 
 from batch_agent.messages import JsonObject
-from batch_agent.runtimes.base import CommandLineRuntime, Permissions, Place
+from batch_agent.runtimes.base import LOGIN, CommandLineRuntime, Permissions, Place
 from batch_agent.runtimes.events import ReadEvent, read_opencode
 
 OFFLINE = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "SHARE", "DEFAULT_PLUGINS", "CLAUDE_CODE", "EXTERNAL_SKILLS")
@@ -36,10 +38,19 @@ class OpenCodeRuntime(CommandLineRuntime):
 
     def command(self, program: str, place: Place) -> Sequence[str]:
         """Return the command line, with a title: otherwise it would ask the model for one."""
-        model = f"batch/{place.model}"
-        return [program, "run", "--model", model, "--format", "json", "--title", "batch", *self.extra_args]
+        name = place.model if self.backend == LOGIN else f"batch/{place.model}"
+        model = ("--model", name) if name else ()
+        return [program, "run", *model, "--format", "json", "--title", "batch", *self.extra_args]
+
+    def login(self) -> Mapping[str, str] | None:
+        folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+        return {"XDG_DATA_HOME": str(folder)} if (folder / "opencode" / "auth.json").exists() else None
 
     def prepare(self, place: Place) -> Mapping[str, str]:
+        if self.backend == LOGIN:
+            config: JsonObject = {"permission": PERMISSIONS[self.permissions], "share": "disabled", "autoupdate": False}
+            offline = {f"OPENCODE_DISABLE_{name}": "1" for name in OFFLINE if name != "MODELS_FETCH"}
+            return {"OPENCODE_CONFIG_CONTENT": orjson.dumps(config).decode(), **offline, **(self.login() or {})}
         limit: JsonObject = {"context": CONTEXT, "output": OUTPUT}
         provider: JsonObject = {
             "npm": "@ai-sdk/openai-compatible",
@@ -47,7 +58,7 @@ class OpenCodeRuntime(CommandLineRuntime):
             "options": {"baseURL": place.url, "apiKey": place.key},
             "models": {place.model: {"name": place.model, "limit": limit}},
         }
-        config: JsonObject = {
+        config = {
             "provider": {"batch": provider},
             "permission": PERMISSIONS[self.permissions],
             "small_model": f"batch/{place.model}",

@@ -211,9 +211,9 @@ class Estimator:
     def learn(self, prompt_bytes: int, usage: Usage, *, attached: int = 0, choices: int = 1) -> None:
         if usage.prompt_tokens or usage.completion_tokens:
             self._answers += 1
-            self._longest = max(self._longest, math.ceil(usage.completion_tokens / choices))
-        if usage.prompt_tokens:
-            self._least = min(self._least or usage.prompt_tokens, usage.prompt_tokens)
+            self._longest = max(self._longest, -(-usage.completion_tokens // choices))
+        if usage.prompt_tokens and (not self._least or usage.prompt_tokens < self._least):
+            self._least = usage.prompt_tokens
         if prompt_bytes and usage.prompt_tokens and not attached:
             self._counted += 1
             self._densest = max(self._densest, min(1.0, usage.prompt_tokens / prompt_bytes))

@@ -30,10 +30,11 @@ If several processes work on one run, the searched number is that of all of them
 
 from __future__ import annotations
 
+from bisect import insort
 from math import inf, sqrt
 
 from batch_agent.scheduler.engine_load import Load, LoadGuide
-from batch_agent.scheduler.limit_search import QUEUED, RAMP_SECONDS, LimitSearch, Progress
+from batch_agent.scheduler.limit_search import RAMP_SECONDS, LimitSearch, Progress
 
 GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
 LEFT_TO_OTHERS = 1 / 4  # the same if the server took more before: others use it now, or it has become smaller
@@ -41,6 +42,8 @@ ALIKE = 1 / 16  # two numbers differ by less than this part
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of slow growth; rounds until the pace doubles
 GROWN = 1 / 2  # part of the limit by which it grows per round at a server that takes more than before
 LONG = 1 / 8  # part of the time limit of a request: an answer that takes longer may have waited in a queue
+WAITED = 1.8  # an answer that took this many times the seconds of fast ones has waited
+LEAST_FIRST, MOST_FIRST = 8, 64  # number of first answers that show how long a fast one takes
 FORGET = 0.995  # factor of the highest rate of answers with each answer
 IN_TIME = 1 / 2  # part of the time limit within which the server should answer
 PAUSE = 3  # rounds before a refused number is tried again
@@ -86,7 +89,7 @@ class Capacity:
         self.tolerates = False  # the last refusal did not count: the server takes other requests meanwhile
         self._tolerated = True  # a tenth of the requests may be refused
         self._by_chance = False  # refusals lowered the limit too far
-        self._fastest = inf  # seconds of the fastest answer
+        self._first: list[float] = []  # seconds of the first answers, sorted
         self._rate = 0.0  # answers per second, while they take long
         self._taken = 0  # most requests that the server took when it refused one
         self._count_anew()
@@ -146,6 +149,12 @@ class Capacity:
         self._rate = max(meanwhile / seconds, self._rate * FORGET)
         return self._shorten_queue(seconds)
 
+    def _has_waited(self, seconds: float) -> bool:
+        """Return whether an answer that took so long has waited in the server's queue: it took much longer than the
+        fast quarter of the first answers. Fewer than ``LEAST_FIRST`` do not show how much answers differ."""
+        first = self._first
+        return len(first) >= LEAST_FIRST and seconds > WAITED * first[len(first) // 4]
+
     def _shorten_queue(self, patience: float) -> str:
         """Lower the limit to the number of requests that the server answers within a part of the time limit."""
         most = max(1, int(self._rate * patience * IN_TIME))
@@ -171,11 +180,11 @@ class Capacity:
     def succeeded(self, sent_at: float, seconds: float, tokens: int, now: float, meanwhile: int = 0) -> str:
         """Raise the limit, if possible, after a good answer to a request sent at ``sent_at`` that took ``seconds``.
         ``meanwhile``: number of answers that arrived in this time, with this one."""
-        if seconds < self._fastest:
-            self._fastest = seconds
+        if len(self._first) < MOST_FIRST:
+            insort(self._first, seconds)
         if seconds > LONG * self.patience:
             self._rate = max(meanwhile / seconds, self._rate * FORGET)
-            if seconds > QUEUED * self._fastest and (reason := self._shorten_queue(self.patience)):
+            if self._has_waited(seconds) and (reason := self._shorten_queue(self.patience)):
                 return reason
         self._answered = True
         self._answers += 1

@@ -309,10 +309,9 @@ class Scheduler:
         if self.paused or not (self.waiting or self.aside or self.suspects or self.controls):
             return None
         match = self._match_first(now) if self._queue.has_first else None
-        if match is None:
-            most = self.max_inflight if self.allotted is None else self.allotted
-            if most is not None and self.inflight >= most:
-                return None
+        most = self.max_inflight if self.allotted is None else self.allotted
+        if match is None and most is not None and self.inflight >= most:
+            return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes.places

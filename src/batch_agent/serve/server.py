@@ -24,9 +24,9 @@ from batch_agent.dispatch.spending import Spending
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.observe.metrics_server import metrics_response
-from batch_agent.run.clock import Clock
 from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
+from batch_agent.run.sinks import Clock
 from batch_agent.serve.admin import Admin
 from batch_agent.serve.api import Api, ApiLimits, refuse
 from batch_agent.serve.batches import ServedBatches
@@ -68,7 +68,7 @@ class ServeOptions:
     now: Callable[[], float] = time.time
 
 
-class BatchApiServer:
+class BatchService:
     """All parts of a server. ``serve`` runs it; ``ready`` gets its address and key."""
 
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:

@@ -15,8 +15,7 @@ from multidict import CIMultiDict
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.wire import Naming, report_calls
+from batch_agent.backends.http.wire import Naming, read_quota, report_calls
 from batch_agent.backends.openai.chat import ChatView, encode_head
 from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
 from batch_agent.backends.openai.server import join_body

@@ -2,7 +2,7 @@
 
 A call is started synchronously, in the callback of a stream, and awaited later. Agents wait for a flight
 (``flight.py``), which is one run of one call. It passes the gates of its tool; then the tool's code runs behind a
-boundary (``boundary.py``) and returns text or raises ToolError. If a tool looks up many keys at once, its flights wait
+boundary (``run_foreign``) and returns text or raises ToolError. If a tool looks up many keys at once, its flights wait
 for the flight of their batch, which passes the gates. The pool does not retry: the model sees the failure and decides.
 """
 
@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import inspect
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from batch_agent.backends.once import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
-from batch_agent.foreign import message_of
+from batch_agent.foreign import describe, message_of
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall
 from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
-from batch_agent.tools.boundary import run_foreign
 from batch_agent.tools.cache import Key, ResultCache
 from batch_agent.tools.context import CallTrace, ToolContext
 from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOutcome, Traffic
@@ -38,9 +39,63 @@ from batch_agent.tools.render import MAX_TOKENS, cut_tokens, render
 from batch_agent.tools.schema import Arguments
 from batch_agent.tools.threads import THREADS, Threads
 
+T = TypeVar("T")
+Work = Callable[[], object]
+Read = Callable[[object], T]
+
+
+async def run_foreign(name: str, work: Work, read: Read[T], threads: Threads | None) -> T:
+    """Run ``work``, await its result if it is awaitable, and return it converted by ``read``. ``work`` runs in a thread
+    unless ``threads`` is None. ``name`` is the tool's name in errors."""
+    task = asyncio.current_task()
+    try:
+        if threads is None:
+            return read(await cast(Awaitable[object], work()))
+        return await _in_thread(name, work, read, threads)
+    except ToolError:
+        raise
+    except BaseException as error:
+        if task is None or _is_for(task, error):
+            raise
+        raise failed(name, error) from error
+
+
+async def _in_thread(name: str, work: Work, read: Read[T], threads: Threads) -> T:
+    def begin() -> tuple[T] | Awaitable[object]:
+        try:
+            value = work()
+            # Converting a large result takes time too, and may call the tool's own objects.
+            return value if inspect.isawaitable(value) else (read(value),)
+        except Exception:
+            raise
+        except BaseException as error:
+            # SystemExit or KeyboardInterrupt of a tool must not look like our own on the event loop.
+            raise failed(name, error) from error
+
+    result = await threads.run(begin)
+    return result[0] if isinstance(result, tuple) else read(await result)
+
+
+def failed(name: str, error: BaseException) -> ToolFailed:
+    if isinstance(error, asyncio.CancelledError):
+        return ToolFailed(f"{name} failed: something it waited for was cancelled")
+    return ToolFailed(f"{name} failed: {describe(error)}")
+
+
+def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
+    """Return whether an exception on the event loop is for the task that runs a tool, and not the tool's own error."""
+    match error:
+        case asyncio.CancelledError():
+            return task.cancelling() > 0
+        case GeneratorExit():  # for the task if its coroutine is being closed, not run
+            return asyncio.current_task(task.get_loop()) is not task
+        case KeyboardInterrupt():
+            return threading.current_thread() is threading.main_thread()
+    return False
+
+
 __all__ = ["PendingCall", "ToolOutcome", "ToolPool", "ToolStatistics"]
 
-T = TypeVar("T")
 TraceOf = Callable[[], CallTrace]
 logger = logging.getLogger("batch_agent")
 

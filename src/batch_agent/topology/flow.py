@@ -202,13 +202,11 @@ class Flow:
 
     def cancel_row(self, row: str | int) -> None:
         """Cancel a row of a stage, named ``STAGE/ROW``; it fails, the others continue."""
-        run, row = self.stage_row(row)
-        run.cancel_row(row)
+        self._run.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
         """Start a row of a stage again, named ``STAGE/ROW``."""
-        run, row = self.stage_row(row)
-        run.retry_row(row)
+        self._run.retry_row(row)
 
     def serve(self) -> Path:
         return self._run.serve()
@@ -235,8 +233,7 @@ class Flow:
         return rows
 
     def live_row(self, row: str | int) -> JsonObject:
-        run, row = self.stage_row(row)
-        return run.live_row(row)
+        return self._run.live_row(row)
 
     def stage_row(self, row: str | int) -> tuple[Run[Any], str]:
         stage, _, name = str(row).partition("/")

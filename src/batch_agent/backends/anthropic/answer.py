@@ -15,8 +15,16 @@ from pydantic import JsonValue
 
 from batch_agent.backends.anthropic.request import WIRE, fit, is_empty
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.http.answer_reader import EventReader
-from batch_agent.backends.http.wire import Naming, counted, echoed_object, json_of, mapping, object_of, string_of
+from batch_agent.backends.http.wire import (
+    EventReader,
+    Naming,
+    counted,
+    echoed_object,
+    json_of,
+    mapping,
+    object_of,
+    string_of,
+)
 from batch_agent.errors import ContextOverflow, Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 

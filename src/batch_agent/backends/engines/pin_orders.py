@@ -20,17 +20,13 @@ class PinOrders:
     def __init__(self) -> None:
         self._pinned: dict[str, None] = {}  # agents that are pinned, as far as is known
         self._ended: list[str] = []  # of these, those that do not come back
-
-    @property
-    def is_used(self) -> bool:
-        """Whether an agent is pinned, or a pin is to be released."""
-        return bool(self._pinned or self._ended)
+        self.is_used = False  # an agent was pinned
 
     def order(self, request: ModelRequest) -> Order | None:
         """Return what a request orders; None if there is nothing to order."""
         pin, key = "", _key(request)
         if request.pin_seconds:
-            pin, self._pinned[key] = key, None
+            pin, self._pinned[key], self.is_used = key, None, True
             if len(self._pinned) > MOST_PINNED:  # of agents that failed: their pins have expired
                 del self._pinned[next(iter(self._pinned))]
         elif key in self._pinned:

@@ -23,12 +23,10 @@ from batch_agent.backends.base import (
     Probe,
     RequestShape,
 )
-from batch_agent.backends.http.answer_reader import AnswerReader
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.probe import probe_server
-from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.wire import Naming, json_of, report_calls, written
+from batch_agent.backends.http.wire import AnswerReader, Naming, json_of, read_quota, report_calls, written
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.http.connection import Receive
 from batch_agent.messages import JsonObject, Reply, Sealed, Usage
@@ -128,16 +126,14 @@ class HttpBackend(Backend, Generic[Head]):
             except Rejected as error:
                 request = await self.without(request, error, refused)
                 continue
-            if self.learns:
+            if refused or not reply.tool_calls:
                 self.learn(request, reply, refused)
             quota = read_quota(headers[0]) if headers else None
             return reply if quota is None else replace(reply, quota=quota)
 
-    learns = False  # ``learn`` is called
-
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
-        """Learn from an answer what the server can do. ``refused``: the options that were left out, with their
-        refusals."""
+        """Learn what the server can do from an answer without tool calls, or to a request from which refused options
+        were left out."""
 
     async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
         """Return the request without the option that the server refused, and add that to ``refused``. This is another

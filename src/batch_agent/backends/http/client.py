@@ -16,10 +16,9 @@ from yarl import URL
 
 from batch_agent.backends.http.faults import CHAT, Faults, Wording
 from batch_agent.errors import SpecError
-from batch_agent.http.connection import WRITE_BYTES, OnHead, Receive
+from batch_agent.http.connection import WRITE_BYTES, OnHead, Receive, ResponseParser
 from batch_agent.http.failures import TransportError
 from batch_agent.http.origin import Origin, basic_authorization
-from batch_agent.http.parser import ResponseParser
 from batch_agent.http.request import with_length, write_head, write_lines
 from batch_agent.http.transport import CONNECT_SECONDS, Transport
 

@@ -17,8 +17,7 @@ from email.utils import parsedate_to_datetime
 
 import orjson
 
-from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.wire import json_of
+from batch_agent.backends.http.wire import json_of, read_quota
 from batch_agent.errors import (
     BackendError,
     BadResponse,

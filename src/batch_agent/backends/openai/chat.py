@@ -8,17 +8,14 @@ fields of one turn.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.wire import echoed, written, written_options
-from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
+from batch_agent.backends.openai.chat_answer import NOTHING, AnswerStream, opened, read_answer
 from batch_agent.backends.openai.providers import STANDARD, Dialect
-from batch_agent.backends.openai.sealed import opened, sealed_with
 from batch_agent.backends.openai.server import OpenAIServer
-from batch_agent.messages import Message, MessageView, Reply, content_json
+from batch_agent.messages import Message, MessageView, content_json
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:
@@ -52,8 +49,9 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) 
 
 
 def encode_message(message: Message) -> bytes:
-    sealed = opened(message.sealed)
-    fields: dict[str, object] = {"role": message.role, "content": content_json(message.content), **sealed.fields}
+    sealed = NOTHING if message.sealed is None else opened(message.sealed)
+    content = message.content if isinstance(message.content, str) else content_json(message.content)
+    fields: dict[str, object] = {"role": message.role, "content": content, **sealed.fields}
     if message.tool_calls:
         # Content stays "" beside calls: some chat templates fail on null.
         fields["tool_calls"] = [
@@ -90,9 +88,3 @@ class OpenAIBackend(OpenAIServer):
 
     def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
         return encode_head(shape, streamed, self._dialect)
-
-    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
-        reply = super().finished(reply, shape)
-        if self._dialect.wants_reasoning and reply.reasoning:
-            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
-        return reply

@@ -8,17 +8,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.http.answer_reader import EventReader
 from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import Naming, counted, object_of, string_of, usage_of
-from batch_agent.backends.openai.sealed import SIGNATURES, sealed_calls
+from batch_agent.backends.http.wire import EventReader, Naming, counted, object_of, string_of, usage_of
 from batch_agent.errors import Rejected, Truncated
-from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
+from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
+
+WIRE = "chat"
+SIGNATURES = "extra_content"  # field of a call
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    fields: JsonObject = field(default_factory=dict)  # of the message
+    signatures: JsonObject = field(default_factory=dict)  # of its calls, by id
+
+    def of_call(self, call_id: str) -> JsonObject:
+        return {SIGNATURES: self.signatures[call_id]} if call_id in self.signatures else {}
+
+
+NOTHING = Opened()
+
+
+def sealed_calls(signatures: Mapping[str, object]) -> Sealed | None:
+    """Return the sealed signatures of an answer's calls, by call id."""
+    kept: JsonObject = {call_id: value for call_id, value in signatures.items() if isinstance(value, dict)}
+    return Sealed(WIRE, {"signatures": kept}) if kept else None
+
+
+def sealed_with(sealed: Sealed | None, reasoning: str) -> Sealed:
+    before = sealed.value if sealed is not None and isinstance(sealed.value, dict) else {}
+    return Sealed(WIRE, before | {"fields": {"reasoning_content": reasoning}})
+
+
+def opened(sealed: Sealed | None) -> Opened:
+    if sealed is None or sealed.wire != WIRE or not isinstance(sealed.value, dict):
+        return NOTHING
+    fields, signatures = sealed.value.get("fields"), sealed.value.get("signatures")
+    return Opened(
+        fields if isinstance(fields, dict) else {},
+        signatures if isinstance(signatures, dict) else {},
+    )
+
 
 _CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
 _ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
@@ -40,7 +76,10 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     message = choice.get("message")
     if not isinstance(message, dict):
         raise faults.bad("the answer's choice has no message")
-    text = _text(message.get("content"), faults) or string_of(message.get("refusal"))
+    content = message.get("content")
+    text = content if isinstance(content, str) else _text(content, faults)
+    if not text:
+        text = string_of(message.get("refusal"))
     finish = _reason(choice.get("finish_reason"))
     if finish is None:
         raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
@@ -52,8 +91,9 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     if items:
         calls = tuple([naming.call(*_call_fields(item, faults)) for item in items])
         sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
-    model = string_of(document.get("model"))
-    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=model)
+    model = document.get("model")
+    named = model if isinstance(model, str) else ""
+    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=named)
 
 
 class AnswerStream(EventReader):
@@ -254,7 +294,8 @@ def _text(content: JsonValue, faults: Faults) -> str:
 
 
 def _reasoning(message: JsonObject) -> str:
-    return string_of(message.get("reasoning_content")) or string_of(message.get("reasoning"))
+    told = message.get("reasoning_content") or message.get("reasoning")
+    return told if isinstance(told, str) else ""
 
 
 def _reason(value: JsonValue) -> str | None:
@@ -300,10 +341,11 @@ def _usage(value: JsonValue) -> Usage:
     if not isinstance(value, dict):
         return Usage()
     details = value.get("prompt_tokens_details")
+    reasoned = value.get("completion_tokens_details")
     return usage_of(
         prompt=counted(value, "prompt_tokens"),
-        cached=counted(details, "cached_tokens") or counted(value, "prompt_cache_hit_tokens"),
+        cached=(counted(details, "cached_tokens") if details else 0) or counted(value, "prompt_cache_hit_tokens"),
         completion=counted(value, "completion_tokens"),
-        reasoning=counted(value.get("completion_tokens_details"), "reasoning_tokens"),
-        written=counted(details, *_CACHE_WRITES),
+        reasoning=counted(reasoned, "reasoning_tokens") if reasoned else 0,
+        written=counted(details, *_CACHE_WRITES) if details else 0,
     )

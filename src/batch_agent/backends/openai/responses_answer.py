@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.http.answer_reader import EventReader
-from batch_agent.backends.http.wire import Naming, counted, object_of, objects_of, string_of, usage_of
+from batch_agent.backends.http.wire import EventReader, Naming, counted, object_of, objects_of, string_of, usage_of
 from batch_agent.backends.openai.chat_answer import check_finish, error_in
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 

@@ -20,6 +20,7 @@ import orjson
 from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, RequestShape
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.openai.chat_answer import sealed_with
 from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
 from batch_agent.backends.openai.models import check_options
 from batch_agent.backends.openai.providers import STANDARD, Dialect
@@ -100,15 +101,11 @@ class OpenAIServer(HttpBackend[bytes]):
             raise SpecError(f"{self.name} takes no seed: leave it out")
         super().check(shape)
 
-    learns = True
-
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
-        schema = request.shape.schema
+        schema, proven = request.shape.schema, self._capabilities.schema_proven
         if refused and (refusal := refused.get(SCHEMA)) is not None:
             self._give_schemas_up(f"refused the output schema ({refusal})")
-        elif schema is None or reply.tool_calls or self._capabilities.schema_proven:
-            return
-        elif self.own_body(request) is None:
+        elif not (schema is None or proven or reply.tool_calls) and self.own_body(request) is None:
             self._judge(reply.text, schema)
 
     async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
@@ -127,7 +124,9 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         if shape.schema is not None and self._wraps_answer(shape, shape.schema):
-            return replace(reply, text=unwrapped(reply.text))
+            reply = replace(reply, text=unwrapped(reply.text))
+        if self._dialect.wants_reasoning and reply.reasoning:
+            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
         return reply
 
     async def models(self) -> list[str]:

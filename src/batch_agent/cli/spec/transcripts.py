@@ -7,6 +7,7 @@ changed since the run.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -26,6 +27,7 @@ from batch_agent.job import Job
 from batch_agent.record.reader import FinishedRows, RunReader
 from batch_agent.record.rundir import stage_names
 from batch_agent.run.joining import prepare_worker
+from batch_agent.run.trust import SECRET, Trust
 
 
 def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[str, Prepared]:
@@ -42,6 +44,9 @@ def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[s
             with run.stage(name) as stage:
                 recorded[name] = stage.facts()
     if "spec" in next(iter(recorded.values()), {}):  # the run is or was in Redis
+        for each in recorded.values():  # an MCP server would be started or connected to
+            tools = cast("dict[str, list[str]]", each["spec"]).get("tools", [])
+            Trust(environ={**os.environ, SECRET: ""}).check({"spec": {"tools": [t for t in tools if t[:4] == "mcp:"]}})
         return {name: prepare_worker(each, import_from) for name, each in recorded.items()}
     options = command_again(
         recorded_command(

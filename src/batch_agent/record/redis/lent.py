@@ -25,13 +25,12 @@ from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
-from batch_agent.record.store import LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
+from batch_agent.record.store import FOLLOWED_SECONDS, LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
 from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table, steered
 
 T = TypeVar("T")
 
 FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and the longest pause in seconds
-FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is deleted
 
 READ = """
@@ -205,7 +204,6 @@ class RedisShares:
     # Rows that viewers follow
 
     def follow_row(self, row: str) -> JsonObject | None:
-        """Ask the worker of a row to report it, and return what it last reported; None if there is nothing yet."""
         found = self._share_script(FOLLOW, ["watched", f"live:{row}"], [row, FOLLOWED_SECONDS])
         return None if found is None else cast(JsonObject, json.loads(found))
 

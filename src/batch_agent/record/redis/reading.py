@@ -246,6 +246,9 @@ class RedisReader(RunReader):
             found.headers.append(asked)
         return found
 
+    def job_lines(self) -> list[bytes]:
+        return self.store.job_lines()
+
     def status(self) -> JsonObject | None:
         return None  # a run in Redis has no metrics of its own after its end; its summary has them
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batch_agent.errors import AgentTimeout, SpecError, ToolError, ToolTimeout, WorkerFailed
 from batch_agent.messages import Usage
-from batch_agent.runtimes.base import CommandLineRuntime
+from batch_agent.runtimes.base import LOGIN, CommandLineRuntime
 from batch_agent.runtimes.claude_code import ClaudeCodeRuntime
 from batch_agent.tools.base import Tool
 
@@ -48,8 +49,11 @@ def agent_tool(
 ) -> Tool[..., Coroutine[Any, Any, str]]:
     """Return the tool; its default number of calls at once fits into memory. Raises SpecError."""
     if runtime.backend is None:
-        raise SpecError(f"Tool.agent: give {runtime.name} its own backend, such as backend='vllm://host:8000'")
-    if runtime.model is None and not isinstance(runtime, ClaudeCodeRuntime):
+        raise SpecError(
+            f"Tool.agent: give {runtime.name} its own backend, such as backend='vllm://host:8000', or backend='login' "
+            "for the login of the command"
+        )
+    if runtime.model is None and runtime.backend != LOGIN and not isinstance(runtime, ClaudeCodeRuntime):
         raise SpecError(f"Tool.agent: give {runtime.name} a model")
 
     async def agent(task: str) -> str:
@@ -74,5 +78,7 @@ def agent_tool(
 
 
 def claude_code() -> Tool[..., Coroutine[Any, Any, str]]:
-    """Return a tool for Claude Code that reads the files of the working directory, with ANTHROPIC_API_KEY."""
-    return Tool.agent(ClaudeCodeRuntime("anthropic://", working_dir=".", isolation="none"))
+    """Return a tool for Claude Code that reads the files of the working directory, with its own login or, without one,
+    ANTHROPIC_API_KEY."""
+    runtime = ClaudeCodeRuntime(LOGIN, working_dir=".", isolation="none")
+    return Tool.agent(runtime if runtime.login() else replace(runtime, backend="anthropic://"))

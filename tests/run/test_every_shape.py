@@ -1,0 +1,347 @@
+"""Each feature in each shape of a run. The marker ``covers`` names the feature and the shapes in which a test runs; the
+table in docs/cluster.md is made of it (``docs/tables.py``)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the stand-ins of command-line agents
+from redis_servers import SERVER
+
+from batch_agent import BatchAgent, Pipeline, Tool
+from batch_agent.cli.main import main
+from batch_agent.errors import BatchAgentError
+from batch_agent.job import AgentResult
+from batch_agent.messages import Usage
+from batch_agent.record.reader import open_run
+from batch_agent.record.served import open_served
+from batch_agent.run.joining import JoinedWorker, NoRunCame, work
+from batch_agent.run.run import Run
+from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+from batch_agent.view.runs import ShownRun
+from runtimes.agents import runtime
+
+HERE = Path(__file__).parent
+EACH = 90  # tokens of a request
+STAGED = ("pipeline", "reduction")
+
+
+class CrewHere:
+    """A worker that is in this process, and reaches the record through its socket as another process does."""
+
+    @asynccontextmanager
+    async def at_work(self, run: Run[object]) -> AsyncIterator[None]:
+        store = open_served(run.serve())
+        working = asyncio.create_task(JoinedWorker(store, import_from=HERE).work())
+        try:
+            yield
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(30):
+                    await asyncio.wait([working])
+            working.cancel()
+            await asyncio.wait([working])
+            store.close()
+
+
+@Tool.define(cacheable=True)
+def look_up(key: str) -> str:
+    """Look a key up."""
+    return f"value of {key}"
+
+
+async def ask(row: str, ctx: Any) -> str:
+    """A worker of the user's."""
+    return str((await ctx.ask(f"Do {row}")).text)
+
+
+@dataclass
+class Scene:
+    """A run of one shape, and its server. Rows are named ``row-0`` and so on; ``held`` is asked before each answer."""
+
+    shape: str
+    place: str
+    folder: Path
+    server: ScriptedServer = field(init=False)
+    answer: Callable[[str, Request], Say] = lambda row, request: Say(
+        f"said {row}", usage=Usage(60, completion_tokens=30)
+    )
+    held: set[str] = field(default_factory=set)  # rows whose answers wait for ``go``
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def script(self, request: Request) -> Say:
+        row = row_of(request)
+        if row in self.held:
+            await self.go.wait()
+        return self.answer(row, request)
+
+    @property
+    def asked(self) -> Counter[str]:
+        """How often each row was asked for, in its first stage."""
+        return Counter(row_of(request) for request in self.server.requests if "Do " in str(request.messages))
+
+    def name(self, row: int) -> str:
+        """What the row is called from outside."""
+        return f"work/{row}" if self.shape in STAGED else str(row)
+
+    async def run(
+        self, rows: int, task: str = "Do {input}", tools: Sequence[Any] = (), **others: Any
+    ) -> list[AgentResult[Any]]:
+        inputs = [f"row-{row}" for row in range(rows)]
+        options: dict[str, Any] = {"backend": self.server.backend_url, "model": "m", "run_dir": self.place, **others}
+        if self.shape in STAGED:
+            longest = {"max_tokens": options.pop("max_tokens", None)}
+            pipeline = Pipeline(inputs).map(name="work", task=task, tools=tools, **longest)
+            if self.shape == "pipeline":
+                pipeline = pipeline.map(name="check", task="Check {input}", **longest)
+            else:
+                pipeline = pipeline.reduce("Sum up {n} answers", tree=4, **longest)
+            return list((await pipeline.run(**options)).results["work"])
+        options |= {"task": task, "inputs": inputs, "tools": tools, "progress": False}
+        if self.shape == "Redis":
+            running = asyncio.ensure_future(BatchAgent.run(**options, feed_only=True))
+            joining = asyncio.ensure_future(self._join(running))
+            try:
+                return list(await running)
+            finally:
+                await asyncio.wait([joining])
+        if self.shape == "processes":
+            options["cluster"] = CrewHere()
+        elif self.shape == "worker=":
+            options["worker"] = ask
+        elif self.shape == "runtime":
+            options["runtime"] = runtime("opencode", self.folder)
+        return list(await BatchAgent.run(**options))
+
+    async def _join(self, running: asyncio.Future[Any]) -> None:
+        while not running.done():  # a worker leaves the run before this one at once
+            with suppress(NoRunCame):
+                await work(self.place, import_from=HERE, wait=0.2)
+            await asyncio.sleep(0.05)
+
+    @asynccontextmanager
+    async def running(self, rows: int, **others: Any) -> AsyncIterator[asyncio.Task[list[AgentResult[Any]]]]:
+        """The run at work, when each of its rows has been asked for."""
+        task = asyncio.create_task(self.run(rows, **others))
+        waiting = asyncio.create_task(self.server.wait_until(lambda: len(self.asked) >= rows))
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if task.done():
+            task.result()
+        try:
+            yield task
+        finally:
+            self.go.set()
+            task.cancel()
+            await asyncio.wait([task, waiting])
+
+    async def steer(self, **request: Any) -> dict[str, Any]:
+        with open_run(self.place) as reader:
+            return dict(await reader.steer(request))
+
+
+def row_of(request: Request) -> str:
+    text = str(request.messages)
+    return next((word.strip("'\"}],.") for word in text.split() if word.startswith("row-")), "")
+
+
+@pytest.fixture
+async def scene(shape: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+    if shape == "Redis" and SERVER is None:
+        pytest.skip("needs redis-server and the package redis")
+    place = request.getfixturevalue("url") if shape == "Redis" else str(tmp_path / "run")
+    found = Scene(shape, place, tmp_path)
+    async with ScriptedServer(found.script, models=["m"]) as found.server:
+        yield found
+        found.go.set()
+
+
+@pytest.mark.covers("resume", "local", "processes", "Redis", "pipeline", "reduction", "worker=", "runtime")
+async def test_a_resumed_run_asks_only_what_is_not_done(scene: Scene) -> None:
+    await scene.run(2)
+    again = await scene.run(3, resume=True)
+    assert [result.resumed for result in again] == [True, True, False] and all(again)
+    assert scene.asked == Counter({"row-0": 1, "row-1": 1, "row-2": 1})
+
+
+@pytest.mark.covers("retry-failed", "local", "processes", "Redis", "pipeline", "reduction", "worker=")
+async def test_failed_rows_are_tried_again_or_kept(scene: Scene) -> None:
+    scene.answer = lambda row, request: Say("no", finish_reason="content_filter") if row == "row-1" else Say(row)
+    first = await scene.run(2)
+    kept = await scene.run(2, resume=True, retry_failed=False)
+    asked = scene.asked["row-1"]
+    scene.answer = lambda row, request: Say(row)
+    again = await scene.run(2, resume=True)
+    assert [[result.ok for result in results] for results in (first, kept, again)] == [
+        [True, False],
+        [True, False],
+        [True, True],
+    ]
+    assert scene.asked["row-1"] == asked + 1 and scene.asked["row-0"] == 1
+
+
+@pytest.mark.covers("force_resume", "local", "processes", "Redis", "pipeline", "reduction")
+async def test_forced_rows_keep_their_answers_under_another_task(scene: Scene) -> None:
+    first = await scene.run(2)
+    again = await scene.run(2, "Do it well: {input}", force_resume=True)
+    assert [result.output for result in again] == [result.output for result in first]
+    assert scene.asked == Counter({"row-0": 1, "row-1": 1})
+
+
+@pytest.mark.covers("budgets", "local", "processes", "Redis", "pipeline", "reduction", "worker=")
+async def test_a_budget_is_not_exceeded_and_a_resume_goes_on(scene: Scene) -> None:
+    limit = 4 * EACH
+    with suppress(BatchAgentError):  # a reduction without its rows fails
+        await scene.run(12, max_total_tokens=limit, max_tokens=30, max_inflight=2)
+    assert 0 < scene.server.received * EACH <= limit
+    again = await scene.run(12, resume=True, max_tokens=30, max_inflight=2)
+    assert len(again) == 12 and all(again)
+    assert max(scene.asked.values()) == 1
+
+
+@pytest.mark.covers("rate limits", "local", "processes", "pipeline", "worker=")
+async def test_no_more_requests_are_sent_than_the_rate_limit_allows(scene: Scene) -> None:
+    running = asyncio.create_task(scene.run(6, rpm=3))
+    await scene.server.wait_requests(1)
+    await asyncio.sleep(1.0)
+    assert scene.server.received <= 3
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.mark.covers("response cache", "local", "processes", "pipeline", "reduction", "worker=")
+async def test_a_repeated_request_is_answered_from_the_cache(scene: Scene) -> None:
+    cached = {"cache": str(scene.folder / "cache"), "temperature": 0}
+    first = await scene.run(2, **cached)
+    asked = scene.server.received
+    scene.place += "-again"
+    again = await scene.run(2, **cached)
+    assert [result.output for result in again] == [result.output for result in first]
+    assert scene.server.received == asked
+
+
+@pytest.mark.covers("retry-row", "local", "processes", "pipeline", "reduction", "worker=")
+async def test_a_running_row_is_started_again(scene: Scene) -> None:
+    scene.held.add("row-1")
+    async with scene.running(2) as task:
+        await scene.steer(do="retry-row", row=scene.name(1))
+        await scene.server.wait_until(lambda: scene.asked["row-1"] == 2)
+        scene.go.set()
+        assert all(await task)
+
+
+@pytest.mark.covers("control", "local", "processes", "pipeline", "reduction", "worker=")
+async def test_a_run_is_paused_and_goes_on_and_a_row_is_cancelled(scene: Scene) -> None:
+    scene.held |= {"row-0", "row-1"}
+    async with scene.running(2, max_inflight=2) as task:
+        await scene.steer(do="pause")
+        while (await scene.steer(do="status"))["status"]["state"] != "paused":
+            await asyncio.sleep(0.05)
+        await scene.steer(do="resume")
+        await scene.steer(do="cancel-row", row=scene.name(1))
+        await asyncio.sleep(1.5 if scene.shape == "processes" else 0.0)  # the next report of the worker
+        scene.go.set()
+        results = await task
+    assert [result.ok for result in results] == [True, False]
+    assert results[1].error is not None and results[1].error.type == "Cancelled"
+
+
+@pytest.mark.covers("events", "local", "processes", "pipeline", "reduction", "worker=")
+async def test_the_file_of_events_has_the_end_of_each_row(scene: Scene) -> None:
+    path = scene.folder / "events.jsonl"
+    await scene.run(3, events=path)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    ends = [event for event in events if event["event"] == "JobFinished"]
+    assert len(ends) >= 3 and all(end["error"] is None for end in ends)
+
+
+@pytest.mark.covers("metrics", "local", "processes", "worker=")
+async def test_the_numbers_for_prometheus_count_every_row(scene: Scene) -> None:
+    found: list[str] = []
+
+    def read(result: AgentResult[Any]) -> None:
+        found.append(str(result.index))
+
+    scene.held.add("row-1")
+    port = free_port()
+    async with scene.running(2, metrics_port=port, on_result=read) as task:
+        while not found:
+            await asyncio.sleep(0.02)
+        address = f"http://127.0.0.1:{port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(address).read().decode())
+        scene.go.set()
+        await task
+    assert "batch_agent_row_duration_seconds_count 1" in text.splitlines(), text
+
+
+@pytest.mark.covers("streamed text in the page", "local", "processes", "pipeline", "reduction")
+async def test_the_page_shows_the_text_of_a_row_while_it_is_streamed(scene: Scene) -> None:
+    words = " ".join(f"word{number}" for number in range(600))
+
+    def answer(row: str, request: Request) -> Say:
+        return Say(words, chunk_delay=0.02) if request.turn else CallTools(ToolUse("look_up", {"key": "a"}))
+
+    scene.answer = answer
+    async with scene.running(1, tools=[look_up]) as task:
+        await scene.server.wait_requests(2)
+        reader = open_run(scene.place)
+        run = ShownRun("run", reader.stage("work") if scene.shape in STAGED else reader)
+        said = ""
+        try:
+            async for talking in run.conversations("0"):
+                said = str(talking)
+                if "word3" in said:
+                    break
+        finally:
+            await run.close()
+        assert "word3" in said and "word599" not in said
+        task.cancel()
+
+
+@pytest.mark.covers("view live", "local", "processes", "pipeline", "worker=")
+async def test_the_page_counts_the_rows_of_a_run_at_work(scene: Scene) -> None:
+    scene.held.add("row-1")
+    async with scene.running(2) as task:
+        run = ShownRun("run", open_run(scene.place))
+        try:
+            async for now in run.news():
+                if now["alive"] and now["status"]["rows"]["ok"] >= 1:  # type: ignore[index, call-overload, operator]
+                    break
+        finally:
+            await run.close()
+        scene.go.set()
+        assert all(await task)
+
+
+@pytest.mark.covers("report", "local", "processes", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("compare", "local", "processes", "pipeline", "reduction", "worker=")
+async def test_a_report_has_the_rows_of_one_run_or_of_two(scene: Scene) -> None:
+    await scene.run(2)
+    first = scene.place
+    scene.place += "-again"
+    scene.answer = lambda row, request: Say(f"answered {row}")
+    await scene.run(2)
+    for places in ((first,), (first, scene.place)):
+        page = scene.folder / "report.html"
+        command = ["report", *places, "--rows", "all", "-o", str(page)]
+        assert await asyncio.to_thread(main, command) == 0
+        text = page.read_text()
+        assert ("said row-0" in text, "answered row-0" in text) == (True, len(places) == 2)
+
+
+def free_port() -> int:
+    from redis_servers import free_port
+
+    return free_port()

@@ -1,0 +1,18 @@
+"""What one turn runs through does not grow: see benchmarks/path.py."""
+
+from __future__ import annotations
+
+from benchmarks import path
+
+# Between the first and the second request of one recorded row with a tool call. Fewer is better: lower them when a
+# change removes something.
+FILES, NESTED, CALLS, CROSSINGS = 62, 8, 560, 150
+
+
+def test_a_turn_runs_through_few_files_and_nested_coroutines() -> None:
+    with path.scripted() as url:
+        numbers = path.between_requests(url).numbers()
+    assert numbers["nested_coroutines"] <= NESTED
+    assert numbers["files"] <= FILES, numbers
+    assert numbers["calls"] <= CALLS, numbers
+    assert numbers["crossings"] <= CROSSINGS, numbers
