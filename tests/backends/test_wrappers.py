@@ -44,6 +44,7 @@ ARGUMENTS: dict[str, object] = {
     "listener": Listening(),
     "server": Server(),
     "record": None,
+    "outlasts": False,
     "on_tool_call": None,
 }
 

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from batch_agent.serve.models import ServedModel, ServedModels, open_models
-from batch_agent.serve.server import BatchApiServer, ServeOptions
+from batch_agent.serve.server import BatchService, ServeOptions
 from batch_agent.testing import ScriptedServer
 
 CHAT = "/v1/chat/completions"
@@ -27,7 +27,7 @@ class Client:
     url: str
     key: str
     session: aiohttp.ClientSession
-    server: BatchApiServer
+    server: BatchService
 
     def with_key(self, key: str) -> Client:
         return Client(self.url, key, self.session, self.server)
@@ -112,7 +112,7 @@ def chat(name: str, text: str = "", *, model: str = "m", **fields: object) -> di
 async def serving(data: Path, backend: ScriptedServer | ServedModels, **options: Any) -> AsyncIterator[Client]:
     """Serve batches until exit, as if the process then ended."""
     models = backend if isinstance(backend, ServedModels) else open_models(backend.backend_url, {})
-    server = BatchApiServer(ServeOptions(data, port=0, **{"reserve": 0, **options}), models)
+    server = BatchService(ServeOptions(data, port=0, **{"reserve": 0, **options}), models)
     told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     async def ready(url: str, key: str) -> None:

@@ -15,7 +15,7 @@ from batch_agent.errors import SpecError
 from batch_agent.serve import server
 from batch_agent.serve.catalog import Catalog, Tenant
 from batch_agent.serve.models import open_models
-from batch_agent.serve.server import BatchApiServer, ServeOptions
+from batch_agent.serve.server import BatchService, ServeOptions
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
@@ -160,10 +160,10 @@ def test_keys_are_added_listed_and_revoked_by_the_command(tmp_path: Path, capsys
 
 def test_without_tenants_it_listens_on_loopback_only_with_a_key_that_stays(tmp_path: Path) -> None:
     models = open_models("http://127.0.0.1:9", {})
-    key = BatchApiServer(ServeOptions(tmp_path), models).key
-    assert BatchApiServer(ServeOptions(tmp_path), models).key == key
+    key = BatchService(ServeOptions(tmp_path), models).key
+    assert BatchService(ServeOptions(tmp_path), models).key == key
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     with pytest.raises(SpecError, match="keys add"):
-        BatchApiServer(ServeOptions(tmp_path, host="0.0.0.0"), models)
+        BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
     Catalog(tmp_path).add_tenant(Tenant("one"))
-    BatchApiServer(ServeOptions(tmp_path, host="0.0.0.0"), models)
+    BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)

@@ -68,7 +68,7 @@ class ServeOptions:
     now: Callable[[], float] = time.time
 
 
-class BatchApiServer:
+class BatchService:
     """All parts of a server. ``serve`` runs it; ``ready`` gets its address and key."""
 
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:

@@ -80,13 +80,13 @@ def serve_command(options: argparse.Namespace) -> int:
 
         return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
-    from batch_agent.serve.server import BatchApiServer, ServeOptions
+    from batch_agent.serve.server import BatchService, ServeOptions
 
     config = _config(options.config)
     check_known(config, ("backend", "models", "limits", "keys"), "--config has no table")
     models = {**_models_in(config), **names_in(options.model)}
     backend = options.backend or config.get("backend")
-    server = BatchApiServer(
+    server = BatchService(
         ServeOptions(Path(options.data), options.host, options.port, shared=options.shared, **_limits(options, config)),
         open_models(None if backend is None else str(backend), models),
     )
