@@ -138,6 +138,7 @@ async def test_a_full_disk_stops_the_run_with_a_clear_message(tmp_path: Path) ->
         outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--output", "/dev/full")
     assert outcome.code == 1
     assert "cannot write the results to /dev/full: No space left on device" in outcome.stderr
+    assert "1 result in" not in outcome.stderr
     assert "Traceback" not in outcome.stderr
 
 

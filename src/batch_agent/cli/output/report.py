@@ -58,8 +58,8 @@ class Reporter:
         """Report the results and the record of a run that failed, or whose standard output was closed."""
         if self._json:
             return
-        if statistics.done and self._writer.destination:
-            say(f"{counted(statistics.done, 'result')} in {self._writer.destination}")
+        if self._writer.written and self._writer.destination:
+            say(f"{counted(self._writer.written, 'result')} in {self._writer.destination}")
         self._name_record(statistics)
 
     def _say_overall(self, statistics: Statistics) -> None:

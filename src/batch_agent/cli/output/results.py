@@ -37,6 +37,7 @@ class ResultWriter(ABC):
 
     destination = ""  # shown to the user
     replaces = False
+    written = 0  # results that were passed on without an error
     stopped = False  # set by the caller if the run ended early: then an empty output would be wrong
 
     def __init__(self) -> None:
@@ -58,8 +59,11 @@ class ResultWriter(ABC):
             self._begun = True
             for earlier in self._interrupted:
                 await self.put(earlier)
+                self.written += 1
             self._interrupted.clear()
-        return await self.put(result)
+        faithful = await self.put(result)
+        self.written += 1
+        return faithful
 
     @property
     def keeps_old(self) -> bool:
