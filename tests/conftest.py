@@ -35,8 +35,8 @@ def url(redis: RedisServer) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes a ``shape`` runs in those that its marker names."""
-    if "shape" in metafunc.fixturenames:
-        marker = next(metafunc.definition.iter_markers("covers"))
+    marker = metafunc.definition.get_closest_marker("covers")
+    if marker is not None and "shape" in metafunc.fixturenames:
         metafunc.parametrize("shape", marker.args[1:])
 
 

@@ -421,3 +421,26 @@ async def test_a_run_that_a_budget_ends_has_a_result_for_each_row_of_a_list(as_l
         assert {result.error.message for result in results.failed} == {
             "the run ended before this row finished (out of budget: max_wall_time, 2.5 s, is over)"
         }
+
+
+@virtual_clock
+async def test_a_resume_after_the_gpu_time_is_spent_delivers_what_is_recorded_and_sends_nothing(tmp_path: Path) -> None:
+    async def run(rows: str) -> tuple[list[object], int]:
+        backend = ScriptedBackend(lambda _: Say("ok", latency=2))
+        results = await BatchAgent.run(
+            task="{input}",
+            inputs=list(rows),
+            backend=backend,
+            run_dir=tmp_path,
+            resume=True,
+            max_cost=5,
+            prices={"gpu_hour": 3600.0},
+            max_inflight=1,
+            progress=False,
+        )
+        return [result.output for result in results], len(backend.requests)
+
+    outputs, _ = await run("abcde")
+    assert outputs[:2] == ["ok", "ok"] and outputs[-1] is None
+    assert await run("abcde") == (outputs, 0)
+    assert await run("ab") == (["ok", "ok"], 0)

@@ -168,6 +168,8 @@ class Spending(Account):
             self._cost_timer.cancel()
         words = f"max_cost ${self._max_cost or 0.0:g} is spent on GPU time"
         seconds = max(0.0, left / self._per_second)
+        if not seconds and self._cost_timer is None:  # earlier sessions spent it: only what is recorded is delivered
+            self.time_is_up, self._time_limit, seconds = True, words, TICK
         self._cost_timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock, words)
 
     def _tick(self) -> None:
