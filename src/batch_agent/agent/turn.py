@@ -55,6 +55,7 @@ class Resources:
     compactor: Compactor | None = None  # None: conversations are never cut
     schema_noted: bool = False  # an event reported that the server does not enforce the schema
     touches: Touches | None = None  # None: contexts are not touched while tools run
+    sees_images: bool | None = None  # the model accepts images of tool results; None: not known yet
     lead: PrefixLeader | None = None  # None: no request is sent ahead of the others
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced
