@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,14 @@ test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt 
 
 test-pythons:  ## the same with other versions of Python: PYTHONS="python3.12 python3.13", names or paths
 	for python in $(or $(PYTHONS),python3.12 python3.13); do $(MAKE) test PYTHON=$$python || exit 1; done
+
+test-serve: .venv-serve/.ready  ## unchanged programs of openai and anthropic against batch-agent serve
+	.venv-serve/bin/python tests/real/serve_clients.py
+
+.venv-serve/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-serve
+	.venv-serve/bin/python -m pip install --quiet --editable . openai anthropic
+	touch $@
 
 test-wheel:  ## build the wheel, install it into an empty environment, and try it there
 	rm -rf build/wheel && mkdir -p build/wheel

@@ -43,7 +43,8 @@ ARGUMENTS: dict[str, object] = {
     "endpoint": "",
     "listener": Listening(),
     "server": Server(),
-    "place": None,
+    "record": None,
+    "outlasts": False,
     "on_tool_call": None,
 }
 

@@ -62,6 +62,16 @@ async def test_a_tenant_sees_its_own_and_the_operator_all(tmp_path: Path) -> Non
         assert (await client.send("POST", f"/serve/batches/{batch['id']}/cancel"))[0] == 200
 
 
+async def test_the_page_holds_no_data_and_lets_no_other_site_in(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        async with client.session.get(client.url + "/") as answer:
+            text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+        assert client.key not in text and "/serve/batches" in text and "frame-ancestors 'none'" in policy
+        other = {"Origin": "http://evil.example"}
+        assert (await client.send("POST", "/serve/batches/x/cancel", headers=other))[0] == 403
+        assert (await client.send("GET", "/serve/batches", headers={"Host": "evil.example"}))[0] == 403
+
+
 async def test_the_page_for_prometheus_is_valid_and_the_operators(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
         await client.wait((await client.create([chat("a")]))["id"])

@@ -237,10 +237,10 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from batch_agent.backends.local.backend import LocalBackend
-from batch_agent.backends.local.options import Options
+from batch_agent.backends.local.options import EngineOptions
 from batch_agent.backends.local.process import EngineProcess
 async def main():
-    async with LocalBackend(Options("m", Path(sys.argv[1]), threads=1), program=sys.argv[2]) as backend:
+    async with LocalBackend(EngineOptions("m", Path(sys.argv[1]), threads=1), program=sys.argv[2]) as backend:
         print(backend.pid, flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())

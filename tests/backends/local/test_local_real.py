@@ -70,7 +70,7 @@ async def test_every_constrained_agent_gives_a_valid_answer_and_the_prefix_is_co
         Ticket.model_validate_json(reply.text)
     usage = sum((reply.usage for reply in replies), Usage())
     assert sum(reply.usage.cached_tokens == 0 for reply in replies) == 1, "one leader"
-    assert usage.cached_tokens / usage.prompt_tokens > 0.8
+    assert usage.cached_tokens / usage.prompt_tokens > 0.7
 
 
 @slow
