@@ -155,7 +155,7 @@ async def test_a_long_text_beside_a_picture_is_done_in_parts_that_all_see_it() -
 
 
 @Tool.define(effect="write")
-def paint() -> tuple[str, Image]:
+async def paint() -> tuple[str, Image]:
     """Paint."""
     return "painted", Image(png())
 
@@ -201,10 +201,23 @@ async def test_a_model_that_refuses_images_is_asked_without_them_and_later_rows_
 
     backend = ScriptedBackend(script)
     options: dict[str, Any] = {"tools": [paint], "backend": backend, "max_inflight": 1}
-    results = await BatchAgent.run(task="{input}", inputs=["a", "b"], **options)
-    assert [result.output for result in results] == ["seen", "seen"]
-    assert sum("data:image" in request.raw.decode() for request in backend.requests) == 1
+    results = await BatchAgent.run(task="{input}", inputs=[*map(str, range(40))], **options)
+    assert [result.output for result in results] == ["seen"] * 40
+    shown_to = {request.messages[0]["content"] for request in backend.requests if "data:image" in request.raw.decode()}
+    assert 3 <= len(shown_to) < 20, sorted(shown_to)
     assert backend.requests[-1].messages[-1]["content"] == "painted\n[not shown: images are not accepted here]"
+
+
+async def test_one_refused_image_does_not_hide_those_of_other_rows() -> None:
+    def script(request: Any) -> Any:
+        is_bad = request.messages[0]["content"] == "a" and "data:image" in request.raw.decode()
+        return Fail(400, {"error": {"message": "the image is too large"}}) if is_bad else ask_for_paint(request)
+
+    backend = ScriptedBackend(script)
+    options: dict[str, Any] = {"tools": [paint], "backend": backend, "max_inflight": 1}
+    assert all(await BatchAgent.run(task="{input}", inputs=list("abcdef"), **options))
+    seen = {request.messages[0]["content"] for request in backend.requests if "data:image" in request.raw.decode()}
+    assert seen == set("abcdef")
 
 
 async def test_a_backend_without_images_gets_the_text() -> None:

@@ -141,7 +141,7 @@ class Dialogue:
                         if send is not None or not self._hide_images(error):
                             raise
                 if self._images and r.sees_images is None:
-                    r.sees_images = not self._hides
+                    r.note_images(accepted=not self._hides)
                 if self._cut_from is not None:
                     self._tell_of_cut(reply, self._cut_from)
                 if self._follows:
