@@ -96,10 +96,11 @@ class BatchService:
             if follower is not None:
                 follower.use(await self.models.models())
             extent.push_async_callback(self._close, dispatcher)
-            await extent.enter_async_context(poll_load(self.models, dispatcher, None, lambda full: None))
             self.webhooks = Webhooks(self.catalog, options.now)
             governor = Governor(options.interactive_latency)
             self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked)
+            polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
+            await extent.enter_async_context(polled)
             self.batches = ServedBatches(
                 self.catalog,
                 self.models,

@@ -1,8 +1,9 @@
 """Which line starts next: fair shares between tenants, then the earliest deadline, and people before lines.
 
 A batch asks for its next line and waits here. One task grants lines while the dispatcher has room for another one, no
-interactive request waits, and fewer lines are in flight than the ``Governor`` allows. Then the tenant with the fewest
-tokens for its share goes first; among its batches the one with the earliest deadline.
+interactive request waits, here or in the queue that an engine reports, and fewer lines are in flight than the
+``Governor`` allows. Then the tenant with the fewest tokens for its share goes first; among its batches the one with the
+earliest deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isinf
 
+from batch_agent.backends.base import Load
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.serve.governor import Governor
 
 PENDING = 8  # lines that were granted and have not asked for a slot yet
@@ -21,6 +24,7 @@ TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
 SOON = 8  # iterations of the event loop in which a run asks for its next line
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
 LEARN = 0.2  # the weight of the latest line in the tokens per line
+QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
 URGENT_SHARE = 0.25  # of the slots, for lines that would miss their deadline
 
 
@@ -84,7 +88,27 @@ class Turnstile:
         self.inflight = 0
         self.spent: dict[str, int] = {}  # tokens by tenant that are not in the catalog yet
         self.why = ""  # why lines wait, for people
+        self._queued: dict[str, float] = {}  # by endpoint: loop time at which its engine last had a queue
         self.resting = False  # the process is ending: no further line starts
+
+    # The engines' queues: what ``poll_load`` reads
+
+    in_gaps = False
+
+    async def read(self, endpoint: Endpoint, load: Load) -> None:
+        """Take what an engine reports."""
+        if load.waiting:
+            self._queued[endpoint.name] = asyncio.get_running_loop().time()
+        elif self._queued.pop(endpoint.name, None) is not None:
+            self.touch()
+
+    def may_wait_in_engine(self) -> bool:
+        """Return whether an interactive request was sent, and an engine has a queue in which it may be."""
+        if not self.governor.active:
+            return False
+        since = asyncio.get_running_loop().time() - QUEUE_SECONDS
+        endpoints = self._dispatcher.scheduler.endpoints
+        return any(each.inflight and self._queued.get(each.name, -inf) > since for each in endpoints)
 
     # Batches
 
@@ -230,7 +254,8 @@ class Turnstile:
             self.why = "the tokens of this day are used up"
             return None
         now, governor = asyncio.get_running_loop().time(), self.governor
-        if (limit := governor.limit(now)) is not None and self.inflight >= limit:
+        limit = governor.limit(now)
+        if (limit is not None and self.inflight >= limit) or self.may_wait_in_engine():
             slots = self._dispatcher.scheduler.slots
             late = [each for each in within if self.is_late(each)]
             if not late or slots is None or self.inflight >= URGENT_SHARE * slots:
