@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isinf
 
@@ -133,7 +132,10 @@ class Turnstile:
         entrant.waiting = None
 
     def account(self, tenant: str) -> TenantAccount:
-        return self.accounts.setdefault(tenant, TenantAccount())
+        account = self.accounts.get(tenant)
+        if account is None:
+            account = self.accounts[tenant] = TenantAccount()
+        return account
 
     def set_terms(self, terms: Mapping[str, tuple[float, int | None]], used_today: Mapping[str, int]) -> None:
         """Set share and daily tokens of each tenant, and what each used today."""
@@ -210,6 +212,7 @@ class Turnstile:
 
     async def run(self) -> None:
         """Grant lines until cancelled."""
+        ticking = asyncio.create_task(self._tick())
         try:
             while await self._feed.wait_room():
                 self._feed.reading = True
@@ -218,14 +221,18 @@ class Turnstile:
                 entrant = self.choose()
                 if entrant is None:
                     self._changed.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(TICK_SECONDS if self._anyone_waits else None):
-                            await self._changed.wait()
+                    await self._changed.wait()
                     continue
                 self._grant(entrant)
                 await asyncio.sleep(0)
         finally:
+            ticking.cancel()
             self._feed.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.touch()
 
     async def _wait_for_all(self) -> bool:
         """Wait for a batch that was just granted a line: it may ask for the next one, and be the first again. Returns
@@ -235,10 +242,6 @@ class Turnstile:
                 break
             await asyncio.sleep(0)
         return not self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time())
-
-    @property
-    def _anyone_waits(self) -> bool:
-        return any(each.waiting is not None for each in self.entrants.values())
 
     def choose(self) -> Entrant | None:
         """Return the batch whose line starts next; None if no line may start now."""
