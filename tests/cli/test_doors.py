@@ -140,6 +140,10 @@ def simulate(path: Path, server: str) -> Sequence[str]:
     return ["simulate", "--port", "0"]
 
 
+def serve(path: Path, server: str) -> Sequence[str]:
+    return ["serve", "--backend", f"vllm://{server}", "--port", "0"]
+
+
 def view(path: Path, server: str) -> Sequence[str]:
     BatchAgent.run_sync(task="{input}", inputs=["a"], backend="simulated://", run_dir=path / "runs" / "r")
     return ["view", "--port", "0"]
@@ -155,6 +159,7 @@ def run_with_page_and_metrics(path: Path, server: str) -> Sequence[str]:
 COMMAND_LINES: dict[str, tuple[Callable[[Path, str], Sequence[str]], int]] = {
     "fleet": (fleet_proxy, 1),
     "ticks": (ticks_serve, 1),
+    "serve": (serve, 1),
     "simulate": (simulate, 1),
     "view": (view, 1),
     "run": (run_with_page_and_metrics, 2),

@@ -9,7 +9,7 @@ import pytest
 
 from batch_agent.cli.commands.ticks import runtime_of
 from batch_agent.cli.main import main
-from batch_agent.cli.spec.specfile import read_specfile
+from batch_agent.cli.spec.specfile import read_mapping
 from batch_agent.testing import Say, ScriptedServer
 
 SPEC = """
@@ -40,7 +40,7 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_file_says_the_agents_and_what_they_have_in_common() -> None:
-    runtime = runtime_of(read_specfile(Path("agents.yaml")), {"backend": "vllm://h:1", "deadline": 1.0})
+    runtime = runtime_of(read_mapping(Path("agents.yaml")), {"backend": "vllm://h:1", "deadline": 1.0})
     ann, bob, carl = runtime.get_all_agents()
     assert [spec.name for spec in ann.action_space.form.tools] == ["gather", "wait"]
     assert [spec.name for spec in bob.action_space.form.tools] == ["sing"] and bob.state.goals == ["sing well"]
@@ -52,7 +52,7 @@ def test_a_file_says_the_agents_and_what_they_have_in_common() -> None:
 
 def test_agents_may_be_given_by_id() -> None:
     Path("agents.json").write_text(json.dumps({"backend": "vllm://h:1", "agents": {"ann": None, "bob": {"goals": []}}}))
-    assert list(runtime_of(read_specfile(Path("agents.json")), {}).agents) == ["ann", "bob"]
+    assert list(runtime_of(read_mapping(Path("agents.json")), {}).agents) == ["ann", "bob"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from textwrap import shorten
 from typing import cast
 
 from pydantic import JsonValue
@@ -51,6 +52,7 @@ UNRECORDED = {
     *("on_change", "no_hoist", "metrics_port", "telemetry", "feed_only"),
 }
 MOST_WORDS = 4000  # longest text that is compared word by word
+SHOWN_CHARACTERS = 60  # of the first words that differ
 VALUE_CHARACTERS = 60
 
 
@@ -90,8 +92,8 @@ def _hash(value: object) -> str:
 
 
 def differences(facts: JsonObject, now: Mapping[str, JsonValue]) -> Iterator[str]:
-    """Yield a line for each change: ``system_prompt: 1 word``, ``model: a → b``, ``tools: + look_up``. ``facts`` are
-    those of the record; earlier versions did not record all options."""
+    """Yield a line for each change: ``task: 1 word: 'Say' → 'Tell'``, ``model: a → b``, ``tools: + look_up``. ``facts``
+    are those of the record; earlier versions did not record all options."""
     before, hashed = recorded_options(facts), notes(BatchSpec, Compared)
     names = {**now, **before} if OPTIONS in facts else [name for name in now if name in before]
     for name in names:
@@ -114,8 +116,11 @@ def _words_changed(old: str, new: str) -> str:
         return "only spaces and line ends"
     if len(before) + len(after) > MOST_WORDS:
         return "changed"
-    edits = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return counted(sum(max(b - a, d - c) for kind, a, b, c, d in edits if kind != "equal"), "word")
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    edits = [(before[a:b], after[c:d]) for kind, a, b, c, d in matcher.get_opcodes() if kind != "equal"]
+    gone, come = (shorten(" ".join(words), SHOWN_CHARACTERS, placeholder=" …") for words in edits[0])
+    count = counted(sum(max(len(gone), len(come)) for gone, come in edits), "word")
+    return f"{count}: {gone!r} → {come!r}" + (", …" if len(edits) > 1 else "")
 
 
 def _tools_changed(old: JsonObject, new: JsonObject) -> Iterator[str]:

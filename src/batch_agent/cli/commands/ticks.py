@@ -15,7 +15,7 @@ from batch_agent.backends.address import check_known
 from batch_agent.cli.interrupts import serve, stop_signals
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.numbers import add_address, add_key, key_of
-from batch_agent.cli.spec.specfile import SpecFile, read_specfile
+from batch_agent.cli.spec.specfile import SpecFile, read_mapping
 from batch_agent.errors import SpecError
 from batch_agent.ticks import Action, Agent, AgentRuntime
 from batch_agent.ticks.server import TickServer
@@ -43,7 +43,7 @@ def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
 def ticks_command(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("backend", "model", "deadline", "trace", "replay")}
     runtime = runtime_of(
-        read_specfile(options.agents), {name: value for name, value in given.items() if value is not None}
+        read_mapping(options.agents), {name: value for name, value in given.items() if value is not None}
     )
     key, words = key_of(options)
     return serve(_serve(TickServer(runtime, key), runtime, options, words))

@@ -182,6 +182,20 @@ def _mcp_entry(entry: Mapping[str, object], beside: Path) -> list[Tool]:
 
 
 def read_specfile(path: Path) -> SpecFile:
+    """Return the spec file. A SpecError names an option that no batch has."""
+    file = read_mapping(path)
+    try:
+        check_names(BatchSpec, file.options.keys() - {STAGES, *OLD_NAMES}, OLD_NAMES)
+    except SpecError as error:
+        raise file.error(str(error)) from None
+    for name, refused in notes(BatchSpec, NotSettable).items():
+        if name in file.options and refused.in_files:
+            raise file.error(f"{name} cannot be given in a file: {refused.reason}")
+    return file
+
+
+def read_mapping(path: Path) -> SpecFile:
+    """Return a file of options, whatever their names are."""
     parsers: dict[str, Callable[[str], object]] = {
         ".yaml": _parse_yaml,
         ".yml": _parse_yaml,
@@ -206,15 +220,7 @@ def read_specfile(path: Path) -> SpecFile:
     wrong = next((key for key in options if not isinstance(key, str)), None)
     if wrong is not None:
         raise SpecError(f"{path}: {wrong!r} is not the name of an option")
-    file = SpecFile(path, text, options)
-    try:
-        check_names(BatchSpec, options.keys() - {STAGES, *OLD_NAMES}, OLD_NAMES)
-    except SpecError as error:
-        raise file.error(str(error)) from None
-    for name, refused in notes(BatchSpec, NotSettable).items():
-        if name in options and refused.in_files:
-            raise file.error(f"{name} cannot be given in a file: {refused.reason}")
-    return file
+    return SpecFile(path, text, options)
 
 
 def _parse_yaml(text: str) -> object:
