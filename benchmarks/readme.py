@@ -27,6 +27,7 @@ NAMES = (
     "cluster-record",
     "cluster-memory",
     "gateway",
+    "serve",
     "ticks",
     "reduce",
     "contexts",

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from batch_agent.cli.main import add_arguments, build_parser
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 BYTES = 64 * 2**30
@@ -74,3 +79,49 @@ def test_dynamo_ends_with_all_that_it_started_when_one_of_them_ends(tmp_path: Pa
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo", "lmcache"])
 def test_each_recipe_says_what_was_run_and_what_was_not(engine: str) -> None:
     assert "## What was run" in (DEPLOY / engine / "README.md").read_text()
+
+
+def test_serve_on_kubernetes_is_started_with_arguments_that_it_has() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "serve" / "kubernetes.yaml").read_text()))
+    deployment = next(each for each in documents if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    parser, parsers = build_parser()
+    add_arguments("serve", parsers["serve"])
+    options = parser.parse_args(container["args"])
+    assert options.backend == "vllm://vllm:8000" and options.host == "0.0.0.0" and not options.shared
+    claims = {each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"]}
+    assert claims == {each["metadata"]["name"] for each in documents if each["kind"] == "PersistentVolumeClaim"}
+    assert container["volumeMounts"][0]["mountPath"] in options.data
+    service = next(each for each in documents if each["kind"] == "Service")
+    assert service["spec"]["ports"][0]["port"] == options.port == container["ports"][0]["containerPort"]
+
+
+def test_a_night_of_slurm_serves_until_its_time_limit(tmp_path: Path) -> None:
+    for name, content in {
+        "batch-agent": f'exec {sys.executable} -m batch_agent "$@"',
+        "vllm": f'echo "$@" > {tmp_path}/engine; exec sleep 600',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{content}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    data = tmp_path / "data"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": str(data), "PORT": str(port)}
+    command = ["bash", str(DEPLOY / "serve" / "night.sbatch"), "a/model"]
+    with subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline().strip() == f"http://0.0.0.0:{port}"
+            assert (data / "address").read_text().strip() == f"http://{socket.gethostname()}:{port}"
+            assert "serve a/model" in (tmp_path / "engine").read_text()
+            key = (data / "team-key").read_text().strip()
+            headers = {"Authorization": f"Bearer {key}"}
+            asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/batches", headers=headers)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert json.loads(answer.read())["data"] == []
+        finally:
+            job.terminate()
+    assert job.returncode == 0
+    assert not (data / "address").exists()

@@ -116,6 +116,14 @@ def content_text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
 
 
+def with_images(text: str, images: Sequence[Attachment]) -> Content:
+    return (text, *images) if images else text
+
+
+def images_of(content: Content) -> tuple[Attachment, ...]:
+    return () if isinstance(content, str) else tuple(part for part in content if isinstance(part, Attachment))
+
+
 def content_shown(content: Content) -> str:
     """Return the text with a mark for each picture."""
     return content if isinstance(content, str) else "".join(p if isinstance(p, str) else p.mark for p in content)

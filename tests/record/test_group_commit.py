@@ -86,6 +86,11 @@ def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
     return Success(row, str(row), "x", True, "y", resumed=resumed)
 
 
+async def settled(book: Journal, commit: int) -> None:
+    if not book.has(commit):
+        await book.durable(commit)
+
+
 async def until_committing() -> None:
     await asyncio.sleep(10 * GATHERING)
 
@@ -98,14 +103,14 @@ async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
         later = [book.add(entry(agent)) for agent in range(2, 10)]
         assert set(later) == {first + 1}
         disk.may_commit.release(2)
-        await asyncio.gather(*(book.wait(number) for number in (first, *later)))
+        await asyncio.gather(*(settled(book, number) for number in (first, *later)))
     assert [len(commit) for commit in disk.commits] == [1, 8]
 
 
 async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        waiting = asyncio.ensure_future(book.wait(book.add(entry())))
+        waiting = asyncio.ensure_future(settled(book, book.add(entry())))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not waiting.done()
@@ -117,7 +122,7 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
     disk = Disk()
     async with journal(disk) as book:
         number = book.add(entry())
-        one, other = (asyncio.ensure_future(book.wait(number)) for _ in range(2))
+        one, other = (asyncio.ensure_future(settled(book, number)) for _ in range(2))
         await until_committing()
         one.cancel()
         disk.may_commit.release()
@@ -165,9 +170,9 @@ async def test_a_failed_commit_reaches_everyone_who_waits_and_everyone_after() -
     disk = Disk()
     disk.error = StoreError("the disk is full")
     async with journal(disk) as book:
-        first = asyncio.ensure_future(book.wait(book.add(entry())))
+        first = asyncio.ensure_future(settled(book, book.add(entry())))
         await until_committing()
-        second = asyncio.ensure_future(book.wait(book.add(entry())))
+        second = asyncio.ensure_future(settled(book, book.add(entry())))
         disk.may_commit.release()
         outcomes = await asyncio.gather(first, second, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the disk is full"] * 2
@@ -184,7 +189,7 @@ async def test_an_unforeseen_error_of_the_store_stops_the_run_as_a_store_error()
     async with journal(disk) as book:
         disk.may_commit.release()
         with pytest.raises(StoreError, match="oops"):
-            await book.wait(book.add(entry()))
+            await settled(book, book.add(entry()))
 
 
 async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caught_up() -> None:
@@ -208,7 +213,7 @@ async def test_many_waiters_go_on_a_few_at_a_time() -> None:
 
         async def wait() -> None:
             nonlocal awake
-            await book.wait(number)
+            await settled(book, number)
             awake += 1
 
         waiters = [asyncio.ensure_future(wait()) for _ in range(3 * AT_ONCE)]
@@ -261,7 +266,7 @@ async def test_a_commit_that_takes_long_is_overdue_until_it_is_done() -> None:
         await asyncio.sleep(0.2 * OVERDUE)
         assert told == [True]
         disk.may_commit.release()
-        await book.wait(number)
+        await settled(book, number)
     assert told == [True, False]
 
 
@@ -278,7 +283,7 @@ async def test_after_a_failed_commit_nothing_counts_as_durable_any_more() -> Non
         with pytest.raises(StoreError, match="full"):
             book.publish(lease(1), result(1))
         with pytest.raises(StoreError, match="full"):
-            await book.wait(number)
+            await settled(book, number)
         failure = await book.end()
         assert isinstance(failure, StoreError)
     assert (disk.commits, disk.ended) == ([], [])

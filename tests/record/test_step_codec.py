@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Message, Reply, Sealed, ToolCall, Usage
+from batch_agent.messages import Image, Message, Reply, Sealed, ToolCall, Usage
 from batch_agent.record.codec import (
     ASKED,
     BEGUN,
@@ -57,16 +57,17 @@ spents = st.builds(Spent, counts, counts, seconds, seconds, seconds, seconds, st
 errors = st.builds(AgentError, texts, texts, texts, st.booleans(), texts)
 positions = st.integers(min_value=0, max_value=100)
 messages = st.builds(Message, st.sampled_from(ROLES), texts, calls, texts, texts, texts)
+images = st.lists(st.builds(lambda url, tokens: Image(url, tokens=tokens), texts, counts), max_size=2).map(tuple)
 steps = st.one_of(
     st.builds(Turn, replies, spents, texts),
     st.builds(Done, replies, spents, texts),
     st.builds(Asked, texts, positions, replies, spents, positions, st.lists(messages, max_size=3).map(tuple)),
     st.builds(Asked, texts, positions, replies, spents),
     st.builds(CallBegun, st.just(""), positions),
-    st.builds(CallEnded, st.just(""), positions, st.just(""), st.just(""), st.booleans(), texts),
+    st.builds(CallEnded, st.just(""), positions, st.just(""), st.just(""), st.booleans(), texts, images),
     st.builds(Ended, spents, st.none() | texts, texts, st.none() | replies, texts, st.booleans()),
     st.builds(CallBegun, texts, positions, texts, texts),
-    st.builds(CallEnded, texts, positions, texts, texts, st.booleans(), texts),
+    st.builds(CallEnded, texts, positions, texts, texts, st.booleans(), texts, images),
     st.builds(Begun, st.lists(positions).map(tuple)),
     st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),

@@ -116,7 +116,7 @@ async def test_a_resumed_agent_goes_on_from_the_cut_conversation(tmp_path: Path)
     def stops(request: Request) -> Any:
         return Fail(400) if request.number == 15 else looks(request)
 
-    record = {"run_dir": tmp_path, "resume": True}
+    record = {"run_dir": tmp_path, "resume": True, "retry_from": "failure"}
     [failed], before, _ = await run(stops, **record)
     assert not failed.ok
     assert cuts(before)
@@ -133,7 +133,7 @@ async def test_what_a_model_told_is_recorded_and_not_asked_for_again(tmp_path: P
     def stops(request: Request) -> Any:
         return Fail(400) if request.number >= 15 and request.model != "small" else with_summaries(request)
 
-    record = {"run_dir": tmp_path, "resume": True, "compaction_model": "small"}
+    record = {"run_dir": tmp_path, "resume": True, "retry_from": "failure", "compaction_model": "small"}
     [failed], before, _ = await run(stops, **record)
     assert not failed.ok
     [result], after, _ = await run(with_summaries, **record)
@@ -312,7 +312,8 @@ async def test_a_loop_of_a_worker_is_cut_like_a_row_and_resumed_as_it_was(tmp_pa
     def stops(request: Request) -> Any:
         return Fail(400) if request.number >= 15 and request.model != "small" else with_summaries(request)
 
-    options = {"run_dir": tmp_path, "resume": True, "worker": work, "compaction_model": "small"}
+    record = {"run_dir": tmp_path, "resume": True, "retry_from": "failure"}
+    options = {**record, "worker": work, "compaction_model": "small"}
     [failed], before, events = await run(stops, **options)
     assert not failed.ok and events
     [result], after, _ = await run(with_summaries, **options)

@@ -29,6 +29,7 @@ from batch_agent.record.reader import open_run
 from batch_agent.record.served import open_served
 from batch_agent.run.joining import JoinedWorker, NoRunCame, work
 from batch_agent.run.run import Run
+from batch_agent.run.trust import Trust
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 from batch_agent.view.runs import ShownRun
 from runtimes.agents import runtime
@@ -44,7 +45,7 @@ class CrewHere:
     @asynccontextmanager
     async def at_work(self, run: Run[object]) -> AsyncIterator[None]:
         store = open_served(run.serve())
-        working = asyncio.create_task(JoinedWorker(store, import_from=HERE).work())
+        working = asyncio.create_task(JoinedWorker(store, Trust(everything=True), import_from=HERE).work())
         try:
             yield
         finally:

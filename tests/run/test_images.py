@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 from tests.files.test_pictures import png
 
-from batch_agent import BatchAgent, Image, SpecError
+from batch_agent import BatchAgent, Image, SpecError, Tool
 from batch_agent.backends.base import Capabilities
-from batch_agent.testing import Say, ScriptedBackend
+from batch_agent.testing import CallTools, Fail, MessagesServer, Say, ScriptedBackend, ToolUse
 
 URL = "https://example.org/cat.png"
 
@@ -149,3 +149,96 @@ async def test_a_long_text_beside_a_picture_is_done_in_parts_that_all_see_it() -
     assert results[0].chunks > 1
     first = [parts(backend, number) for number in range(results[0].chunks)]
     assert all("image_url" in {part["type"] for part in content} for content in first)
+
+
+# Images in results of tools
+
+
+@Tool.define(effect="write")
+async def paint() -> tuple[str, Image]:
+    """Paint."""
+    return "painted", Image(png())
+
+
+def ask_for_paint(request: Any) -> Any:
+    if not any(message["role"] == "tool" for message in request.messages):
+        return CallTools(ToolUse("paint", "{}"), ToolUse("paint", "{}"))
+    return Say("seen")
+
+
+async def paintings(backend: object, **options: Any) -> Any:
+    return await BatchAgent.run(task="{input}", inputs=["a"], tools=[paint], backend=backend, **options)
+
+
+async def test_images_of_tools_follow_the_results_in_the_chat_wire() -> None:
+    backend = ScriptedBackend(ask_for_paint)
+    results = await paintings(backend)
+    assert results[0].output == "seen"
+    *_, called, first, second, shown_ = backend.requests[1].messages
+    assert called["role"] == "assistant"
+    assert [first["content"], second["content"], shown_["role"]] == ["painted", "painted", "user"]
+    assert [shown(part) for part in shown_["content"]] == ["Images from paint:", "data:image/png;base64,"] * 2
+    assert results[0].messages[-2].content.startswith("painted[image sha256:"), "results hold no bytes"
+
+
+async def test_images_of_tools_are_in_the_result_in_anthropics_wire() -> None:
+    def script(request: Any) -> Any:
+        return Say("seen") if len(request.body["messages"]) > 1 else CallTools(ToolUse("paint", "{}"))
+
+    async with MessagesServer(script) as server:
+        results = await paintings(server.backend_url, model="m")
+        assert results[0].output == "seen", results[0].error
+        (block,) = server.requests[1].body["messages"][-1]["content"]
+        assert [part["type"] for part in block["content"]] == ["text", "image"]
+        assert block["content"][1]["source"]["media_type"] == "image/png"
+
+
+async def test_a_model_that_refuses_images_is_asked_without_them_and_later_rows_too() -> None:
+    def script(request: Any) -> Any:
+        if "data:image" in request.raw.decode():
+            return Fail(400, {"error": {"message": "this is not a multimodal model"}})
+        return ask_for_paint(request)
+
+    backend = ScriptedBackend(script)
+    options: dict[str, Any] = {"tools": [paint], "backend": backend, "max_inflight": 1}
+    results = await BatchAgent.run(task="{input}", inputs=[*map(str, range(40))], **options)
+    assert [result.output for result in results] == ["seen"] * 40
+    shown_to = {request.messages[0]["content"] for request in backend.requests if "data:image" in request.raw.decode()}
+    assert 3 <= len(shown_to) < 20, sorted(shown_to)
+    assert backend.requests[-1].messages[-1]["content"] == "painted\n[not shown: images are not accepted here]"
+
+
+async def test_one_refused_image_does_not_hide_those_of_other_rows() -> None:
+    def script(request: Any) -> Any:
+        is_bad = request.messages[0]["content"] == "a" and "data:image" in request.raw.decode()
+        return Fail(400, {"error": {"message": "the image is too large"}}) if is_bad else ask_for_paint(request)
+
+    backend = ScriptedBackend(script)
+    options: dict[str, Any] = {"tools": [paint], "backend": backend, "max_inflight": 1}
+    assert all(await BatchAgent.run(task="{input}", inputs=list("abcdef"), **options))
+    seen = {request.messages[0]["content"] for request in backend.requests if "data:image" in request.raw.decode()}
+    assert seen == set("abcdef")
+
+
+async def test_a_backend_without_images_gets_the_text() -> None:
+    backend = ScriptedBackend(ask_for_paint, capabilities=Capabilities(images=False))
+    results = await paintings(backend)
+    assert results[0].output == "seen"
+    assert backend.requests[1].messages[-1]["content"] == "painted\n[not shown: images are not accepted here]"
+
+
+async def test_images_of_tools_are_recorded_and_shown_again_after_a_resume(tmp_path: Path) -> None:
+    def broken(request: Any) -> Any:
+        asked = ask_for_paint(request)
+        return asked if isinstance(asked, CallTools) else Fail(400)
+
+    options: dict[str, Any] = {"run_dir": tmp_path / "run", "resume": True, "retry_from": "failure"}
+    first, second = ScriptedBackend(broken), ScriptedBackend(ask_for_paint)
+    assert not (await paintings(first, **options))[0].ok
+    assert (await paintings(second, **options))[0].output == "seen"
+    (again,) = second.requests
+    assert [shown(part) for part in again.messages[-1]["content"]] == [
+        "Images from paint:",
+        "data:image/png;base64,",
+    ] * 2, "the recorded calls are not made again"
+    assert (await paintings(ScriptedBackend(), **options))[0].output == "seen"

@@ -9,11 +9,13 @@ import orjson
 import pytest
 from tests.observe.exposition_rules import read_page
 from tests.serve.served import Client, chat, serving
-from tests.serve.test_openai_batches import backend
+from tests.serve.test_openai_batches import backend, echo
+from tests.view.browser import MISSING, PROGRAM, chromium
 
 from batch_agent.cli.main import main
+from batch_agent.serve import batches, server
 from batch_agent.serve.catalog import Tenant
-from batch_agent.testing import Hang
+from batch_agent.testing import Hang, Request
 
 
 async def command(client: Client, *arguments: str) -> int:
@@ -66,10 +68,92 @@ async def test_the_page_holds_no_data_and_lets_no_other_site_in(tmp_path: Path) 
     async with backend() as model, serving(tmp_path, model) as client:
         async with client.session.get(client.url + "/") as answer:
             text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
-        assert client.key not in text and "/serve/batches" in text and "frame-ancestors 'none'" in policy
+        assert client.key not in text and "/static/app.js" in text
+        assert "frame-ancestors 'none'" in policy and "unsafe-inline" not in policy
+        assert (await client.send("GET", "/static/main.js"))[0] == 404
         other = {"Origin": "http://evil.example"}
         assert (await client.send("POST", "/serve/batches/x/cancel", headers=other))[0] == 403
         assert (await client.send("GET", "/serve/batches", headers={"Host": "evil.example"}))[0] == 403
+
+
+async def test_the_rows_of_a_batch_are_paged_by_state(tmp_path: Path) -> None:
+    def answer(request: Request) -> object:
+        return Hang() if "hang" in request.text else echo(request)
+
+    async with backend(answer) as model, serving(tmp_path, model) as client:
+        lines = [chat(f"ok-{number}") for number in range(5)] + [chat("bad", "refuse"), chat("slow", "hang")]
+        batch = await client.create(lines)
+        path = f"/serve/batches/{batch['id']}/rows"
+        while (await client.get(f"/serve/batches/{batch['id']}"))["request_counts"] != {
+            "total": 7,
+            "completed": 5,
+            "failed": 1,
+        }:
+            await asyncio.sleep(0.01)
+        found, after = [], 0
+        while after is not None:
+            page = await client.get(f"{path}?state=succeeded&limit=2&after={after}")
+            found += page["data"]
+            after = page["next"]
+        assert sorted(row["custom_id"] for row in found) == [f"ok-{number}" for number in range(5)]
+        one = next(row for row in found if row["custom_id"] == "ok-2")
+        assert one["line"] == 3 and one["input"]["messages"][0]["content"] == "say ok-2" and one["error"] is None
+        assert one["output"]["choices"][0]["message"]["content"] == "echo say ok-2"
+        (bad,) = (await client.get(f"{path}?state=failed"))["data"]
+        assert (bad["custom_id"], bad["state"], bad["output"]) == ("bad", "failed", None) and "400" in bad["error"]
+        (slow,) = (await client.get(f"{path}?state=waiting"))["data"]
+        assert (slow["custom_id"], slow["state"]) == ("slow", "in flight")
+        for name in ("ok-4", "bad", "slow"):
+            assert [row["custom_id"] for row in (await client.get(f"{path}?custom_id={name}"))["data"]] == [name]
+        assert (await client.get(f"{path}?custom_id=none"))["data"] == []
+        for query in ("state=odd", "after=-1", "after=7", "limit=0"):
+            assert (await client.send("GET", f"{path}?{query}"))[0] == 400
+        other = client.with_key(client.server.catalog.add_tenant(Tenant("other")))
+        assert (await other.send("GET", path))[0] == 404
+
+
+async def test_the_rows_of_a_message_batch_that_was_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "GRACE_SECONDS", 0.02)
+    async with backend(lambda request: Hang()) as model, serving(tmp_path, model) as client:
+        params = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "long " * 20_000}]}
+        batch = await client.post("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": params}]})
+        await model.wait_requests(1)
+        await client.post(f"/v1/messages/batches/{batch['id']}/cancel")
+        await client.wait_messages(batch["id"])
+        (row,) = (await client.get(f"/serve/batches/{batch['id']}/rows?state=failed"))["data"]
+        assert (row["custom_id"], row["state"], row["error"]) == ("a", "canceled", "canceled")
+        assert isinstance(row["input"], str) and len(row["input"]) < 60_000
+
+
+@pytest.mark.real
+@pytest.mark.skipif(PROGRAM is None, reason=MISSING)
+async def test_a_person_logs_in_looks_at_a_batch_and_cancels_it(tmp_path: Path) -> None:
+    def answer(request: Request) -> object:
+        return Hang() if "hang" in request.text else echo(request)
+
+    async with backend(answer) as model, serving(tmp_path, model) as client, chromium() as page:
+        batch = await client.create([chat("one"), chat("<b>two</b>", "refuse"), chat("three", "hang")])
+        await model.wait_requests(3)
+        await page.goto(client.url + "/")
+        await page.until("document.activeElement.id === 'key'")
+        for letter in client.key:
+            await page.press(letter)
+        await page.press("Enter")
+        await page.until("document.body.innerText.includes('2 of 3')")
+        await page.ask("document.querySelector('td.id a').click()")
+        await page.until("document.body.innerText.includes('echo say one')")
+        press = "[...document.querySelectorAll('button')].find((each) => each.innerText.startsWith('{}')).click()"
+        await page.ask(press.format("Failed"))
+        await page.until("document.body.innerText.includes('<b>two</b>')")
+        await page.ask("window.confirm = () => true")
+        await page.ask(press.format("Cancel"))
+        await page.until("/cancell(ed|ing)/.test(document.body.innerText)")
+        assert (await client.get(f"/serve/batches/{batch['id']}"))["status"] in ("cancelling", "cancelled")
+        await page.ask(press.format("Log out"))
+        await page.until("document.getElementById('key')")
+        assert await page.ask("sessionStorage.length") == 0
+        assert page.problems == []
+        assert [each for each in page.requests if not each.startswith((client.url, "data:", "about:"))] == []
 
 
 async def test_the_page_for_prometheus_is_valid_and_the_operators(tmp_path: Path) -> None:
@@ -86,8 +170,6 @@ async def test_the_page_for_prometheus_is_valid_and_the_operators(tmp_path: Path
 
 
 async def test_a_batch_cancelled_in_the_directory_is_cancelled_by_the_server(tmp_path: Path) -> None:
-    from batch_agent.serve import batches, server
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "BOOKS_SECONDS", 0.02)
         patch.setattr(batches, "GRACE_SECONDS", 0.02)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 from tests.serve.served import CHAT, Client, chat, serving
 from tests.serve.test_openai_batches import backend
 
+from batch_agent.dispatch import load_poller
+from batch_agent.door import Handler
+from batch_agent.serve.asking import PRIORITY
 from batch_agent.serve.catalog import Tenant
 from batch_agent.testing import Hang, Request, Say
+from batch_agent.testing.metrics import VllmMetrics
 from batch_agent.testing.replies import Body, ScriptedReply
 from batch_agent.testing.server import ScriptedServer
 
@@ -169,3 +176,67 @@ async def test_an_interactive_request_does_not_wait_for_lines(tmp_path: Path) ->
         told = await client.post(CHAT, {"model": "m", "messages": ASKED})
         assert told["choices"][0]["message"]["content"] == "at once"
         await client.post(f"/v1/batches/{batch['id']}/cancel")
+
+
+async def test_no_line_starts_while_an_interactive_request_may_wait_in_the_engines_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_poller, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(load_poller, "READ_SECONDS", 0.01)
+    queued, answer = 3, asyncio.Event()
+
+    async def script(request: Request) -> ScriptedReply:
+        if "hello" in request.text:
+            await answer.wait()
+        return Say("done")
+
+    def metrics() -> str:
+        told = VllmMetrics("m", "scripted").put("num_requests_running", "Requests in flight", 1)
+        return str(told.put("num_requests_waiting", "Requests in the queue", queued))
+
+    async with (
+        ScriptedServer(script, models=["m"], metrics=metrics) as model,  # type: ignore[arg-type]
+        serving(tmp_path, model, interactive_latency=None) as client,
+    ):
+        person = asyncio.create_task(client.post(CHAT, {"model": "m", "messages": ASKED}))
+        await model.wait_requests(1)
+        while not client.server.turnstile.may_wait_in_engine():
+            await asyncio.sleep(0.01)
+        batch = await client.create([chat("a"), chat("b")])
+        while (await client.get("/serve/status"))["waiting_because"] != "interactive requests come first":
+            await asyncio.sleep(0.01)
+        assert len(model.requests) == 1
+        queued = 0
+        assert (await client.wait(batch["id"]))["request_counts"]["completed"] == 2
+        assert not person.done()
+        answer.set()
+        await person
+
+
+class ByPriority(ScriptedServer):
+    """A vLLM that was started with --scheduling-policy priority."""
+
+    policy = "priority"
+
+    def table(self) -> dict[str, Mapping[str, Handler]]:
+        return {**super().table(), "/server_info": {"GET": self._info}}
+
+    async def _info(self, request: web.BaseRequest) -> web.Response:
+        return web.json_response({"vllm_config": {"scheduler_config": {"policy": self.policy}}})
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+async def test_lines_have_a_lower_priority_than_people_where_the_engine_schedules_by_it(
+    tmp_path: Path, policy: str
+) -> None:
+    async with ByPriority(lambda request: Say("done"), models=["m"]) as model:
+        model.policy = policy
+        async with serving(tmp_path, model) as client:
+            await client.wait((await client.create([chat("a")]))["id"])
+            message = {"model": "m", "max_tokens": 9, "messages": ASKED}
+            batch = await client.post("/v1/messages/batches", {"requests": [{"custom_id": "b", "params": message}]})
+            await client.wait_messages(batch["id"])
+            await client.post(CHAT, {"model": "m", "messages": ASKED})
+            await client.post("/v1/messages", message)
+        sent = [request.body.get("priority", 0) for request in model.requests]
+    assert sent == ([PRIORITY, PRIORITY, 0, 0] if policy == "priority" else [0, 0, 0, 0])  # vLLM serves the least first

@@ -9,6 +9,7 @@ import pytest
 from tests.serve.served import chat, serving
 from tests.serve.test_openai_batches import backend
 
+from batch_agent.cli.main import main
 from batch_agent.serve import server
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
@@ -52,3 +53,10 @@ async def test_a_batch_is_cancelled_through_any_server(tmp_path: Path, monkeypat
         assert (await other.post(f"/v1/batches/{batch['id']}/cancel"))["status"] == "cancelling"
         while not client.server.batches._stops[batch["id"]].is_set():
             await asyncio.sleep(0.01)
+
+
+def test_another_store_is_refused_with_what_to_use_instead(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--backend", "vllm://x:1", "--data", str(tmp_path), "--store", "redis://localhost/0"])
+    told = capsys.readouterr().err
+    assert "redis://localhost/0" in told and "use --shared" in told

@@ -128,7 +128,7 @@ class Agent:
             usage=tally.usage,
             cost=tally.cost,
             timings=tally.timings(work.seconds()),
-            messages=_kept(work.messages, self.job),
+            messages=_kept(work.messages),
             raw_text=work.text,
             repaired=work.repaired and self._verdict is None,
             truncated=work.truncated and self._verdict is None,
@@ -147,10 +147,8 @@ class Agent:
         return self._work.tally.turns
 
 
-def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
+def _kept(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the messages for the result. Images become placeholders, because results stay in memory."""
-    if not job.images:
-        return tuple(messages)
     return tuple(
         message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
         for message in messages

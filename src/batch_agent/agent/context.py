@@ -196,9 +196,9 @@ class AgentContext(WorkerContext):
         there.
         """
         if isinstance(tool, ToolCall):
-            text = (await self._call(tool)).text
-            self._answer_call(tool, text)
-            return text
+            outcome = await self._call(tool)
+            self._answer_call(tool, outcome)
+            return outcome.text
         try:
             written = json.dumps(arguments, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -216,12 +216,12 @@ class AgentContext(WorkerContext):
         await self._work.owned(self._work.make_calls((call,), known))
         return known[0]
 
-    def _answer_call(self, call: ToolCall, text: str) -> None:
+    def _answer_call(self, call: ToolCall, outcome: CallOutcome) -> None:
         """Add the result to the row's own conversation, if the call came from there."""
         own = self._work.conversation
         asked = next((message for message in reversed(own.messages) if message.tool_calls), None)
         if asked is not None and call in asked.tool_calls:
-            own.append(Message("tool", text, tool_call_id=call.id, tool_name=call.name))
+            own.append(outcome.message(call))
 
     def _dialogue(
         self,

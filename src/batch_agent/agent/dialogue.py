@@ -12,6 +12,7 @@ reads. Both are one conversation until the first cut. So messages that were sent
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from batch_agent.agent.shapes import Shapes
@@ -27,12 +28,13 @@ from batch_agent.errors import (
     JobError,
     LimitExceeded,
     OutputError,
+    Rejected,
     ReplayMismatch,
     Truncated,
 )
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.foreign import drop_frames
-from batch_agent.messages import Conversation, Message, Reply, ToolCall
+from batch_agent.messages import Conversation, Message, Reply, ToolCall, content_text
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 Send: TypeAlias = Callable[[ModelRequest], Question]
 TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
+NOT_SHOWN = "[not shown: images are not accepted here]"
 NOT_OFFERED = "Error: not run: no tools are offered here. Answer without calling tools."
 MISMATCH = (
     "the next request of this row differs from the recorded one: {difference}. The recorded answers are not "
@@ -87,6 +90,11 @@ class Dialogue:
         self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
         self._measured_at = 0
         self._answered = False  # since the latest cut
+        # Tool results have images. They are part of ``said`` always, and of ``asked`` unless the model refuses images.
+        self._images = not self._follows and any(map(_has_images, said.messages))
+        self._hides = self._images and work.r.sees_images is False
+        if self._hides:
+            self._rebuild()
         self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
 
     # Asking
@@ -129,6 +137,11 @@ class Dialogue:
                         if fitted is shape and not (excess and await self._compact(excess, digest)):
                             raise
                         work.tally.again = True
+                    except BackendError as error:
+                        if send is not None or not self._hide_images(error):
+                            raise
+                if self._images and r.sees_images is None:
+                    r.note_images(accepted=not self._hides)
                 if self._cut_from is not None:
                     self._tell_of_cut(reply, self._cut_from)
                 if self._follows:
@@ -315,7 +328,7 @@ class Dialogue:
             if place not in known:
                 break
             texts.append(known[place].text)
-            self._append(Message("tool", known[place].text, tool_call_id=call.id, tool_name=call.name))
+            self._append(known[place].message(call))
         return texts
 
     # Answers
@@ -369,8 +382,13 @@ class Dialogue:
 
     def _append(self, message: Message) -> None:
         self.said.append(message)
-        if self.asked is not self.said:
-            self.asked.append(message)
+        if _has_images(message):
+            self._images = True
+            self._hides = self._hides or self._work.r.sees_images is False
+        if self._hides and self.asked is self.said:
+            self._rebuild()
+        elif self.asked is not self.said:
+            self.asked.append(_without_images(message) if self._hides else message)
         if self._mirror is not None:
             self._mirror.append(message)
 
@@ -397,10 +415,24 @@ class Dialogue:
 
     def compact(self, cut: Cut) -> None:
         self.cut = cut
-        parent = self.said.parent
-        fixed = self.said.messages[: self._fixed] if parent is None else []
-        self.asked = Conversation([*fixed, *cut.apply(self.own)], parent=parent)
+        self._rebuild()
         self._measured, self._answered = None, False
+
+    def _rebuild(self) -> None:
+        """Derive ``asked`` from ``said``."""
+        parent, own = self.said.parent, self.cut.apply(self.own)
+        fixed = self.said.messages[: self._fixed] if parent is None else []
+        self.asked = Conversation([*fixed, *(map(_without_images, own) if self._hides else own)], parent=parent)
+
+    def _hide_images(self, error: BackendError) -> bool:
+        """Leave the images of tool results out, because the model may not accept them. Returns whether that may help
+        after this error."""
+        if not self._images or self._hides or not (isinstance(error, Rejected) or "image" in str(error).lower()):
+            return False
+        self._hides = True
+        self._rebuild()
+        self._work.tally.again = True
+        return True
 
     async def _compact(self, excess: int, digest: str) -> bool:
         """Cut the conversation by about ``excess`` tokens. Returns whether that was possible."""
@@ -420,6 +452,17 @@ class Dialogue:
         self._cut_from = None
         turn, index = work.tally.turns, work.job.index
         r.emit(ContextCompacted(r.clock(), r.run, index, turn, before, usage.prompt_tokens, usage.cached_tokens))
+
+
+def _has_images(message: Message) -> bool:
+    return message.role == "tool" and not isinstance(message.content, str)
+
+
+def _without_images(message: Message) -> Message:
+    """Return a tool result without its images, which its text names."""
+    if not _has_images(message):
+        return message
+    return replace(message, content=f"{content_text(message.content)}\n{NOT_SHOWN}")
 
 
 def _fixed(conversation: Conversation) -> int:

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from batch_agent.observe.telemetry import Traces
 
 
+# After this many rows whose images were refused, no images are sent; a single refusal may concern only that image.
+IMAGE_REFUSALS = 3
+
+
 @dataclass(slots=True)
 class Resources:
     backend: Backend
@@ -55,6 +59,8 @@ class Resources:
     compactor: Compactor | None = None  # None: conversations are never cut
     schema_noted: bool = False  # an event reported that the server does not enforce the schema
     touches: Touches | None = None  # None: contexts are not touched while tools run
+    sees_images: bool | None = None  # the model accepts images of tool results; None: not known yet
+    image_refusals: int = 0
     lead: PrefixLeader | None = None  # None: no request is sent ahead of the others
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced
@@ -66,6 +72,12 @@ class Resources:
     def usual_tokens(self) -> int | None:
         """Mean completion tokens of an answer; None before the first."""
         return self.answer_tokens // self.answers if self.answers else None
+
+    def note_images(self, *, accepted: bool) -> None:
+        """Learn from an answer to a request with images of tool results, or to one without them after a refusal."""
+        self.image_refusals += not accepted
+        if accepted or self.image_refusals >= IMAGE_REFUSALS:
+            self.sees_images = accepted
 
     def start_tool(self, call: ToolCall, job: Job, turn: int) -> PendingCall:
         if self.traces is None:

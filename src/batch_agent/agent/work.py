@@ -32,7 +32,7 @@ from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import InputError, Interrupted, JobError, RowEnded, StoreError
 from batch_agent.events import ToolFinished, ToolStarted
 from batch_agent.job import AgentError, Job
-from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall
+from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, with_images
 from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.record.replay import WorkReplay
 from batch_agent.record.steps import (
@@ -68,6 +68,11 @@ class CallOutcome:
     text: str
     ok: bool
     unknown: bool = False
+    images: tuple[Attachment, ...] = ()
+
+    def message(self, call: ToolCall) -> Message:
+        content = with_images(self.text, self.images)
+        return Message("tool", content, tool_call_id=call.id, tool_name=call.name)
 
 
 class Work:
@@ -257,7 +262,7 @@ class Work:
                 if not every.done():
                     every.set_exception(end)
                 return
-            known[place] = outcome = CallOutcome(end.text, end.ok)
+            known[place] = outcome = CallOutcome(end.text, end.ok, images=end.images)
             # Recorded at once: another call may run for hours. A tool that a worker names may be added later.
             if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
                 with suppress(StoreError):  # the agent gets the error at its next step
@@ -299,11 +304,11 @@ class Work:
             past, wrote = replay.outcome(*key), replay.wrote(*key)
         if turn is not None:
             if (text := turn.outcomes.get(place)) is not None:
-                return key, CallOutcome(text, ok=True)
+                return key, CallOutcome(text, ok=True, images=turn.images.get(place, ()))
             wrote = wrote or place in turn.begun
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
         if past is not None and (past.ok or wrote or loops or not self.trail.retried):
-            outcome = CallOutcome(past.text, past.ok)
+            outcome = CallOutcome(past.text, past.ok, images=past.images)
         elif wrote:
             outcome = CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
         else:
@@ -326,7 +331,7 @@ class Work:
         named = (
             (*key, call.name, call.arguments) if self.worker is not None and key is not None else ("", place, "", "")
         )
-        step = CallBegun(*named) if end is None else CallEnded(*named, end.ok, end.text)
+        step = CallBegun(*named) if end is None else CallEnded(*named, end.ok, end.text, end.images)
         if self.replay is not None and key is not None:
             self.replay.add_call(step, key)
         self.trail.add(step)

@@ -23,6 +23,7 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
+    Facts,
     Listener,
     Load,
     ModelRequest,
@@ -369,6 +370,17 @@ class Fleet(Backend):
         except BackendError as error:
             return Probe("down", str(error))
         return await server.backend.probe()
+
+    async def facts(self, model: str) -> Facts:
+        """Let each server learn about itself, such as whether it schedules by priority."""
+
+        async def learn(server: FleetServer) -> None:
+            with suppress(BackendError):
+                await self._enter(server)
+                await server.backend.facts(model)
+
+        await asyncio.gather(*map(learn, self._present))
+        return Facts()
 
     async def load(self, endpoint: str = "") -> Load | None:
         """Return the load of the endpoint, or the sum over all servers. None if it is not reported."""

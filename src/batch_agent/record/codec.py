@@ -11,11 +11,13 @@ the journal unchanged. Fields are never removed or moved, so every version reads
     format 5    kinds 8 to 10 record the tool loop too, instead of kinds 1 to 4; its last answer in kind 6; the request
                 of a compaction in kind 7; the traceback of an error in kind 5
     format 6    kind 11: a row starts again in a new conversation
+    format 7    the images of a tool's result in kind 10
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from operator import attrgetter
 from types import UnionType
 from typing import Any, get_args
@@ -24,7 +26,7 @@ import orjson
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Message, Reply, Role, Sealed, ToolCall, Usage, content_shown
+from batch_agent.messages import Attachment, Image, Message, Reply, Role, Sealed, ToolCall, Usage, content_shown
 from batch_agent.record.steps import (
     OWN,
     Asked,
@@ -42,7 +44,7 @@ from batch_agent.record.steps import (
     Turn,
 )
 
-FORMAT = 6
+FORMAT = 7
 OLDEST = 1  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
@@ -71,12 +73,12 @@ def encode(step: Step) -> tuple[int, bytes]:
             return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
         case CallBegun("", nth, "", ""):
             return CALL_BEGUN, _dump([nth])
-        case CallEnded("", nth, "", "", ok, text):
-            return CALL_ENDED, _dump([nth, ok, text])
+        case CallEnded("", nth, "", "", ok, text, images):
+            return CALL_ENDED, _dump([nth, ok, text, *_from_images(images)])
         case CallBegun(digest, nth, name, arguments):
             return CALL_BEGUN, _dump([digest, nth, name, arguments])
-        case CallEnded(digest, nth, name, arguments, ok, text):
-            return CALL_ENDED, _dump([digest, nth, name, arguments, ok, text])
+        case CallEnded(digest, nth, name, arguments, ok, text, images):
+            return CALL_ENDED, _dump([digest, nth, name, arguments, ok, text, *_from_images(images)])
         case Done(reply, spent, asked):
             return DONE, _dump([_from_reply(reply), _from_spent(spent), asked])
         case Turn(reply, spent, asked):
@@ -131,10 +133,11 @@ def decode(kind: int, body: bytes) -> Step:
             return CallBegun("", *_read(record, (int,)))
         return CallBegun(*_read(record, (str, int, str, str)))
     if kind == CALL_ENDED:
-        if isinstance(record, list) and len(record) == 3:
-            nth, ok, text = _read(record, (int, bool, str))
-            return CallEnded("", nth, "", "", ok, text)
-        return CallEnded(*_read(record, (str, int, str, str, bool, str)))
+        if isinstance(record, list) and len(record) <= 4:
+            nth, ok, text, *images = _read(record, (int, bool, str, list), least=3)
+            return CallEnded("", nth, "", "", ok, text, _to_images(*images))
+        digest, nth, name, arguments, ok, text, *images = _read(record, (str, int, str, str, bool, str, list), least=6)
+        return CallEnded(digest, nth, name, arguments, ok, text, _to_images(*images))
     raise ValueError(f"a record of kind {kind} was written by a newer version of this package, or is damaged")
 
 
@@ -193,6 +196,15 @@ def to_message(array: object) -> Message:
     if role not in ROLES:
         raise ValueError(f"a record has {role[:100]!r} where a role is expected")
     return Message(role, content, tuple(ToolCall(*_read(call, CALL)) for call in calls), call_id, reasoning, name)
+
+
+def _from_images(images: Sequence[Attachment]) -> list[object]:
+    return [[(image.url, image.tokens) for image in images]] if images else []
+
+
+def _to_images(array: Sequence[object] = ()) -> tuple[Image, ...]:
+    pairs = (_read(image, (str, int)) for image in array)
+    return tuple(Image(url, tokens=tokens) for url, tokens in pairs)
 
 
 def _from_usage(usage: Usage) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class WorkReplay:
         for turn in left.turns:
             for place in sorted(turn.begun):
                 call, text = turn.reply.tool_calls[place], turn.outcomes.get(place)
-                end = None if text is None else CallEnded("", place, "", "", True, text)
+                end = None if text is None else CallEnded("", place, "", "", True, text, turn.images.get(place, ()))
                 begun.append((call_digest(call.name, call.arguments), end))
         for step in left.worked:
             if isinstance(step, CallBegun):
@@ -85,7 +85,7 @@ class WorkReplay:
                 if place in turn.begun:
                     self._wrote.add(key)
                 if (text := turn.outcomes.get(place)) is not None:
-                    self._calls[key] = CallEnded("", place, "", "", True, text)
+                    self._calls[key] = CallEnded("", place, "", "", True, text, turn.images.get(place, ()))
 
     def add_call(self, step: CallBegun | CallEnded, key: tuple[str, int]) -> None:
         if isinstance(step, CallBegun):

@@ -21,7 +21,7 @@ import orjson
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Message, Reply, Usage
+from batch_agent.messages import Attachment, Message, Reply, Usage
 from batch_agent.value_type import value_type
 
 
@@ -69,7 +69,8 @@ class CallBegun:
 
 @value_type
 class CallEnded:
-    """The end of a tool call. ``text`` is the result or the error. The digest may be "" as in CallBegun."""
+    """The end of a tool call. ``text`` is the result or the error, ``images`` are those of the result. The digest may
+    be "" as in CallBegun."""
 
     digest: str
     nth: int
@@ -77,6 +78,7 @@ class CallEnded:
     arguments: str
     ok: bool
     text: str
+    images: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class PastTurn:
     begun: set[int] = field(default_factory=set)
     outcomes: dict[int, str] = field(default_factory=dict)
     compacted: Compacted | None = None
+    images: dict[int, tuple[Attachment, ...]] = field(default_factory=dict)  # of the outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +258,10 @@ def read_past(agent: int, steps: list[Step]) -> Past:
             case CallBegun("", place):
                 _turn_of(turns, place).begun.add(place)
             case CallEnded("", place):
-                _turn_of(turns, place).outcomes[place] = step.text
+                turn = _turn_of(turns, place)
+                turn.outcomes[place] = step.text
+                if step.images:
+                    turn.images[place] = step.images
             case CallBegun() | CallEnded():
                 worked.append(step)
             case Compacted():

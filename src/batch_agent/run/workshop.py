@@ -111,6 +111,7 @@ class Workshop:
             clock=shared.clock,
             max_turns=spec.turn_limit if loops else spec.max_turns,
             timeout_per_agent=spec.timeout_per_agent,
+            sees_images=None if capabilities.images else False,
             early_tools=spec.streaming_tool_dispatch and capabilities.streaming and can_start_early,
             ends_with_answer=loops,
             keeps_cut_text=spec.truncated == "keep",

@@ -7,6 +7,7 @@ unless the server listens on loopback.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from time import monotonic
 
@@ -24,7 +25,10 @@ from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
 from batch_agent.serve.interactive import Interactive
 from batch_agent.serve.lines import ERRORS, OUTPUT, PART
 from batch_agent.serve.objects import batch_object, read_limit
+from batch_agent.serve.page import row_of, rows_of
 from batch_agent.serve.turnstile import Turnstile
+
+ROW_STATES = ("succeeded", "failed", "waiting")
 
 
 class Admin:
@@ -48,7 +52,7 @@ class Admin:
         return tenant
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer ``/serve/status``, ``/serve/batches``, and ``cancel`` and ``export`` of a batch."""
+        """Answer ``/serve/status``, ``/serve/batches``, and ``rows``, ``cancel`` and ``export`` of a batch."""
         tenant = await self._tenant(request)
         names = request.path.strip("/").split("/")[1:]
         match request.method, names:
@@ -61,6 +65,8 @@ class Admin:
                 return json_response({"data": [self.shown(batch) for batch in await in_thread(ask)]})
             case "GET", ["batches", id]:
                 return json_response(self.shown(await self._batch(tenant, id)))
+            case "GET", ["batches", id, "rows"]:
+                return json_response(await self._rows(await self._batch(tenant, id), request.query))
             case "POST", ["batches", id, "cancel"]:
                 batch = await self._batch(tenant, id)
                 return json_response(self.shown(await self._batches.cancel(id) or batch))
@@ -69,6 +75,24 @@ class Admin:
                 names = [OUTPUT, ERRORS, OUTPUT + PART, ERRORS + PART]
                 return await send_files(request, [folder / name for name in names], "application/x-jsonl")
         raise RequestRefused(404, f"{request.path} does not exist")
+
+    async def _rows(self, batch: ServedBatch, query: Mapping[str, str]) -> JsonObject:
+        """Return a page of the lines of a batch, with the state that is asked for, or the one line that is."""
+        state, after, limit = query.get("state", "succeeded"), query.get("after", "0"), read_limit(query, 200, 50)
+        if state not in ROW_STATES or not after.isdecimal() or len(after) > 18:
+            raise RequestRefused(400, f"state is one of {', '.join(ROW_STATES)}, and after the next of a page")
+        folder, running = self._batches.folder(batch.id), self._batches.running.get(batch.id)
+        state_of = running.state_of if running is not None else None
+        note = ""
+        if running is None and not batch.is_over and not batch.completed and not batch.failed:
+            state_of = lambda number: "waiting"  # noqa: E731
+        elif state_of is None and state == "waiting" and not batch.is_over:
+            note = "another process works on this batch: it shows these lines"
+        if own := query.get("custom_id"):
+            row = await in_thread(partial(row_of, folder, own, state_of))
+            return {"data": [] if row is None else [row], "next": None, "note": None}
+        rows, next = await in_thread(partial(rows_of, folder, state, int(after), limit, state_of))
+        return {"data": [*rows], "next": next, "note": note or None}
 
     async def _batch(self, tenant: Tenant, id: str) -> ServedBatch:
         own = None if tenant.is_operator else tenant.name

@@ -193,6 +193,10 @@ class RunningBatch:
             }
         self.lines.put(line, asked.custom_id, outcome, ok=False)
 
+    def state_of(self, number: int) -> str:
+        """Return the state of a line that is not done, or ""."""
+        return "" if self.lines.is_done(number) else "in flight" if number in self._granted else "waiting"
+
     def abandon(self) -> None:
         """End lines that were granted and that the run has not begun."""
         for granted in self._granted.values():

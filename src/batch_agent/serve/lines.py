@@ -182,7 +182,7 @@ class _Check:
             return
         added = self._index.execute(
             "INSERT OR IGNORE INTO line VALUES (?, ?, ?, ?, ?, ?)",
-            (self.total - 1, offset, size, _id(own), group, digest),
+            (self.total - 1, offset, size, digest_of_id(own), group, digest),
         )
         if not added.rowcount:
             told = f"The custom_id '{own}' is used by another line of this file: each must be unique."
@@ -288,7 +288,7 @@ def group_of(body: JsonObject) -> bytes:
     return (b"\x01" if len(text) >= LONG_PREFIX_BYTES else b"\x00") + _digest(text)[:8]
 
 
-def _id(own: str) -> bytes:
+def digest_of_id(own: str) -> bytes:
     return _digest(own.encode("utf-8", "surrogatepass"))
 
 
@@ -406,7 +406,7 @@ class BatchLines:
                     break
                 whole += len(raw)
                 query = "SELECT number, digest FROM line WHERE id = ?"
-                for number, digest in self._index.execute(query, (_id(outcome["custom_id"]),)).fetchall():
+                for number, digest in self._index.execute(query, (digest_of_id(outcome["custom_id"]),)).fetchall():
                     self._count(number, ok=ok)
                     if not (self.dedupes and self._is_copy(number, digest)):
                         self.tallied.add(_usage_in(outcome))

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
+    Facts,
     Listener,
     Load,
     ModelRequest,
@@ -64,6 +65,7 @@ class ServedModels(Backend):
             images=True,
             default_inflight=total_inflight(self.servers.values()),
             reports_load=any(one.reports_load for one in able),
+            reports_context=True,  # so that each run lets the backends learn about their servers
             patient=any(one.patient for one in able),
         )
 
@@ -145,6 +147,13 @@ class ServedModels(Backend):
             return await served.backend.infer(request, on_tool_call)
         finally:
             request.shape, request.endpoint = shape, endpoint
+
+    async def facts(self, model: str) -> Facts:
+        """Let each backend learn about its servers, such as whether they schedule by priority."""
+        backends = {id(served.backend): (served, name) for name, served in self._models.items()}
+        asked = [served.backend.facts(served.model or name or model) for served, name in backends.values()]
+        await asyncio.gather(*asked, return_exceptions=True)  # one that is down is asked by the next batch
+        return Facts()
 
     async def probe(self, endpoint: str = "") -> Probe:
         name, found, inner = endpoint.partition(BETWEEN)

@@ -1,84 +1,153 @@
-"""The page of a server: log in with a key, and see the batches that it may see. It reads ``/serve/…`` with the key.
+"""The page of a server: that of ``view`` with a script of its own, and the lines of a batch as it shows them.
 
 The key stays in the tab, and is sent as a header. So another site cannot use it, and there is no cookie to protect.
 """
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
 from aiohttp import web
+from pydantic import JsonValue
 
-HTML = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Batch Agent</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem; vertical-align: top }
-tr + tr { border-top: 1px solid #8884 } progress { width: 8rem } .id { font: 13px monospace } #why { color: #b00 }
-</style>
-<h1>Batches</h1>
-<form id="login"><label>Key <input id="key" type="password" autocomplete="off" size="50"></label>
-<button>Show</button></form>
-<p id="state"></p><p id="why" role="status"></p>
-<table id="batches" hidden><thead><tr><th>Batch<th>Tenant<th>Status<th>Progress<th>Failed<th>Lines/s<th>Tokens
-<th>Done at<th></tr></thead><tbody></tbody></table>
-<script>
-const $ = id => document.getElementById(id);
-let key = sessionStorage.getItem("key") || "", timer = 0;
-const ask = async (path, method = "GET") => {
-  const answer = await fetch(path, { method, headers: { Authorization: "Bearer " + key } });
-  const told = await answer.json();
-  if (!answer.ok) throw new Error(told.error ? told.error.message : answer.status);
-  return told;
-};
-const cell = (row, content) => { const td = row.insertCell(); td.append(content ?? ""); return td; };
-const show = batch => {
-  const row = $("batches").tBodies[0].insertRow(), counts = batch.request_counts;
-  const bar = document.createElement("progress");
-  cell(row, batch.id).className = "id"; cell(row, batch.tenant); cell(row, batch.status);
-  bar.max = counts.total || 1; bar.value = counts.completed + counts.failed;
-  const done = cell(row, bar); done.append(` ${counts.completed + counts.failed} of ${counts.total}`);
-  cell(row, String(counts.failed)); cell(row, batch.lines_per_second === null ? "" : String(batch.lines_per_second));
-  cell(row, String(batch.usage.total_tokens));
-  const end = batch.completed_at || batch.x_estimated_completion_at;
-  cell(row, end ? new Date(end * 1000).toLocaleString() : "");
-  const last = cell(row, "");
-  if (["validating", "in_progress"].includes(batch.status)) {
-    const button = document.createElement("button");
-    button.textContent = "Cancel";
-    button.onclick = async () => { await ask(`/serve/batches/${batch.id}/cancel`, "POST"); look(); };
-    last.append(button);
-  }
-};
-const look = async () => {
-  clearTimeout(timer);
-  try {
-    const [state, listed] = await Promise.all([ask("/serve/status"), ask("/serve/batches")]);
-    $("login").hidden = true; $("batches").hidden = false;
-    $("state").textContent = `${state.batches} batches in work, ${state.lines_left} lines left, ` +
-      `${state.lines_in_flight} in flight`;
-    $("why").textContent = [state.waiting_because, state.target_given_up].filter(Boolean).join("; ");
-    $("batches").tBodies[0].replaceChildren();
-    listed.data.forEach(show);
-    timer = setTimeout(look, 2000);
-  } catch (error) { $("login").hidden = false; $("why").textContent = error.message; }
-};
-$("login").onsubmit = event => {
-  event.preventDefault();
-  key = $("key").value;
-  sessionStorage.setItem("key", key);
-  look();
-};
-if (key) look();
-</script></html>
-"""
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+from batch_agent.door import RequestRefused
+from batch_agent.messages import JsonObject
+from batch_agent.outputs.surrogates import read_json
+from batch_agent.serve.lines import ERRORS, INDEX, INPUT, OUTPUT, PART, digest_of_id
+from batch_agent.view.bundle import static_file
+from batch_agent.view.security import add_headers
+
+SCRIPTS = ("dom", "serve")
+PATHS = ("/", "/static/app.js", "/static/app.css")
+MOST_SHOWN = 50_000  # bytes of an input or of an output; more is cut
+FILES = {"succeeded": OUTPUT, "failed": ERRORS}
 
 
-def page_response() -> web.Response:
-    return web.Response(text=HTML, content_type="text/html", headers=HEADERS)
+def page_response(path: str) -> web.StreamResponse:
+    """Return the page, its script or its style."""
+    return add_headers(static_file(path.removeprefix("/static/").strip("/") or "index.html", SCRIPTS))
+
+
+def rows_of(
+    folder: Path, state: str, after: int, limit: int, state_of: Callable[[int], str] | None
+) -> tuple[list[JsonObject], int | None]:
+    """Return lines of a batch, and where the next page begins, or None. ``after`` is a place in the file of outcomes,
+    or for lines that are not done a line number. ``state_of`` returns the state of these, or "" for one that is done.
+    Blocks."""
+    index = _index(folder)
+    if index is None:
+        return [], None
+    with closing(index), (folder / INPUT).open("rb") as asked:
+        if state not in FILES:
+            return _not_done(index, asked, after, limit, state_of) if state_of is not None else ([], None)
+        rows: list[JsonObject] = []
+        path = _file_of(folder, FILES[state])
+        if path is None:
+            return [], None
+        with path.open("rb") as file:
+            file.seek(after)
+            for _ in range(limit):
+                raw = file.readline()
+                if not raw.endswith(b"\n"):
+                    break
+                rows.append(_with_outcome(index, asked, raw))
+            return rows, file.tell() if len(rows) == limit else None
+
+
+def row_of(folder: Path, custom_id: str, state_of: Callable[[int], str] | None) -> JsonObject | None:
+    """Return the line with a custom_id. Blocks, while the files of outcomes are searched for it."""
+    index = _index(folder)
+    if index is None:
+        return None
+    with closing(index), (folder / INPUT).open("rb") as asked:
+        found = _place(index, custom_id)
+        if found is None:
+            return None
+        needle = b'"custom_id":' + orjson.dumps(custom_id)
+        for name in (OUTPUT, ERRORS):
+            path = _file_of(folder, name)
+            if path is not None:
+                with path.open("rb") as file:
+                    for raw in file:
+                        if needle in raw and raw.endswith(b"\n") and orjson.loads(raw)["custom_id"] == custom_id:
+                            return _with_outcome(index, asked, raw)
+        return _row(asked, found, (state_of(found[0]) if state_of is not None else "") or "waiting")
+
+
+def _index(folder: Path) -> sqlite3.Connection | None:
+    if not (folder / INDEX).exists():
+        return None
+    return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+
+
+def _file_of(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / (name + PART)) if path.exists()), None)
+
+
+def _place(index: sqlite3.Connection, custom_id: str) -> tuple[int, int, int] | None:
+    query = "SELECT number, offset, size FROM line WHERE id = ?"
+    found: tuple[int, int, int] | None = index.execute(query, (digest_of_id(custom_id),)).fetchone()
+    return found
+
+
+def _not_done(
+    index: sqlite3.Connection, asked: BinaryIO, after: int, limit: int, state_of: Callable[[int], str]
+) -> tuple[list[JsonObject], int | None]:
+    rows: list[JsonObject] = []
+    for found in index.execute("SELECT number, offset, size FROM line WHERE number >= ? ORDER BY number", (after,)):
+        if state := state_of(found[0]):
+            if len(rows) == limit:
+                return rows, found[0]
+            rows.append(_row(asked, found, state))
+    return rows, None
+
+
+def _row(asked: BinaryIO, place: tuple[int, int, int], state: str) -> JsonObject:
+    number, offset, size = place
+    asked.seek(offset)
+    line = read_json(asked.read(size))
+    assert isinstance(line, dict)
+    told: JsonObject = {"line": number + 1, "custom_id": line["custom_id"], "state": state}
+    return {**told, "input": _cut(line.get("body")), "output": None, "error": None}
+
+
+def _with_outcome(index: sqlite3.Connection, asked: BinaryIO, raw: bytes) -> JsonObject:
+    try:
+        outcome: JsonValue = orjson.loads(raw)
+    except ValueError:
+        outcome = None
+    own = outcome.get("custom_id") if isinstance(outcome, dict) else None
+    found = _place(index, own) if isinstance(own, str) else None
+    if found is None or not isinstance(outcome, dict):
+        raise RequestRefused(400, "after is not the next of a page", param="after")
+    result = outcome.get("result")  # of a Message Batch
+    if isinstance(result, dict):
+        state, answer, problem = str(result["type"]), result.get("message"), result.get("error")
+    else:
+        response, problem = outcome.get("response"), outcome.get("error")
+        response = response if isinstance(response, dict) else {}
+        answer = response.get("body")
+        if answer is not None and response.get("status_code") != 200:
+            answer, problem = None, answer
+        code = str(problem.get("code") or "") if isinstance(problem, dict) else ""
+        known = {"batch_cancelled": "cancelled", "batch_expired": "expired"}
+        state = "succeeded" if problem is None else known.get(code, "failed")
+    error = None if problem is None and answer is not None else _message(problem) or state
+    return {**_row(asked, found, state), "output": _cut(answer), "error": error}
+
+
+def _message(problem: JsonValue) -> str:
+    while isinstance(problem, dict) and isinstance(problem.get("error"), dict):
+        problem = problem["error"]
+    return str(problem.get("message") or "") if isinstance(problem, dict) else ""
+
+
+def _cut(document: JsonValue) -> JsonValue:
+    """Return a document, or the beginning of its text if it is long."""
+    text = orjson.dumps(document)
+    return document if len(text) <= MOST_SHOWN else text[:MOST_SHOWN].decode("utf-8", "ignore") + "…"

@@ -34,7 +34,7 @@ from batch_agent.serve.catalog import Catalog
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.interactive import Interactive
 from batch_agent.serve.models import ServedModels
-from batch_agent.serve.page import page_response
+from batch_agent.serve.page import PATHS, page_response
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
@@ -96,10 +96,11 @@ class BatchService:
             if follower is not None:
                 follower.use(await self.models.models())
             extent.push_async_callback(self._close, dispatcher)
-            await extent.enter_async_context(poll_load(self.models, dispatcher, None, lambda full: None))
             self.webhooks = Webhooks(self.catalog, options.now)
             governor = Governor(options.interactive_latency)
             self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked)
+            polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
+            await extent.enter_async_context(polled)
             self.batches = ServedBatches(
                 self.catalog,
                 self.models,
@@ -164,8 +165,8 @@ class BatchService:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
-        if request.path == "/" and request.method in ("GET", "HEAD"):
-            return page_response()
+        if request.path in PATHS and request.method in ("GET", "HEAD"):
+            return page_response(request.path)
         if request.path == "/metrics" and request.method == "GET":
             return metrics_response(await self.admin.metrics(request))
         try:

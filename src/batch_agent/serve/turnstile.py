@@ -1,19 +1,21 @@
 """Which line starts next: fair shares between tenants, then the earliest deadline, and people before lines.
 
 A batch asks for its next line and waits here. One task grants lines while the dispatcher has room for another one, no
-interactive request waits, and fewer lines are in flight than the ``Governor`` allows. Then the tenant with the fewest
-tokens for its share goes first; among its batches the one with the earliest deadline.
+interactive request waits, here or in the queue that an engine reports, and fewer lines are in flight than the
+``Governor`` allows. Then the tenant with the fewest tokens for its share goes first; among its batches the one with the
+earliest deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isinf
 
+from batch_agent.backends.base import Load
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.serve.governor import Governor
 
 PENDING = 8  # lines that were granted and have not asked for a slot yet
@@ -21,6 +23,7 @@ TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
 SOON = 8  # iterations of the event loop in which a run asks for its next line
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
 LEARN = 0.2  # the weight of the latest line in the tokens per line
+QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
 URGENT_SHARE = 0.25  # of the slots, for lines that would miss their deadline
 
 
@@ -84,7 +87,27 @@ class Turnstile:
         self.inflight = 0
         self.spent: dict[str, int] = {}  # tokens by tenant that are not in the catalog yet
         self.why = ""  # why lines wait, for people
+        self._queued: dict[str, float] = {}  # by endpoint: loop time at which its engine last had a queue
         self.resting = False  # the process is ending: no further line starts
+
+    # The engines' queues: what ``poll_load`` reads
+
+    in_gaps = False
+
+    async def read(self, endpoint: Endpoint, load: Load) -> None:
+        """Take what an engine reports."""
+        if load.waiting:
+            self._queued[endpoint.name] = asyncio.get_running_loop().time()
+        elif self._queued.pop(endpoint.name, None) is not None:
+            self.touch()
+
+    def may_wait_in_engine(self) -> bool:
+        """Return whether an interactive request was sent, and an engine has a queue in which it may be."""
+        if not self.governor.active:
+            return False
+        since = asyncio.get_running_loop().time() - QUEUE_SECONDS
+        endpoints = self._dispatcher.scheduler.endpoints
+        return any(each.inflight and self._queued.get(each.name, -inf) > since for each in endpoints)
 
     # Batches
 
@@ -109,7 +132,10 @@ class Turnstile:
         entrant.waiting = None
 
     def account(self, tenant: str) -> TenantAccount:
-        return self.accounts.setdefault(tenant, TenantAccount())
+        account = self.accounts.get(tenant)
+        if account is None:
+            account = self.accounts[tenant] = TenantAccount()
+        return account
 
     def set_terms(self, terms: Mapping[str, tuple[float, int | None]], used_today: Mapping[str, int]) -> None:
         """Set share and daily tokens of each tenant, and what each used today."""
@@ -186,6 +212,7 @@ class Turnstile:
 
     async def run(self) -> None:
         """Grant lines until cancelled."""
+        ticking = asyncio.create_task(self._tick())
         try:
             while await self._feed.wait_room():
                 self._feed.reading = True
@@ -194,14 +221,18 @@ class Turnstile:
                 entrant = self.choose()
                 if entrant is None:
                     self._changed.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(TICK_SECONDS if self._anyone_waits else None):
-                            await self._changed.wait()
+                    await self._changed.wait()
                     continue
                 self._grant(entrant)
                 await asyncio.sleep(0)
         finally:
+            ticking.cancel()
             self._feed.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.touch()
 
     async def _wait_for_all(self) -> bool:
         """Wait for a batch that was just granted a line: it may ask for the next one, and be the first again. Returns
@@ -211,10 +242,6 @@ class Turnstile:
                 break
             await asyncio.sleep(0)
         return not self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time())
-
-    @property
-    def _anyone_waits(self) -> bool:
-        return any(each.waiting is not None for each in self.entrants.values())
 
     def choose(self) -> Entrant | None:
         """Return the batch whose line starts next; None if no line may start now."""
@@ -230,7 +257,8 @@ class Turnstile:
             self.why = "the tokens of this day are used up"
             return None
         now, governor = asyncio.get_running_loop().time(), self.governor
-        if (limit := governor.limit(now)) is not None and self.inflight >= limit:
+        limit = governor.limit(now)
+        if (limit is not None and self.inflight >= limit) or self.may_wait_in_engine():
             slots = self._dispatcher.scheduler.slots
             late = [each for each in within if self.is_late(each)]
             if not late or slots is None or self.inflight >= URGENT_SHARE * slots:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from batch_agent.messages import Attachment
 from batch_agent.tools.cache import Key
 from batch_agent.tools.context import ToolContext
 from batch_agent.tools.gates import Gate
@@ -25,12 +26,13 @@ ENDING_SECONDS = 5.0  # for a cancelled call to stop, before the run continues w
 
 @value_type
 class ToolOutcome:
-    """The outcome of a call. ``text`` is for the model; ``seconds`` is from request to outcome."""
+    """The outcome of a call. ``text`` and ``images`` are for the model; ``seconds`` is from request to outcome."""
 
     text: str
     ok: bool
     source: Source
     seconds: float
+    images: tuple[Attachment, ...] = ()
 
 
 class Traffic:

@@ -26,7 +26,7 @@ from batch_agent.backends.once import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
 from batch_agent.foreign import describe, message_of
 from batch_agent.job import Job
-from batch_agent.messages import ToolCall
+from batch_agent.messages import ToolCall, content_text, images_of, with_images
 from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
 from batch_agent.tools.cache import Key, ResultCache
@@ -35,7 +35,7 @@ from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOu
 from batch_agent.tools.gates import CallSlots, Gate
 from batch_agent.tools.latency import ToolStatistics, ToolTally
 from batch_agent.tools.rate import RateGate
-from batch_agent.tools.render import MAX_TOKENS, cut_tokens, render
+from batch_agent.tools.render import MAX_TOKENS, cut_tokens, render_result
 from batch_agent.tools.schema import Arguments
 from batch_agent.tools.threads import THREADS, Threads
 
@@ -290,10 +290,10 @@ class ToolPool:
         self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None, trace: TraceOf | None
     ) -> PendingCall:
         now = self._now()
-        if offer.tool.cacheable and (text := self._cache.get(key, now)) is not None:
+        if offer.tool.cacheable and (found := self._cache.get(key, now)) is not None:
             offer.tally.cache_hits += 1
             offer.tally.prewarm_hits += self._cache.asked(key)
-            return self._settled(ToolOutcome(text, True, "cache", 0.0))
+            return self._settled(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
         flight = self._under_way(key)
         if flight is not None:
             offer.tally.shared += 1
@@ -343,11 +343,11 @@ class ToolPool:
         tool = offer.tool
         await flight.pass_gates(offer.gates)
         self._note_write(tool)
-        read = partial(render, max_tokens=tool.max_tokens)
+        read = partial(render_result, max_tokens=tool.max_tokens)
         try:
             work = await self._work(offer, arguments, flight)
-            text = await self._execute(offer, flight, partial(self._run, offer, work, read))
-            end = ToolOutcome(text, True, "run", self._now() - flight.asked)
+            found = await self._execute(offer, flight, partial(self._run, offer, work, read))
+            end = ToolOutcome(content_text(found), True, "run", self._now() - flight.asked, images_of(found))
         except ToolError as error:
             if flight.end is None:
                 flight.land(_failure(error, self._now() - flight.asked, offer))
@@ -375,7 +375,8 @@ class ToolPool:
             await fly()
         finally:
             end, keep = flight.end, 0.0
-            shown = Found(end.text, end.ok) if isinstance(end, ToolOutcome) else None
+            # Only text is shared between workers: a result with images is computed by each.
+            shown = Found(end.text, end.ok) if isinstance(end, ToolOutcome) and not end.images else None
             if offer.tool.cacheable and shown is not None and shown.ok:
                 keep = math.inf if offer.tool.ttl is None else offer.tool.ttl
             self.once.end(key, found, shown, keep)
@@ -444,7 +445,7 @@ class ToolPool:
             limits = (offer.tool.ttl, self._prewarm_max_age if flight.unasked else None)
             ttl = min((limit for limit in limits if limit is not None), default=None)
             now = self._now()
-            self._cache.put(flight.key, end.text, now, ttl, unasked=flight.unasked)
+            self._cache.put(flight.key, with_images(end.text, end.images), now, ttl, unasked=flight.unasked)
         flight.land(end)
 
     async def _execute(self, offer: _Offer, flight: Flight, work: Callable[[], Awaitable[T]]) -> T:

@@ -1,4 +1,4 @@
-"""Conversion of a tool's result to text for the model, with a maximum length."""
+"""Conversion of a tool's result to text and images for the model. The text has a maximum length."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import math
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.files.pictures import read_image
 from batch_agent.foreign import encodable
+from batch_agent.messages import Content, Image
 
 # Default maximum of a result, about fifty pages. A conversation holds several results, and each later turn sends them
 # again.
 MAX_TOKENS = 16_000
+
+
+def render_result(value: object, max_tokens: int | None) -> Content:
+    """Return a text that is followed by images with its images, and any other result as text. Raises InputError for an
+    image that models do not accept."""
+    match value:
+        case (str(text), Image(), *_):
+            images = (read_image(part) for part in value[1:] if isinstance(part, Image))
+            return (cut_tokens(text, max_tokens), *images)
+    return render(value, max_tokens)
 
 
 def render(value: object, max_tokens: int | None) -> str:

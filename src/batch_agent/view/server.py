@@ -18,14 +18,13 @@ from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.control import NotAlive
-from batch_agent.view.bundle import STATIC, bundle
+from batch_agent.view.bundle import static_file
 from batch_agent.view.compare import compare, differing_rows
 from batch_agent.view.download import write_flat, write_rows
 from batch_agent.view.query import Query
 from batch_agent.view.runs import ShownRun, ShownRuns
 from batch_agent.view.security import HEADERS, Guard, add_headers
 
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500  # per page
 MOST_SPANS = 30_000
 MOST_BODY_BYTES = 1024 * 1024
@@ -85,11 +84,10 @@ class ViewServer:
     # Files
 
     async def _page(self, request: web.BaseRequest) -> web.Response:
-        return _file("index.html")
+        return static_file("index.html")
 
     async def _static(self, request: web.BaseRequest) -> web.Response:
-        name = request.path.removeprefix("/static/")
-        return web.Response(text=bundle(), content_type=TYPES[".js"]) if name == "app.js" else _file(name)
+        return static_file(request.path.removeprefix("/static/"))
 
     # The record
 
@@ -207,13 +205,6 @@ def _seconds(request: web.BaseRequest, name: str) -> float | None:
     if not math.isfinite(seconds):
         raise RequestRefused(400, f"{name} must be a number of seconds, not {text}")
     return seconds
-
-
-def _file(name: str) -> web.Response:
-    path = STATIC / name
-    if path.parent != STATIC or path.suffix not in TYPES or not path.is_file():
-        raise RequestRefused(404, "there is no such file")
-    return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
 
 
 def _json(value: JsonObject, status: int = 200) -> web.Response:

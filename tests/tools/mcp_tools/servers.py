@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from pathlib import Path
 
 import anyio
@@ -79,6 +80,18 @@ def gallery() -> CallToolResult:
             ResourceLink(type="resource_link", uri="https://example.org/a", name="a", description="the first"),
             EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///notes", text="a note")),
             EmbeddedResource(type="resource", resource=BlobResourceContents(uri="file:///blob", blob="aGVsbG8=")),
+        ]
+    )
+
+
+@server.tool(annotations=READS)
+def paint() -> CallToolResult:
+    """Paint a picture of 2 by 3 pixels."""
+    data = b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\2\0\0\0\3\x08\2\0\0\0abcd").decode()
+    return CallToolResult(
+        content=[
+            TextContent(type="text", text="a painting"),
+            ImageContent(type="image", data=data, mime_type="image/png"),
         ]
     )
 

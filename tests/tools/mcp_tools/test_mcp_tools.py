@@ -58,6 +58,13 @@ async def test_the_tools_of_a_server_work_like_any_others(
         assert structured.text.count("21.5") == 1, "the text form and the structured one are the same"
         gallery = await pool.start(call("gallery")).wait()
         assert "image/png" in gallery.text and "https://example.org/a" in gallery.text and "a note" in gallery.text
+        assert "not shown: the image is not a PNG" in gallery.text and not gallery.images
+        painted = [await pool.start(call("paint")).wait() for _ in range(2)]
+        assert [(each.text, each.source) for each in painted] == [
+            ("a painting\n[image image/png, about 33 bytes]", "run"),
+            ("a painting\n[image image/png, about 33 bytes]", "cache"),
+        ]
+        assert [[image.url[:22] for image in each.images] for each in painted] == [["data:image/png;base64,"]] * 2
         assert (await pool.start(call("dotted_name_x")).wait()).text == "dots"
 
         failed = await pool.start(call("fail", reason="because")).wait()

@@ -8,6 +8,9 @@ fields of one turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
@@ -15,7 +18,7 @@ from batch_agent.backends.http.wire import echoed, written, written_options
 from batch_agent.backends.openai.chat_answer import NOTHING, AnswerStream, opened, read_answer
 from batch_agent.backends.openai.providers import STANDARD, Dialect
 from batch_agent.backends.openai.server import OpenAIServer
-from batch_agent.messages import Message, MessageView, content_json
+from batch_agent.messages import Message, MessageView, Part, content_json, content_text, images_of
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:
@@ -69,8 +72,23 @@ def encode_message(message: Message) -> bytes:
 
 
 class ChatView(MessageView):
+    """A tool result of this wire is text. Its images follow in a user message, after all results of the same answer."""
+
     __slots__ = ()
     encode = staticmethod(encode_message)
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        shown: list[Part] = []
+        for message in messages:
+            if shown and message.role != "tool":
+                self.pieces.append(encode_message(Message("user", tuple(shown))))
+                shown = []
+            if message.role == "tool" and (images := images_of(message.content)):
+                shown += [f"Images from {message.tool_name or 'the tool'}:", *images]
+                message = replace(message, content=content_text(message.content))
+            self.pieces.append(encode_message(message))
+        if shown:
+            self.pieces.append(encode_message(Message("user", tuple(shown))))
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:

@@ -42,6 +42,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="several processes serve the same --data: each may be stopped at any time"
     )
+    parser.add_argument("--store", type=_no_store, help=argparse.SUPPRESS)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     _add_keys(actions.add_parser("keys", help="add, list and revoke tenants"))
     for name, told in ADMIN.items():
@@ -55,6 +56,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
         action.add_argument("--url", help="address of the server; without it, --data is read")
         action.add_argument("--key", help="key of a tenant or of the operator, for --url (default: OPENAI_API_KEY)")
+
+
+def _no_store(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: serve keeps everything below --data. Several processes or machines can serve the same --data on a "
+        "file system that they share: use --shared"
+    )
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from batch_agent.errors import SpecError, ToolError
-from batch_agent.messages import JsonObject, ToolSpec
+from batch_agent.messages import Content, JsonObject, ToolSpec
 from batch_agent.tools.base import Tool
 from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
 from batch_agent.tools.mcp.arguments import SchemaSignature
@@ -113,16 +113,18 @@ def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout
     )
 
 
-def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaitable[str]]:
-    async def call(session: McpConnection | None = None, alive: Callable[[], None] = _ignored, /, **given: Any) -> str:
+def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaitable[Content]]:
+    async def call(
+        session: McpConnection | None = None, alive: Callable[[], None] = _ignored, /, **given: Any
+    ) -> Content:
         from batch_agent.tools.mcp.connection import open_client
-        from batch_agent.tools.mcp.results import text_of
+        from batch_agent.tools.mcp.results import content_of
         from batch_agent.tools.mcp.stdio import Stderr
 
         if session is not None:
-            return text_of(name, await session.call(name, given, reads=reads, alive=alive))
+            return content_of(name, await session.call(name, given, reads=reads, alive=alive))
         async with open_client(server, Stderr()) as client:  # a call outside a run has its own session
-            return text_of(name, await client.call_tool(name, given))
+            return content_of(name, await client.call_tool(name, given))
 
     call.__name__ = name
     return call

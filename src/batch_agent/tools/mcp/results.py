@@ -1,4 +1,4 @@
-"""Conversion of the answer of an MCP tool to text for the model."""
+"""Conversion of the answer of an MCP tool to what the model reads: text, and images after it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,38 @@ from collections.abc import Iterator
 
 from mcp import types
 
-from batch_agent.errors import ToolFailed
+from batch_agent.errors import InputError, ToolFailed
+from batch_agent.files.pictures import read_image
+from batch_agent.messages import Content, Image
 
 
-def text_of(name: str, result: types.CallToolResult) -> str:
-    """Return the result as text. Raises ToolFailed if the tool reports a failure."""
-    parts = [_block(block) for block in result.content]
+def content_of(name: str, result: types.CallToolResult) -> Content:
+    """Return the result as text, which names its images, followed by the images. Raises ToolFailed if the tool reports
+    a failure."""
+    images: list[Image] = []
+    parts = [_block(block, images) for block in result.content]
     if result.structured_content is not None and not _repeats(parts, result.structured_content):
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = "\n".join(parts)
     if result.is_error:
         raise ToolFailed(text or f"{name} failed and gave no reason")
-    return text or "(no output)"
+    return (text, *images) if images else text or "(no output)"
 
 
-def _block(block: types.ContentBlock) -> str:
+def _block(block: types.ContentBlock, images: list[Image]) -> str:
+    """Return the text for a block. An image that models accept is added to ``images``."""
     match block:
         case types.TextContent():
             return block.text
-        case types.ImageContent() | types.AudioContent():
-            # Results are text, in the conversation and in the record.
-            return f"[{block.type} {block.mime_type}, about {len(block.data) * 3 // 4} bytes, not shown]"
+        case types.ImageContent():
+            named = f"image {block.mime_type}, about {len(block.data) * 3 // 4} bytes"
+            try:
+                images.append(read_image(Image(f"data:{block.mime_type};base64,{block.data}")))
+            except InputError as error:
+                return f"[{named}, not shown: {error}]"
+            return f"[{named}]"
+        case types.AudioContent():
+            return f"[audio {block.mime_type}, about {len(block.data) * 3 // 4} bytes, not shown]"
         case types.ResourceLink():
             return " ".join(["[link", *_described(block), f"{block.uri}]"])
         case types.EmbeddedResource(resource=types.TextResourceContents() as resource):
