@@ -113,11 +113,12 @@ class Scene:
         options |= {"task": task, "inputs": inputs, "tools": tools, "progress": False}
         if self.shape == "Redis":
             running = asyncio.ensure_future(BatchAgent.run(**options, feed_only=True))
-            joining = asyncio.ensure_future(self._join(running))
             try:
-                return list(await running)
-            finally:
-                await asyncio.wait([joining])
+                await self._join(running)
+            except BaseException:  # the run would wait for a worker for ever
+                running.cancel()
+                raise
+            return list(await running)
         if self.shape == "processes":
             options["cluster"] = CrewHere()
         elif self.shape == "worker=":
@@ -129,7 +130,7 @@ class Scene:
     async def _join(self, running: asyncio.Future[Any]) -> None:
         while not running.done():  # a worker leaves the run before this one at once
             with suppress(NoRunCame):
-                await work(self.place, import_from=HERE, wait=0.2)
+                await work(self.place, import_from=HERE, wait=0.2, allow=["*", self.server.backend_url])
             await asyncio.sleep(0.05)
 
     @asynccontextmanager
