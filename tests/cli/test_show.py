@@ -218,10 +218,11 @@ def test_a_resume_after_an_edit_says_what_changed_and_what_it_means(capsys: pyte
     capsys.readouterr()
     assert main(["resume", "run"]) == 1
     err = capsys.readouterr().err
-    assert "system_prompt: 1 word\n2 recorded answers would be dropped" in err and "The run has cost $" in err
+    assert "system_prompt: 1 word: 'very' → 'most'\n2 recorded answers would be dropped" in err
+    assert "The run has cost $" in err
     assert main(["resume", "run", "--resend"]) == 0
     err = capsys.readouterr().err
-    assert err.startswith("batch-agent: changed since run was recorded:\n  system_prompt: 1 word\n")
+    assert err.startswith("batch-agent: changed since run was recorded:\n  system_prompt: 1 word: 'very' → 'most'\n")
     assert "answers kept: 0 of 2 rows; 2 to send, about " in err and "$" in err
     Path("spec.yaml").write_text(spec.replace("very", "so"))
     assert main(["resume", "run", "--force-resume"]) == 0
@@ -246,7 +247,7 @@ def test_differences_are_told_in_few_words() -> None:
         "system_prompt": "p q",
     }
     assert list(differences({"options": before}, now)) == [  # type: ignore[dict-item]
-        "task: 3 words",
+        "task: 3 words: 'b' → 'd e', …",
         "model: one → two",
         "seed: not given → 3",
         "output_schema: changed",

@@ -202,17 +202,9 @@ def _is_open(writer: asyncio.StreamWriter) -> bool:
 
 @asynccontextmanager
 async def silent() -> AsyncIterator[AgentEndpoint]:
-    """A server that takes every connection and says nothing."""
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.read()
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    async with server:
-        yield AgentEndpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+    """A server that takes every connection and says nothing: the kernel accepts them, and nobody reads."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield AgentEndpoint("127.0.0.1", listening.getsockname()[1])
 
 
 def dead() -> AgentEndpoint:
