@@ -43,6 +43,7 @@ SLOT_POT = f"{SLOTS}server"
 TRIES = 20  # to wait for something for half a second
 MEMBER, DEAD = 60.0, 1e-7  # seconds of a membership that lasts, and of one that has ended when the call returns
 FRESH, RESUME = Resuming(), Resuming(resume=True)
+LONG = 'text "with" \n, é, \0 and \u2028 ' * 10_000
 
 
 class _Sitting:
@@ -128,7 +129,7 @@ class RunStoreContract:
         assert now.store.standing().counts == Counts(leased=5)
         assert now.work.commit(other, 1, [now.ended(row.lease) for row in second]) == set()
         assert now.finish(*first[:2]) == now.finish(first[2], error="Invalid") == set()
-        assert [index for index, _ in now.delivered()] == [3, 4, 0, 1, 2]
+        assert now.delivered() == [(index, f"result {index}") for index in (3, 4, 0, 1, 2)]
         assert not now.store.standing().done
         now.store.end_inputs(now.number)
         assert now.store.standing().counts == Counts(ok=4, failed=1, fed=True)
@@ -161,7 +162,7 @@ class RunStoreContract:
         place.expire()
         (taken,) = now.work.take(two, 1, 0)
         assert taken.lease.token > old.lease.token
-        assert taken.lease.row == old.lease.row
+        assert (taken.lease.row, texts([taken], place)) == (old.lease.row, ["input row 0"])
         assert bodies(taken.steps) == bodies([turn(row, "turn 1"), begun(row), turn(row, "turn 2")])
         assert now.record(old, turn(row, "late")) == {old.lease.place}
         assert now.finish(old) == {old.lease.place}
@@ -170,7 +171,23 @@ class RunStoreContract:
         assert now.take() == []
         assert now.delivered() == []
         assert now.work.commit(two, 1, [now.ended(taken.lease)]) == set()
+        assert now.work.commit(two, 2, [now.ended(taken.lease)]) == {taken.lease.place}  # it has ended
         assert now.delivered() == [(0, "result 0")]
+
+    def test_a_row_whose_lease_ended_comes_before_new_rows(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), *(new_row(place, index) for index in range(3)))
+        first, _ = now.take(2)
+        now.finish(first)
+        place.expire()
+        now.store.feed(now.number, [new_row(place, 3)])
+        assert [row.lease.index for row in now.take(2)] == [1, 2]
+
+    def test_a_lease_holds_for_its_whole_time(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0))
+        (held,) = now.take()
+        _needs(place.wait_half(), "time cannot be moved by half a lease")
+        assert now.work.take(now.work.join({}), 1, 0) == []
+        assert now.finish(held) == set()
 
     def test_a_worker_that_takes_its_own_row_again_is_refused_under_the_old_token(self, place: StorePlace) -> None:
         row = new_row(place, 0)
@@ -221,18 +238,27 @@ class RunStoreContract:
         assert two.index not in [index for index, _ in now.delivered()]
 
     def test_what_is_handed_back_can_be_taken_at_once_with_its_steps(self, place: StorePlace) -> None:
-        row = new_row(place, 0)
-        now = sit(place, place.open(), row, new_row(place, 1))
+        rows = [new_row(place, index) for index in range(3)]
+        now = sit(place, place.open(), *rows)
         two = now.work.join({})
-        rows = now.take()
-        now.record(rows[0], turn(row, "turn"))
-        now.work.hand_back(now.worker, [row.lease for row in rows])
+        held = now.take()
+        now.commit(
+            *(RowChange(each.lease, (turn(row, f"turn {row.index}"),)) for each, row in zip(held, rows, strict=True))
+        )
+        now.work.hand_back(now.worker, [held[1].lease])
+        taken = now.work.take(two, 3, 0)
+        assert [row.lease.index for row in taken] == [1]
+        now.work.hand_back(now.worker, [held[0].lease])
         now.work.leave(now.worker)
-        taken = now.work.take(two, 2, 0)
-        assert [(each.lease.index, bodies(each.steps)) for each in taken] == [(0, bodies([turn(row, "turn")])), (1, [])]
-        assert now.finish(*rows) == {row.lease.place for row in rows}
+        taken += now.work.take(two, 3, 0)
+        place.expire()  # the lease of the row that was not handed back
+        now.work.renew(two, [row.lease for row in taken])
+        taken += now.work.take(two, 3, 0)
+        found = [(place.read_value(row.value), bodies(row.steps)) for row in taken]
+        assert found == [(f"input row {index}", bodies([turns[index]])) for index in (1, 0, 2)]
+        assert now.finish(*held) == {row.lease.place for row in held}
         assert now.work.commit(two, 1, [now.ended(row.lease) for row in taken]) == set()
-        assert len(now.delivered()) == 2
+        assert now.delivered() == [(index, f"result {index}") for index in (1, 0, 2)]
 
     def test_a_worker_in_the_feeders_process_keeps_its_rows_and_hands_them_on_with_their_steps(
         self, place: StorePlace
@@ -394,15 +420,16 @@ class RunStoreContract:
         rows = [new_row(place, index) for index in range(4)]
         now = sit(place, place.open(), *rows)
         ended, failed, running, _ = now.take()
+        now.record(running, turn(rows[2], LONG, 3), begun(rows[2], 3))
         now.finish(ended, steps=[done(rows[0], "the answer", 1)])
         now.finish(failed, error="Unavailable", steps=[turn(rows[1], "a turn", 2)])
-        now.record(running, turn(rows[2], 'text "with" \n, é and \u2028', 3), begun(rows[2], 3))
         again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        assert again.delivered() == []
         found = {row.lease.index: bodies(row.steps) for row in again.take()}
         known = {
             0: bodies([done(rows[0], "the answer")]),
             1: bodies([turn(rows[1], "a turn")]),
-            2: bodies([turn(rows[2], 'text "with" \n, é and \u2028'), begun(rows[2])]),
+            2: bodies([turn(rows[2], LONG), begun(rows[2])]),
             3: [],
         }
         if place.keeps == "results":
@@ -411,6 +438,16 @@ class RunStoreContract:
         else:
             assert again.answers == [None] * 4
         assert found == known
+
+    def test_a_long_input_and_a_long_result_are_kept_whole(self, place: StorePlace) -> None:
+        row = new_row(place, 0, LONG)
+        now = sit(place, place.open(), row)
+        (held,) = now.take()
+        assert texts([held], place) == [f"input {LONG}"]
+        now.commit(RowChange(held.lease, (), place.result(LONG, 0)))
+        assert now.delivered() == [(0, LONG)]
+        if place.keeps == "results":
+            assert sit(place, place.reopen(now.store), row, how=RESUME).answers == [LONG]
 
     def test_a_write_that_was_begun_is_known_after_a_kill(self, place: StorePlace) -> None:
         _needs(place.keeps != "nothing", "this store keeps nothing")
@@ -471,13 +508,20 @@ class RunStoreContract:
         now.finish(one, error="Unavailable")
         now.finish(two, error="Invalid")
         now.close()
+        none = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=False))
+        assert none.answers == ["result 0", "result 1"] if place.keeps == "results" else not none.take()[0].retry
+        none.close()
         named = ("Invalid",)
         again = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=named))
-        if place.keeps == "results":
-            assert again.answers == ["result 0", None]
-            assert [row.lease.index for row in again.take()] == [1]
-        else:
-            assert [row.retry for row in again.take()] == [named, named]  # a worker decides from the steps
+        tried = again.take()
+        if place.keeps == "steps":
+            assert [row.retry for row in tried] == [named, named]  # a worker decides from the steps
+            return
+        assert again.answers == ["result 0", None]
+        assert [row.lease.index for row in tried] == [1]
+        again.finish(*tried)
+        again.close()
+        assert sit(place, place.open(), *rows, how=RESUME).answers == [None, "result 1"]
 
     def test_rows_that_ask_the_same_each_get_a_record_once(self, place: StorePlace) -> None:
         _needs(place.keeps != "nothing", "this store keeps nothing")
@@ -639,6 +683,8 @@ class RunStoreContract:
         assert [member.status for member in table.live(now).values()] == [{"host": "one"}, {"host": "two"}]
         with pytest.raises(SpecError, match="does not support"):
             work.steer({"do": "dance"})
+        work.resign("a")
+        assert work.beat("b", MEMBER, {}, {}, {}).steering == heard.steering
 
     # Calls that run once
 
@@ -655,6 +701,14 @@ class RunStoreContract:
         assert (found.state, found.text, found.ok) == ("done", "the result", True)
         assert work.begin_call("c", "key", "t3", "").text == "the result"
         assert work.wait_calls(position, 0.001) == (position, set())
+        for key in ("left", "right"):
+            assert work.begin_call("a", key, f"token of {key}", "").state == "mine"
+            work.end_call(key, f"token of {key}", f"the result of {key}", True, 60.0)
+        assert work.wait_calls(position, 5.0)[1] == {"left", "right"}
+        assert [work.begin_call("b", key, "t4", "").text for key in ("key", "left")] == [
+            "the result",
+            "the result of left",
+        ]
 
     def test_a_result_that_is_not_kept_is_for_the_workers_that_waited(self, place: StorePlace) -> None:
         work = sit(place, place.open()).work
@@ -676,11 +730,15 @@ class RunStoreContract:
         work.end_call("key", "t2", None, False, 0.0)
         free = work.begin_call("c", "key", "t3", "t2")
         assert (taken.state, still.state, still.token, free.state) == ("mine", "theirs", "t2", "mine")
+        work.beat("c", MEMBER, {}, {}, {})
+        work.resign("c")
+        assert work.begin_call("b", "key", "t4", "t3").state == "mine"
 
     def test_a_file_is_found_by_its_name(self, place: StorePlace) -> None:
         work = sit(place, place.open()).work
         work.put_file("hosts.txt", "gpu-1\ngpu-2 8001\n")
-        assert work.get_file("hosts.txt") == "gpu-1\ngpu-2 8001\n"
+        work.put_file("more.txt", "é")
+        assert [work.get_file(name) for name in ("hosts.txt", "more.txt")] == ["gpu-1\ngpu-2 8001\n", "é"]
         assert work.get_file("others.txt") is None
 
     def test_the_jobs_of_all_workers_are_there_in_their_order_and_known_after_a_kill(self, place: StorePlace) -> None:
@@ -695,13 +753,18 @@ class RunStoreContract:
 
     def test_stages_have_rows_of_their_own_and_share_everything_else(self, place: StorePlace) -> None:
         now = sit(place, place.open(), new_row(place, 0))
-        stage = now.store.stage("first")
-        stage.open(FRESH)
-        sitting = stage.open_feed(facts(), FRESH).sitting
-        stage.feed(sitting, [new_row(place, 0), new_row(place, 1)])
-        worked = now.work.stage("first")
-        assert (worked.standing().counts.unstarted, now.work.standing().counts.unstarted) == (2, 1)
-        assert len(worked.take(worked.join({}), 5, 0)) == 2
+        stages = [now.store.stage(name) for name in ("first", "second")]
+        rows = [new_row(place, index) for index in range(3)]
+        sittings = []
+        for stage, fed in zip(stages, (rows[:2], rows), strict=True):
+            stage.open(FRESH)
+            sittings.append(stage.open_feed(facts(), FRESH).sitting)
+            stage.feed(sittings[-1], fed)
+        worked, second = (now.work.stage(name) for name in ("first", "second"))
+        assert [each.standing().counts.unstarted for each in (now.work, worked, second)] == [1, 2, 3]
+        worker = worked.join({})
+        one, two = worked.take(worker, 5, 0)
+        worked.commit(worker, 1, [RowChange(one.lease, (turn(rows[0], "of the first stage"),))])
         worked.beat("a", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {})
         assert now.work.beat("b", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {}).grants[SLOT_POT].held == 0
         assert worked.begin_call("a", "key", "t1", "").state == "mine"
@@ -710,8 +773,22 @@ class RunStoreContract:
         assert worked.get_file("f") == "text"
         now.work.add_job_lines([b"{}"])
         assert worked.job_lines() == [b"{}"]
-        worked.close()
-        stage.close()
+        worked.hand_back(worker, [one.lease, two.lease])
+        for stage, sitting in zip(stages, sittings, strict=True):
+            stage.close_feed(sitting, facts(), "running")
+        if place.keeps != "nothing":
+            self._resume_stages(place, now.store, rows)
+        for each in (worked, second, *stages):
+            each.close()
+
+    def _resume_stages(self, place: StorePlace, killed: RunStore, rows: Sequence[NewRow]) -> None:
+        again = sit(place, place.reopen(killed), how=RESUME)
+        for name, steps in (("first", bodies([turn(rows[0], "of the first stage")])), ("second", [])):
+            stage = again.store.stage(name)
+            stage.open(RESUME)
+            stage.feed(stage.open_feed(facts(), RESUME).sitting, rows)
+            assert bodies(stage.take(stage.join({}), 1, 0)[0].steps) == steps
+            stage.close()
 
     # Files that are cut off, damaged, or cannot be written
 
@@ -736,6 +813,17 @@ class RunStoreContract:
             assert found == {0: bodies([turn(rows[0], "kept")]), 1: [], 2: [], 3: []}
             place.log.write_bytes(whole)
 
+    def test_lines_about_jobs_that_were_cut_off_are_absent_as_a_whole(self, place: StorePlace) -> None:
+        _needs(place.log, "this store appends to no file")
+        now = sit(place, place.open())
+        assert place.log is not None
+        before = place.log.stat().st_size
+        now.work.add_job_lines([b'{"wave":"1"}', b'{"wave":"2"}'])
+        whole = place.log.read_bytes()
+        _needs(len(whole) > before, "lines about jobs are in another file")
+        place.log.write_bytes(whole[:-1])
+        assert sit(place, place.reopen(now.store), how=RESUME).work.job_lines() == []
+
     def test_a_record_that_was_cut_off_is_continued(self, place: StorePlace) -> None:
         _needs(place.log, "this store appends to no file")
         rows = [new_row(place, index) for index in range(2)]
@@ -759,6 +847,25 @@ class RunStoreContract:
         one, two = now.take()
         now.finish(one, steps=[done(rows[0], "answer", 1)])
         now.record(two, begun(rows[1], 2))
+        claim = {BUDGET_TOKENS: Claim(1000, 0, 1000)}
+
+        # What is written last is not synced with anything that is written after it.
+        self._after_power_loss(place, rows)
+        now.work.add_job_lines([b"{}"])
+        again = self._after_power_loss(place, rows)
+        assert again.work.job_lines() == [b"{}"]
+        now.store.write_facts(now.number, facts(total=7))
+        again = self._after_power_loss(place, rows)
+        assert (again.previous or {})["total"] == 7
+        now.work.beat("killed", DEAD, {BUDGET_TOKENS: Claim(1000, 0, 600)}, {}, {})
+        again = self._after_power_loss(place, rows)
+        assert again.work.beat("next", MEMBER, claim, {}, {}).grants[BUDGET_TOKENS].held == 400
+        if place.ledger:
+            now.work.commit(now.worker, 100, [], Outlay(500))
+            assert self._after_power_loss(place, rows).store.spent().tokens == 500
+
+    def _after_power_loss(self, place: StorePlace, rows: Sequence[NewRow]) -> _Sitting:
+        """Resume what survived: the result of the first row, and the write that the second has begun."""
         survived = place.lose_power()
         _needs(survived, "the syncing of this store cannot be observed")
         assert survived is not None
@@ -766,6 +873,7 @@ class RunStoreContract:
         found = {row.lease.index: bodies(row.steps) for row in again.take()}
         assert found[1] == bodies([begun(rows[1])])
         assert again.answers[0] == "result 0" if place.keeps == "results" else found[0]
+        return again
 
     def test_a_file_of_garbage_is_refused_and_left_alone(self, place: StorePlace) -> None:
         _needs(place.file, "this store has no file")
@@ -785,6 +893,15 @@ class RunStoreContract:
         assert store is not None
         with pytest.raises(StoreError):
             sit(place, store, new_row(place, 0))
+
+    def test_a_closed_store_refuses_commits(self, place: StorePlace) -> None:
+        _needs(place.file, "this store has no file")
+        row = new_row(place, 0)
+        now = sit(place, place.open(), row)
+        (held,) = now.take()
+        now.store.close()
+        with pytest.raises(StoreError):
+            now.record(held, turn(row, "turn"))
 
     def test_a_full_disk_is_a_store_error_and_nothing_of_the_commit_is_there_later(self, place: StorePlace) -> None:
         _needs(place.log and sys.platform != "win32", "this store appends to no file whose size can be limited")

@@ -64,6 +64,10 @@ class StorePlace(ABC):
     def expire(self) -> None:
         """Let more than ``LEASE_SECONDS`` pass."""
 
+    def wait_half(self) -> bool:
+        """Let half of ``LEASE_SECONDS`` pass. False if only ``expire`` can move the time."""
+        return False
+
     def worker(self, store: RunStore) -> WorkStore:
         """Return the store as a worker sees it."""
         return store
