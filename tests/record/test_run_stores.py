@@ -24,8 +24,8 @@ from batch_agent.record.row_json import encode_result
 from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import RowLease, RunStore, WorkStore
-from batch_agent.testing.run_store_contract import RunStoreContract, sit
-from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row
+from batch_agent.testing.run_store_contract import RunStoreContract
+from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row, sit
 
 NAMES = (f"run-{number}" for number in count())
 
