@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
+# Many tests wait for sockets and processes, so there are more processes than cores.
+WORKERS ?= $(or $(shell expr 3 \* $$(nproc 2>/dev/null) / 2 2>/dev/null),auto)
 
 .PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
@@ -26,7 +28,7 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 
 test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt where it is missing and apt can
 	@command -v redis-server >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends redis-server; } >/dev/null 2>&1 || true
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-pythons:  ## the same with other versions of Python: PYTHONS="python3.12 python3.13", names or paths
 	for python in $(or $(PYTHONS),python3.12 python3.13); do $(MAKE) test PYTHON=$$python || exit 1; done
