@@ -162,6 +162,14 @@ _LINES = (
         KEY_VARIABLE,
     ),
     Scheme(
+        "models",
+        "batch_agent.serve.models:from_address",
+        "models://?NAME=URL",
+        "a backend for each model; without a name, for all others",
+        listed=False,
+        in_process=True,
+    ),
+    Scheme(
         "simulated",
         "batch_agent.backends.simulated:from_address",
         "simulated://",
