@@ -164,8 +164,8 @@ _LINES = (
     Scheme(
         "models",
         "batch_agent.serve.models:from_address",
-        "models://?NAME=URL",
-        "a backend for each model; without a name, for all others",
+        "models://?NAME=vllm://host:8000",
+        "several models, each with the URL of its backend (`serve`)",
         listed=False,
         in_process=True,
     ),

@@ -326,7 +326,7 @@ class JoinedWorkers:
             worker.cancel()
 
     async def work(self) -> WorkReport:
-        """Work on the runs. A run that this process cannot work on is reported, and the others go on."""
+        """Work on the runs. A run that this process cannot work on is reported; the others continue."""
         clock = asyncio.get_running_loop().time
         busy_at = clock()
         async with asyncio.TaskGroup() as tasks:

@@ -102,7 +102,7 @@ def envelope(asked: ClientRequest, name: str = "") -> Envelope:
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What became of a line, as its file has it, and the tokens that it took."""
+    """The outcome of a line, as its file has it, and the tokens that it took."""
 
     ok: bool
     outcome: JsonObject

@@ -60,7 +60,7 @@ class ServedModels(Backend):
 
     @property
     def name(self) -> str:
-        return ", ".join(dict.fromkeys(served.backend.name for served in self._models.values()))
+        return f"models://{', '.join(dict.fromkeys(served.backend.name for served in self._models.values()))}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -204,7 +204,7 @@ def _url_of(named: Mapping[str, str | Mapping[str, object]]) -> str:
 
 
 def from_address(address: Address) -> ServedModels:
-    """Return the models of a URL ``models://?NAME=URL&…``."""
+    """Return the models of a URL ``models://?NAME=URL&…``. A model without a name stands for all others."""
     named: dict[str, str | Mapping[str, object]] = {}
     for text, url in parse_qsl(address.url.query, keep_blank_values=True):
         name, _, inner = text.partition("=")
