@@ -103,13 +103,13 @@ class Feeder:
         self.keys, self._schema = keys, schema
         store = self.store
         previous = await self.run(store.facts) or {}
-        # Answers that were kept by force stay valid until the spec changes again.
-        forced = resuming.force or (
-            bool(previous.get("forced")) and previous.get("fingerprint") == facts["fingerprint"]
-        )
+        # Answers that were kept by force stay valid until the spec changes again, or on_change="resend" drops them.
+        changed = previous.get("fingerprint") not in (None, facts["fingerprint"])
+        kept = bool(previous.get("forced")) and not changed
+        forced = resuming.force or (kept and not resuming.drop)
         self.facts = {"command": previous.get("command"), **facts, "forced": forced}
         self.facts["started"] = previous.get("started", facts["started"])
-        resuming = replace(resuming, force=forced)
+        resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
         self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
         self._position = self._sitting.position
