@@ -186,12 +186,17 @@ def _answers(count: int) -> str:
 
 
 def compare(
-    run_dir: str | Path, parts: Mapping[str, Prepared], worker: AnyWorker | None = None, *, counts: bool = True, resend: bool = False
+    run_dir: str | Path,
+    parts: Mapping[str, Prepared],
+    worker: AnyWorker | None = None,
+    *,
+    counts: bool = True,
+    resend: bool = False,
 ) -> Changes:
     """Compare a run with its record. ``parts`` are its stages by name; a plain run is its only part, with the name "".
     ``worker`` is a built-in one. Reads files or Redis, so it may block. Without a record nothing has changed.
-    ``counts``: also count the rows that keep their answers if none is dropped. ``resend``: answers that an earlier session
-    kept after a change are dropped too."""
+    ``counts``: also count the rows that keep their answers if none is dropped. ``resend``: answers that an earlier
+    session kept after a change are dropped too."""
     edits: list[str] = []
     found: list[Changes] = []
     with open_run(str(run_dir)) as whole:
