@@ -20,8 +20,7 @@ from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, RequestReader
 from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import FIRST
+from batch_agent.scheduler.ordering import FIRST, AgentProgress
 from batch_agent.serve.asking import (
     ClientCall,
     envelope,
