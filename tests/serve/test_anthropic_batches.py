@@ -112,7 +112,7 @@ async def test_what_is_not_done_in_the_window_expires(tmp_path: Path) -> None:
     def script(request: Request) -> ScriptedReply:
         return Hang() if "never" in request.text else Say("done")
 
-    async with backend(script) as model, serving(tmp_path, model, anthropic_window=0.5) as client:
+    async with backend(script) as model, serving(tmp_path, model, anthropic_window=1.0) as client:
         batch = await client.post(ROUTE, {"requests": [ask("a"), ask("b", "never")]})
         done = await client.wait_messages(batch["id"])
         assert done["request_counts"]["expired"] == 1

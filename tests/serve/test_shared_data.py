@@ -65,8 +65,11 @@ async def test_a_batch_is_cancelled_through_any_server(tmp_path: Path, monkeypat
 
 
 async def test_workers_of_other_processes_answer_lines_of_a_batch_in_redis(tmp_path: Path, redis: RedisServer) -> None:
-    def script(request: Request) -> ScriptedReply:
-        return Fail(400) if "refuse" in request.text else Say("done", latency=0.02)
+    joined = asyncio.Event()
+
+    async def script(request: Request) -> ScriptedReply:
+        await joined.wait()
+        return Fail(400) if "refuse" in request.text else Say("done", latency=0.01)
 
     options: dict[str, object] = {"store": redis.url, "max_inflight": 4}
     async with backend(script) as model, serving(tmp_path, model, **options) as client:
@@ -74,7 +77,11 @@ async def test_workers_of_other_processes_answer_lines_of_a_batch_in_redis(tmp_p
         workers = JoinedWorkers(StoreAddress.parse(redis.url, named=False), "serve-", trust, import_from=None, wait=60)
         working = asyncio.create_task(workers.work())
         lines = [*(chat(f"line-{number}") for number in range(60)), chat("bad", "refuse this")]
-        done = await client.wait((await client.create(lines))["id"])
+        batch = await client.create(lines)
+        while not any(worker.run is not None for worker in workers._workers.values()):
+            await asyncio.sleep(0.01)
+        joined.set()
+        done = await client.wait(batch["id"])
         assert done["request_counts"] == {"total": 61, "completed": 60, "failed": 1}, done
         assert done["usage"]["output_tokens"] > 0
         output, errors = await client.outcomes(done)

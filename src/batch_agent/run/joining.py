@@ -347,18 +347,22 @@ class JoinedWorkers:
 
     async def _join(self, name: str) -> None:
         """Work on a run for as long as it has rows."""
-        store = None
+        store, worker = None, None
         try:
             store = await in_thread(partial(RedisRunStore.at, self._address.at(name)))
             self._workers[name] = worker = JoinedWorker(store, self._trust, import_from=self._import_from, wait=0.0)
-            self._rows += (await worker.work()).rows
+            await worker.work()
         except NoRunCame:
             pass
         except (SpecError, StoreError) as error:
-            self._tell(name, error)
+            with suppress(StoreError):
+                if name in await in_thread(partial(run_names, self._address)):  # else it has ended, and was deleted
+                    self._tell(name, error)
         finally:
             self._workers.pop(name, None)
             self._joining.discard(name)
+            if worker is not None and worker.run is not None:
+                self._rows += worker.run.finished
             if store is not None:
                 store.close()
 

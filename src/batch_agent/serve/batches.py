@@ -62,6 +62,7 @@ class Granted:
     asked: LineRequest
     expected: float
     sent_at: float = 0.0
+    beside: int = 0  # other requests that were in flight then
     tokens: int = 0
 
 
@@ -155,7 +156,8 @@ class RunningBatch:
         granted.tokens = answer.tokens
         if granted.sent_at and answer.ok:
             seconds, governor = clock() - granted.sent_at, self._turnstile.governor
-            governor.learn_line(seconds, answer.completion_tokens, self._turnstile.inflight - 1)
+            beside = max(granted.beside, self._turnstile.inflight - 1 + governor.active)
+            governor.learn_line(seconds, answer.completion_tokens, beside)
         self.lines.put(line, granted.asked.custom_id, answer.outcome, ok=answer.ok)
         return {"tokens": answer.tokens}
 
@@ -165,6 +167,7 @@ class RunningBatch:
     def _sent(self, granted: Granted) -> None:
         if not granted.sent_at:
             granted.sent_at = asyncio.get_running_loop().time()
+            granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
             self._turnstile.sent(self.entrant)
 
     def state_of(self, number: int) -> str:
