@@ -204,16 +204,12 @@ class Dispatcher:
                     reply = await self.attempt(question, slot, policy, sent)
                 else:
                     reply = await hedged(self, question, slot, policy)
-                cached, cost = reply.saved is not None, None
-                if call is not None:
-                    cost = call.settle(reply.usage, cached=cached)
-                elif spending is not None and request is not None:
-                    cost = spending.count(request, reply.usage, cached=cached)
+                cost = (
+                    None if spending is None else spending.settle(call, request, reply.usage, reply.saved is not None)
+                )
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
-                cost = None if call is None else call.fail(error)
-                if call is None and spending is not None and request is not None and error.usage is not None:
-                    cost = spending.count(request, error.usage)
+                cost = None if spending is None else spending.fail(call, request, error)
                 attempt, verdict = self.endpoints.failed(slot, error, question.request)
                 scope = self.endpoints.scope(slot, error)
             except Exception:

@@ -57,13 +57,10 @@ class Call:
     share: float = 0.0  # share of the run's seconds, when the call began
     settled: bool = False
 
-    def settle(self, usage: Usage, *, cached: bool = False) -> float | None:
-        """Settle an answered call. Returns its cost in $, if known."""
-        return self.spending.settle(self, usage, cached=cached)
-
-    def fail(self, error: BackendError | None = None) -> float | None:
+    def fail(self, error: BackendError | None = None) -> None:
         """Settle a call that failed or was cancelled. Does nothing if it is already settled."""
-        return None if self.settled else self.spending.fail(self, error)
+        if not self.settled:
+            self.spending.fail(self, self.request, error)
 
 
 class Spending(Account):
@@ -97,7 +94,7 @@ class Spending(Account):
         self._estimator = Estimator()
         self._sizes = PromptSizes()
         self._measuring = False  # an observer needs estimates of calls
-        # No limit, no price of time, no rate limit: nothing is reserved, and answers are only counted (``count``).
+        # No limit, no price of time, no rate limit: nothing is reserved, and answers are only counted.
         self.is_free = not (self._counting or self._per_second)
         self._tokens, self._cost = 0, 0.0  # spent since the start
         self._shares = TimeShare()
@@ -320,8 +317,15 @@ class Spending(Account):
             call.share = self._shares.begin(asyncio.get_running_loop().time())
         return call
 
-    def count(self, request: ModelRequest, usage: Usage, *, cached: bool = False) -> float | None:
-        """Count the answer to a request that reserved nothing, because nothing is limited. Returns its cost in $."""
+    def settle(
+        self, call: Call | None, request: ModelRequest | None, usage: Usage, cached: bool = False
+    ) -> float | None:
+        """Settle an answered request, with its reservation; None: nothing is limited, and it is only counted. Returns
+        its cost in $, if known."""
+        if call is not None:
+            return self._settle(call, usage, cached)
+        if request is None:
+            return None
         prices = self._prices_of.get(request.shape, self._prices)
         cost = None if prices is None else prices.cost(usage)
         answer, prompt, known = usage.completion_tokens, usage.prompt_tokens, self._estimator
@@ -335,8 +339,7 @@ class Spending(Account):
                 known.least = prompt
         return cost
 
-    def settle(self, call: Call, usage: Usage, *, cached: bool = False) -> float | None:
-        """Settle an answered call. Returns its cost in $, if known."""
+    def _settle(self, call: Call, usage: Usage, cached: bool) -> float | None:
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
         if not cached:  # also without an observer: a budget may be set later
@@ -354,11 +357,13 @@ class Spending(Account):
         if new.attached:
             self._estimator.learn_attached(new.prompt_bytes, new.tokens, new.attached)
 
-    def fail(self, call: Call, error: BackendError | None = None) -> float | None:
+    def fail(self, call: Call | None, request: ModelRequest | None, error: BackendError | None = None) -> float | None:
         """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for
         costs nothing. In all other cases the cost is mostly unknown, and the reservation counts as spent."""
         if error is not None and error.usage is not None:
-            return self.settle(call, error.usage)
+            return self.settle(call, request, error.usage)
+        if call is None:
+            return None
         free = error is not None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self._finish(call, NOTHING if free else call.amount)
         return None
