@@ -283,7 +283,7 @@ async def test_unfinished_rows_keep_their_steps_when_a_run_is_copied(url: str, t
 @pytest.mark.covers("streamed text in the page", "Redis")
 @needs_redis
 async def test_the_text_that_a_row_in_redis_streams_reaches_a_viewer(url: str) -> None:
-    words = " ".join(f"word{number}" for number in range(400))
+    words = " ".join(f"word{number}" for number in range(120))
 
     def answer(request: Request) -> Say:
         if not request.turn:

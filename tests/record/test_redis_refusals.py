@@ -70,7 +70,7 @@ def a_failed_snapshot(server: RedisServer) -> Iterator[None]:
 def loading(server: RedisServer) -> Iterator[None]:
     """A server that was started again, and reads its file."""
     with redis.Redis(port=server.port) as client:
-        client.mset({f"key {number}": os.urandom(2048) for number in range(1000)})
+        client.mset({f"key {number}": os.urandom(2048) for number in range(200)})
         client.save()
     server.kill()
     server.options = (*server.options, "--key-load-delay", "50000", "--loading-process-events-interval-bytes", "1024")

@@ -45,9 +45,13 @@ class CrewHere:
     @asynccontextmanager
     async def at_work(self, run: Run[object]) -> AsyncIterator[None]:
         store = open_served(run.serve())
-        working = asyncio.create_task(JoinedWorker(store, Trust(everything=True), import_from=HERE).work())
+        worker = JoinedWorker(store, Trust(everything=True), import_from=HERE)
+        working = asyncio.create_task(worker.work())
         try:
             yield
+        except BaseException:
+            worker.cancel()  # as SIGTERM does in a process of its own
+            raise
         finally:
             with suppress(TimeoutError):
                 async with asyncio.timeout(30):

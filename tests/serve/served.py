@@ -112,7 +112,7 @@ def chat(name: str, text: str = "", *, model: str = "m", **fields: object) -> di
 async def serving(data: Path, backend: ScriptedServer | ServedModels, **options: Any) -> AsyncIterator[Client]:
     """Serve batches until exit, as if the process then ended."""
     models = backend if isinstance(backend, ServedModels) else open_models(backend.backend_url, {})
-    server = BatchService(ServeOptions(data, port=0, **{"reserve": 0, **options}), models)
+    server = BatchService(ServeOptions(data, port=0, **{"reserve": 0, "drain": 0.0, **options}), models)
     told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     async def ready(url: str, key: str) -> None:

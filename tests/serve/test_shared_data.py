@@ -20,7 +20,6 @@ async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
 ) -> None:
     monkeypatch.setattr(server, "BOOKS_SECONDS", 0.02)
     monkeypatch.setattr(server, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(server, "DRAIN_SECONDS", 0.02)
     is_late = True
 
     def script(request: Request) -> ScriptedReply:

@@ -298,6 +298,11 @@ class Feeder:
         for task in self._keeping:
             task.cancel()
 
+    async def dismiss(self) -> None:
+        """Let workers leave when their rows are done, and take no more."""
+        await self.run(partial(self.store.set_phase, self.sitting, "draining"))
+        self._draining = True
+
     async def _keep(self, lease: float) -> None:
         """Renew the feeder's lease until this is cancelled. After ``stop``, set the draining phase once: workers then
         take no rows."""
@@ -307,8 +312,7 @@ class Feeder:
             else:
                 await wait_event(self._stopping, lease / 3)
             if self._stopping.is_set() and not self._draining:
-                await self.run(partial(self.store.set_phase, self.sitting, "draining"))
-                self._draining = True
+                await self.dismiss()
                 self._news.set()
             await self.standing()
             if self.joining and not self._draining:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -179,7 +179,7 @@ class WorkedStages:
             async with asyncio.TaskGroup() as tasks:
                 for name, store in stores.items():
                     tasks.create_task(self._work_on(run, name, store))
-                self._leave(await self._pipeline_ends())
+                self._leave(await self._pipeline_ends(stores.values()))
         finally:
             for store in stores.values():
                 store.close()
@@ -198,14 +198,14 @@ class WorkedStages:
         for run in self._runs.values():
             run.drain()
 
-    async def _pipeline_ends(self) -> Over:
+    async def _pipeline_ends(self, stages: Iterable[WorkStore]) -> Over:
         """Wait for the end of the pipeline, and return the reason to leave."""
         lonely_since: float | None = None
         while not self._leaving.is_set():
             standing = await in_thread(self._store.standing)
             if standing.phase != "running":
-                facts = await in_thread(self._store.facts) or {}
-                return "done" if facts.get("state") == "complete" else "asked to leave"
+                begun = [facts for stage in stages if (facts := await in_thread(stage.facts)) is not None]
+                return "done" if all(facts.get("state") == "complete" for facts in begun) else "asked to leave"
             now = asyncio.get_running_loop().time()
             if standing.feeder or any(run.holds_rows for run in self._runs.values()):
                 lonely_since = None

@@ -513,6 +513,8 @@ class Run(Generic[T]):
             complete = await inside.work(cast("Run[object]", self))
             if self._feeder is not None:
                 self._feeder.stop_keeping()
+                if self._crew is not None:
+                    await self._feeder.dismiss()
         if complete and not self._feed.closed:
             self._feed.end()
 

@@ -48,7 +48,6 @@ BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
 LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
 OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
-DRAIN_SECONDS = 5.0  # for lines in flight, when the server is stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ class ServeOptions:
     interactive_latency: float | None = 2.5
     max_inflight: int | None = None
     shared: bool = False  # several processes serve the same data
+    drain: float = 5.0  # for lines in flight, when the server is stopped
     now: Callable[[], float] = time.time
 
 
@@ -128,7 +128,7 @@ class BatchService:
                     try:
                         await ready(door.url, self.key)
                     finally:
-                        await self.batches.drain(DRAIN_SECONDS)
+                        await self.batches.drain(self.options.drain)
                         with suppress(StoreError):
                             await self._keep_books()
 
