@@ -31,9 +31,8 @@ from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.errors import BackendError, Unavailable
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report
 

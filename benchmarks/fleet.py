@@ -32,8 +32,8 @@ from batch_agent import BatchAgent, Fleet, Tool
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Reply
-from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.testing import Request, Say, ScriptedServer
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report

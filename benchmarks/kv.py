@@ -32,7 +32,7 @@ from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.events import Event, TurnFinished
 from batch_agent.messages import Conversation, Message, ToolCall, ToolSpec, Usage
-from batch_agent.scheduler.kvflow import KvParts
+from batch_agent.scheduler.ordering import KvParts
 from batch_agent.testing import run_virtual
 from benchmarks import report
 

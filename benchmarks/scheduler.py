@@ -23,8 +23,7 @@ from collections.abc import Callable
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Slot
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.kvflow import KvParts
+from batch_agent.scheduler.ordering import AgentProgress, KvParts
 from benchmarks import report
 
 INFLIGHT = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.backend import HttpClient
 from benchmarks.agent_loop import Message, StreamedMessage, run_agents
 from benchmarks.workload import Review, Work, contend, request_body
 

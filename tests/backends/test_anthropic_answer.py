@@ -7,8 +7,7 @@ import pytest
 
 from batch_agent.backends.anthropic.answer import AnswerStream, read_answer
 from batch_agent.backends.anthropic.messages import WORDING
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.http.wire import Faults, Naming
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, Rejected, Truncated
 from batch_agent.messages import Reply, Sealed, ToolCall, Usage
 

@@ -16,9 +16,8 @@ from batch_agent.backends.anthropic import answer as messages_answer
 from batch_agent.backends.anthropic.messages import WORDING
 from batch_agent.backends.anthropic.request import MessagesView, build_head
 from batch_agent.backends.base import RequestShape
-from batch_agent.backends.http.faults import Faults, ServerError
-from batch_agent.backends.http.wire import Naming
-from batch_agent.backends.openai import chat_answer
+from batch_agent.backends.http.wire import Faults, Naming, ServerError
+from batch_agent.backends.openai import chat
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.errors import BackendError
 from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage
@@ -32,7 +31,7 @@ SAYINGS = [
     Say("", (ToolCall("c", "now", ""), *CALLS), reasoning="Hm.", sealed="sig"),
     Say("Once upon a", cut=True),
 ]
-CHAT = (chat_answer, chat_contract, Faults(WHERE))
+CHAT = (chat, chat_contract, Faults(WHERE))
 MESSAGES = (messages_answer, test_anthropic_contract, Faults(WHERE, wording=WORDING))
 ERROR = orjson.dumps({"error": {"message": "busy", "code": 503, "param": None}})
 wires = pytest.mark.parametrize(("wire", "server", "faults"), [CHAT, MESSAGES], ids=["chat", "messages"])

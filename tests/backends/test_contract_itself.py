@@ -19,7 +19,7 @@ from batch_agent.backends.anthropic.request import WIRE
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import Naming, json_of, report_calls
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
-from batch_agent.http.sse import Event, SSEParser
+from batch_agent.http.connection import Event, SSEParser
 from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
 from batch_agent.testing.contract.backend import BackendContract
 from batch_agent.testing.contract.peer import Refuse

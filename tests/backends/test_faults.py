@@ -6,7 +6,7 @@ import ssl
 
 import pytest
 
-from batch_agent.backends.http.faults import Faults, ServerError, Wording, retry_after
+from batch_agent.backends.http.wire import Faults, ServerError, Wording, retry_after
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Timeout, Unavailable
 from batch_agent.http.failures import (
     BadAddress,

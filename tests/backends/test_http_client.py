@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from yarl import URL
 
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.backend import HttpClient
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
 from batch_agent.http.connection import FEW_STREAMS
 from batch_agent.http.transport import Transport

@@ -16,7 +16,7 @@ from aiohttp import web
 from yarl import URL
 
 from backends.certificates import self_signed
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.backend import HttpClient
 from batch_agent.errors import BackendError, BadResponse, Rejected, Unavailable
 from batch_agent.http.connection import STALE_SECONDS, Connection, ResponseParser
 from batch_agent.http.lookup import Lookup

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import Naming
-from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
+from batch_agent.backends.http.wire import Faults, Naming
+from batch_agent.backends.openai.chat import AnswerStream, read_answer
 from batch_agent.compiler.prices import find_prices
 from batch_agent.errors import (
     BackendError,

@@ -12,9 +12,8 @@ import pytest
 
 from backends.chat_contract import ChatContract, in_pieces, whole
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
-from batch_agent.backends.openai.chat import OpenAIBackend, encode_message
+from batch_agent.backends.openai.chat import OpenAIBackend, Tail, encode_message
 from batch_agent.backends.openai.providers import Dialect
-from batch_agent.backends.openai.server import Tail
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BadResponse, InternalError, Rejected, Timeout, Unavailable
 from batch_agent.messages import Conversation, Document, Image, Message, ToolCall

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, Probe
-from batch_agent.backends.http.client import HttpClient
-from batch_agent.backends.http.probe import probe_server
+from batch_agent.backends.http.backend import HttpClient, probe_server
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import Reply

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.http.sse import EventTooLarge, SSEParser
+from batch_agent.http.connection import EventTooLarge, SSEParser
 
 
 def parse(*chunks: bytes) -> list[tuple[str, bytes]]:

@@ -344,4 +344,4 @@ def expire(url: str) -> None:
     """Every lease ends now, and whoever looks may take the rows at once."""
     from test_run_stores import let_time_pass
 
-    let_time_pass(StoreAddress.parse(url))
+    let_time_pass(StoreAddress.parse(url), 1e6)

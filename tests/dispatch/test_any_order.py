@@ -19,9 +19,8 @@ from batch_agent.errors import BackendError, Timeout
 from batch_agent.messages import Reply
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.health import FRESH
-from batch_agent.scheduler.server import Terms
+from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.server import FRESH, Terms
 from batch_agent.testing import VirtualClockLoop
 from dispatch.world import MODES, Kind, Mode, Row, SimulatedServer, World
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from batch_agent.dispatch.deadlines import FEW, Deadlines
+from batch_agent.dispatch.slots import FEW, Deadlines
 from batch_agent.testing.clock import virtual_clock
 
 

@@ -14,10 +14,8 @@ from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.errors import BackendError, Timeout, Unavailable
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.server import Endpoint, Server
 from batch_agent.testing import virtual_clock
 
 Answer = Callable[[], Awaitable[Reply]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Slot
-from batch_agent.scheduler.forecast import AgentProgress
+from batch_agent.scheduler.ordering import AgentProgress
 from batch_agent.scheduler.server import Server, Terms
 from batch_agent.testing import virtual_clock
 

@@ -13,8 +13,8 @@ import pytest
 
 from batch_agent import BatchAgent
 from batch_agent.backends.base import Probe
-from batch_agent.dispatch.deadlines import MOST_EXTENSIONS, Deadlines
 from batch_agent.dispatch.probing import PROBE_SECONDS, probe
+from batch_agent.dispatch.slots import MOST_EXTENSIONS, Deadlines
 from batch_agent.testing import Request, Say, ScriptedBackend, VirtualClockLoop, virtual_clock
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from batch_agent.fleet.affinity import Homes, read_ask
-from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 
 
 def endpoints(*names: str) -> tuple[Router, Homes, list[Endpoint]]:

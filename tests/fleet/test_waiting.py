@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from batch_agent.backends.http.probe import PROBE_SECONDS
+from batch_agent.backends.http.backend import PROBE_SECONDS
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.fleet.probe import Prober

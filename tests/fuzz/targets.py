@@ -28,9 +28,8 @@ from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import BadRequest, RequestReader
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
-from batch_agent.http.connection import ResponseParser
+from batch_agent.http.connection import ResponseParser, SSEParser
 from batch_agent.http.failures import TransportError
-from batch_agent.http.sse import SSEParser
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.codec import decode, encode
 from batch_agent.testing import Request, Say, ScriptedBackend

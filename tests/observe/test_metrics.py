@@ -17,7 +17,7 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import MESSAGE_CHARACTERS, RECENT_ERRORS, TOOLS, Metrics, Statistics, ToolUse
+from batch_agent.observe.metrics import MESSAGE_CHARACTERS, MOST_TOOLS, RECENT_ERRORS, Metrics, Statistics, ToolUse
 
 
 class Recorder:
@@ -205,8 +205,8 @@ def test_rows_from_the_record_have_no_part_in_rates_and_times(record: Recorder) 
 def test_tools_are_counted_by_name_and_not_without_bound(record: Recorder) -> None:
     record(ToolFinished(101.0, "run", 0, 1, 0, "id", "look", 3.0, True, "run"))
     record(ToolFinished(101.0, "run", 0, 1, 0, "id", "look", 3.0, False, "shared"))
-    for number in range(2 * TOOLS):
+    for number in range(2 * MOST_TOOLS):
         record(ToolFinished(102.0, "run", 0, 1, 0, "id", f"invented-{number}", 0.0, False, "run"))
     tools = record().tools
     assert tools["look"] == ToolUse(2, 1, 3.0)
-    assert len(tools) == TOOLS
+    assert len(tools) == MOST_TOOLS

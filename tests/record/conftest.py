@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("batch_agent.testing.run_store_contract")
+pytest.register_assert_rewrite("batch_agent.testing.run_store_contract", "batch_agent.testing.store_durability")

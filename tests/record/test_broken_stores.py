@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,7 @@ from batch_agent.record.store import (
     SharedCall,
     SharedResult,
 )
-from batch_agent.share.table import Allotment
+from batch_agent.share.table import Allotment, Steering
 from batch_agent.testing.run_store_contract import RunStoreContract
 from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, SyncedFiles, copied
 
@@ -57,11 +58,16 @@ class ToyPlace(StorePlace):
         return self.at(after)
 
     def unwritable(self) -> RunStore:
+        self.folder.mkdir(exist_ok=True)
         (self.folder / "file").touch()
         return self.at(self.folder / "file" / "run")
 
     def expire(self) -> None:
         self.clock.ahead += 2 * LEASE_SECONDS
+
+    def wait_half(self) -> bool:
+        self.clock.ahead += LEASE_SECONDS / 2
+        return True
 
     def close(self) -> None:
         for store in self._opened:
@@ -502,6 +508,185 @@ class JobsOfOneStage(ToyStore):
         return [line.encode() for line in self.kept.jobs]
 
 
+# Rows, stages and calls that are mixed up, cut or forgotten
+
+
+class ResultsMixedUp(ToyStore):
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        results = [change.result for change in changes][::-1]
+        if all(result is not None for result in results):
+            changes = [replace(change, result=result) for change, result in zip(changes, results, strict=True)]
+        return super().commit(worker, number, changes, outlay)
+
+
+class StepsMixedUp(ToyStore):
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        steps = [change.steps for change in changes][::-1]
+        changes = [replace(change, steps=each) for change, each in zip(changes, steps, strict=True)]
+        return super().commit(worker, number, changes, outlay)
+
+
+class CutsLongSteps(ToyStore):
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        cut = [tuple(replace(step, body=step.body[:65536]) for step in change.steps) for change in changes]
+        changes = [replace(change, steps=steps) for change, steps in zip(changes, cut, strict=True)]
+        return super().commit(worker, number, changes, outlay)
+
+
+class CutsLongResults(ToyStore):
+    def end(self, change: RowChange) -> None:
+        super().end(replace(change, result=cast(bytes, change.result)[:65536]))
+
+
+class LosesTheInputOfATakenRow(ToyStore):
+    def lease(self, name: str, worker: int) -> LeasedRow:
+        value = b"null" if self.rows[name].worker else self.rows[name].new.value
+        return replace(super().lease(name, worker), value=value)
+
+
+class HandsBackEverything(ToyStore):
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        super().hand_back(worker, [row.lease for row in self.rows.values() if row.lease and row.worker == worker])
+
+
+class RowsOfAWorkerThatLeftAreLost(ToyStore):
+    def leave(self, worker: int) -> None:
+        for row in self.rows.values():
+            if row.worker == worker:
+                row.until = float("inf")
+
+
+class NewRowsFirst(ToyStore):
+    def free(self) -> list[str]:
+        return sorted(super().free(), key=lambda name: self.rows[name].worker)
+
+
+class LeasesEndEarly(ToyStore):
+    def lease(self, name: str, worker: int) -> LeasedRow:
+        leased = super().lease(name, worker)
+        self.rows[name].until = self.clock() + 15.0
+        return leased
+
+
+class AnEndedRowEndsAgain(ToyStore):
+    def holds(self, worker: int, lease: RowLease) -> bool:
+        row = self.rows.get(lease.place)
+        return super().holds(worker, lease) or (row is not None and row.order == 0 and row.worker == worker)
+
+
+class DeliversEarlierResults(ToyStore):
+    def feed_row(self, new: NewRow) -> object:
+        known = super().feed_row(new)
+        if known is not None:
+            self.ended.append(SharedResult(str(len(self.ended) + 1), "", new.index, known, True))
+        return known
+
+
+class KeepsTheFirstResult(ToyStore):
+    def apply(self, kept: Kept, name: str, content: Any) -> None:
+        known = dict(kept.results)
+        super().apply(kept, name, content)
+        kept.results |= known
+
+
+class RetriesThoughForbidden(ToyStore):
+    def retries(self, error: str) -> bool:
+        retry = self.resuming.retry
+        return bool(error) and (isinstance(retry, bool) or error in retry)
+
+
+class NotSyncedLine(ToyStore):
+    """One kind of line is not synced."""
+
+    line = ""
+
+    def write(self, name: str, content: object) -> None:
+        sync = self.sync
+        if name == self.line or (name == "commit" and self.line == "outlay" and not cast(Any, content)["changes"]):
+            self.sync = lambda _: None
+        try:
+            super().write(name, content)
+        finally:
+            self.sync = sync
+
+
+class JobsNotSynced(NotSyncedLine):
+    line = "jobs"
+
+
+class FactsNotSynced(NotSyncedLine):
+    line = "facts"
+
+
+class SharesNotSynced(NotSyncedLine):
+    line = "table"
+
+
+class OutlayNotSynced(NotSyncedLine):
+    line = "outlay"
+
+
+class JobsOneByOne(ToyStore):
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            super().add_job_lines([line])
+
+
+class WritesNothingOnceClosed(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        if self.file is not None:
+            super().write(name, content)
+
+
+class OneFolderForAllStages(ToyStore):
+    def stage(self, name: str) -> ToyStore:
+        return super().stage("stage")
+
+
+class StagesInMemory(ToyStore):
+    def write(self, name: str, content: object) -> None:
+        if self.whole is self:
+            super().write(name, content)
+
+
+class ForgetsRequests(ToyStore):
+    def resign(self, member: str) -> None:
+        super().resign(member)
+        table = self.whole.table()[0]
+        table.steering = Steering()
+        self.whole.keep("table", table.to_json())
+
+
+class FindsTheLatestCallOnly(ToyStore):
+    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
+        position, keys = super().wait_calls(position, seconds)
+        return position, keys & set(self.whole.ended_calls[-1:])
+
+
+class CallsMixedUp(ToyStore):
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        super().end_call(key, token, text, ok, keep)
+        for each, call in self.whole.calls.items():
+            if call.text is not None:
+                self.whole.calls[each] = replace(call, text=text)
+
+
+class AWorkerThatResignedKeepsItsCalls(ToyStore):
+    gone = frozenset[str]()
+
+    def resign(self, member: str) -> None:
+        super().resign(member)
+        self.gone |= {member}
+
+    def lives(self, member: str) -> bool:
+        return member in self.gone or super().lives(member)
+
+
+class FilesMixedUp(ToyStore):
+    def get_file(self, name: str) -> str | None:
+        return list(self.files.values())[-1] if name in self.files else None
+
+
 # The test that must find it, by a part of its name.
 FOUND_BY: dict[type[ToyStore], str] = {
     NotFlushed: "after_a_kill_everything",
@@ -560,6 +745,32 @@ FOUND_BY: dict[type[ToyStore], str] = {
     JobsOfOneStage: "share_everything_else",
     SharesTooMuch: "never_hold_more_than_the_limit",
     StagesShareNothing: "share_everything_else",
+    ResultsMixedUp: "in_the_order_of_their_ends",
+    StepsMixedUp: "handed_back",
+    CutsLongSteps: "after_a_kill_everything",
+    CutsLongResults: "a_long_result",
+    LosesTheInputOfATakenRow: "taken_over_with_its_steps",
+    HandsBackEverything: "handed_back",
+    RowsOfAWorkerThatLeftAreLost: "handed_back",
+    NewRowsFirst: "comes_before_new_rows",
+    LeasesEndEarly: "holds_for_its_whole_time",
+    AnEndedRowEndsAgain: "taken_over_with_its_steps",
+    DeliversEarlierResults: "after_a_kill_everything",
+    KeepsTheFirstResult: "only_the_failures_that_are_named",
+    RetriesThoughForbidden: "only_the_failures_that_are_named",
+    JobsNotSynced: "loss_of_power",
+    FactsNotSynced: "loss_of_power",
+    SharesNotSynced: "loss_of_power",
+    OutlayNotSynced: "loss_of_power",
+    JobsOneByOne: "lines_about_jobs",
+    WritesNothingOnceClosed: "a_closed_store",
+    OneFolderForAllStages: "share_everything_else",
+    StagesInMemory: "share_everything_else",
+    ForgetsRequests: "requests_reach_every_worker",
+    FindsTheLatestCallOnly: "a_call_runs_at_one_worker",
+    CallsMixedUp: "a_call_runs_at_one_worker",
+    AWorkerThatResignedKeepsItsCalls: "the_call_of_a_dead_worker",
+    FilesMixedUp: "a_file_is_found",
 }
 
 Test = Callable[[RunStoreContract, StorePlace], None]

@@ -25,8 +25,7 @@ from toy_store import ToyStore
 
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.store import LeasedRow, RowChange
-from batch_agent.testing.run_store_contract import FRESH, facts
-from batch_agent.testing.store_place import StorePlace, new_row, turn
+from batch_agent.testing.store_place import FRESH, StorePlace, facts, new_row, turn
 
 WORKERS = st.integers(0, 2)
 

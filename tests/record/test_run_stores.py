@@ -24,8 +24,8 @@ from batch_agent.record.row_json import encode_result
 from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import RowLease, RunStore, WorkStore
-from batch_agent.testing.run_store_contract import RunStoreContract, sit
-from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row
+from batch_agent.testing.run_store_contract import RunStoreContract
+from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row, sit
 
 NAMES = (f"run-{number}" for number in count())
 
@@ -55,6 +55,10 @@ class MemoryPlace(StorePlace):
 
     def expire(self) -> None:
         self.clock.ahead += 2 * LEASE_SECONDS
+
+    def wait_half(self) -> bool:
+        self.clock.ahead += LEASE_SECONDS / 2
+        return True
 
 
 class DirectoryPlace(MemoryPlace):
@@ -134,7 +138,13 @@ class RedisPlace(StorePlace):
         return self.open()
 
     def expire(self) -> None:
-        let_time_pass(self.address)
+        let_time_pass(self.address, 1000 * LEASE_SECONDS)
+        with closing(connect(self.address)) as client:
+            client.delete(f"{self.address.prefix}feeder")
+
+    def wait_half(self) -> bool:
+        let_time_pass(self.address, LEASE_SECONDS / 2)
+        return True
 
     def steps_kept(self, store: RunStore, lease: RowLease) -> int:
         key = cast(RedisRunStore, store).key(f"steps:{lease.row}")
@@ -149,16 +159,15 @@ def open_run(address: StoreAddress) -> RedisRunStore:
 
 EXPIRE = """
 for _, held in ipairs(redis.call('XPENDING', KEYS[1], 'workers', '-', '+', 1000)) do
-  redis.call('XCLAIM', KEYS[1], 'workers', held[2], 0, held[1], 'IDLE', 1000000000, 'RETRYCOUNT', held[4], 'JUSTID')
+  redis.call('XCLAIM', KEYS[1], 'workers', held[2], 0, held[1], 'IDLE', ARGV[1], 'RETRYCOUNT', held[4], 'JUSTID')
 end
-redis.call('DEL', KEYS[2])
 """
 
 
-def let_time_pass(address: StoreAddress) -> None:
-    """End every lease now."""
+def let_time_pass(address: StoreAddress, seconds: float) -> None:
+    """Let the leases of rows be that old."""
     with closing(connect(address)) as client:
-        client.register_script(EXPIRE)(keys=[f"{address.prefix}queue", f"{address.prefix}feeder"])
+        client.register_script(EXPIRE)(keys=[f"{address.prefix}queue"], args=[int(1000 * seconds)])
 
 
 class TestMemoryStore(RunStoreContract):

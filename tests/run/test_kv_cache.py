@@ -18,7 +18,7 @@ from batch_agent.observe.prometheus import RunNumbers
 from batch_agent.observe.summary import summary_lines
 from batch_agent.run.cache_watch import PrefixWatch
 from batch_agent.scheduler.admission import KvCounts
-from batch_agent.scheduler.kvflow import KvParts
+from batch_agent.scheduler.ordering import KvParts
 from batch_agent.testing import run_virtual
 
 MODEL = EngineModel(

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.agent.turn import MOST_CALLS
+from batch_agent.agent.dialogue import MOST_CALLS
 from batch_agent.errors import SpecError
 from batch_agent.record.base import RunProgress
 from batch_agent.record.directory import DirectoryStore

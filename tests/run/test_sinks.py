@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from batch_agent.events import DrainStarted, Event, ListSink, ModelChosen
-from batch_agent.run.sinks import HELD_SECONDS, MOST_HELD, Held, Sinks
+from batch_agent.events import HELD_SECONDS, MOST_HELD, DrainStarted, Event, Held, ListSink, ModelChosen, Sinks
 from batch_agent.testing import virtual_clock
 
 DRAIN = DrainStarted(1.0, "run")

@@ -13,7 +13,7 @@ from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.backends.base import Capabilities
 from batch_agent.errors import SpecError
 from batch_agent.events import Event, StreamingDecided
-from batch_agent.scheduler.streaming import TRIAL
+from batch_agent.scheduler.ordering import TRIAL
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent.agent.agent import InnerWorker
 from batch_agent.agent.dialogue import Dialogue
-from batch_agent.agent.loop import InnerWorker
 from batch_agent.errors import BackendError, NotJSON, SpecError
 from batch_agent.record.reader import look
 from batch_agent.run.run import Run

@@ -10,13 +10,10 @@ from tests.scheduler.held import slot_of
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Usage
-from batch_agent.scheduler.admission import Admission, kv_tokens_left
+from batch_agent.scheduler.admission import FIRST_REST, JUDGED, Admission, HoldWatch, kv_tokens_left
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.kvflow import KvParts
-from batch_agent.scheduler.server import Server, Terms
-from batch_agent.scheduler.working_set import FIRST_REST, JUDGED, HoldWatch
+from batch_agent.scheduler.ordering import AgentProgress, KvParts
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 from batch_agent.testing import run_virtual
 
 

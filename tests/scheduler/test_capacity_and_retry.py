@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity
-from batch_agent.scheduler.limit_search import LimitSearch
+from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity, LimitSearch
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 

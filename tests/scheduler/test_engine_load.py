@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from batch_agent.backends.base import Load
-from batch_agent.scheduler.capacity import Capacity
-from batch_agent.scheduler.limit_search import MOST, LimitSearch
+from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
 
 
 def on_an_engine(capacity: Capacity, sequences: int, readings: int, **more: int) -> None:

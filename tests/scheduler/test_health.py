@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_agent.scheduler.blame import SEVERAL
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.health import LEARNT, LONGEST_PAUSE, Health
-from batch_agent.scheduler.server import Terms
+from batch_agent.scheduler.server import LEARNT, LONGEST_PAUSE, Endpoint, Health, Terms
 
 
 def test_a_failure_makes_an_endpoint_suspect_and_an_answer_makes_it_healthy() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from batch_agent.scheduler.core import Scheduler
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import FIRST
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.ordering import FIRST, AgentProgress
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 
 
 def endpoints(count: int) -> list[Endpoint]:

@@ -10,8 +10,7 @@ from math import inf
 
 import pytest
 
-from batch_agent.scheduler.capacity import Capacity
-from batch_agent.scheduler.limit_search import BLIND, MOST, RAMPED, START, LimitSearch
+from batch_agent.scheduler.capacity import BLIND, MOST, RAMPED, START, Capacity, LimitSearch
 
 Seconds = Callable[[int], float]  # that an answer takes with so many in flight
 

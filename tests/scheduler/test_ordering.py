@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
-from batch_agent.scheduler.ordering import LAST, PATIENCE, Queue
+from batch_agent.scheduler.ordering import LAST, PATIENCE, AgentProgress, Queue, TurnForecast
 
 
 def outlook_of(ended: Iterable[int], *, turn: float = 1.0, tool: float = 0.0) -> TurnForecast:

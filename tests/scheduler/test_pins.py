@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
-from batch_agent.scheduler.kvflow import LATE, SLACK_SECONDS, UNKNOWN_SECONDS, pin_seconds
+from batch_agent.scheduler.ordering import (
+    LATE,
+    SLACK_SECONDS,
+    UNKNOWN_SECONDS,
+    AgentProgress,
+    TurnForecast,
+    pin_seconds,
+)
 
 
 def forecast(turns: int, request: float, tool: float, agents: int = 4) -> TurnForecast:

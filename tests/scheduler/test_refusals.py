@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.refusals import MANY, SEVERAL, Denial, Refusals
+from batch_agent.scheduler.server import MANY_ROWS, SEVERAL_ROWS, Denial, Refusals
 
 
 def denied(
@@ -81,7 +81,9 @@ def test_a_row_that_is_denied_again_and_again_while_others_are_answered_is_denie
 def test_a_wrong_path_after_answers_concerns_all_once_several_rows_are_denied() -> None:
     refusals = Refusals()
     refusals.answered(1.0)
-    assert [denied(refusals, row, 404, at=2.0) for row in range(SEVERAL)] == ["unclear"] * (SEVERAL - 1) + ["all"]
+    assert [denied(refusals, row, 404, at=2.0) for row in range(SEVERAL_ROWS)] == ["unclear"] * (SEVERAL_ROWS - 1) + [
+        "all"
+    ]
 
 
 def test_a_forbidden_row_is_unclear_until_several_are_denied_or_one_is_answered() -> None:
@@ -91,7 +93,7 @@ def test_a_forbidden_row_is_unclear_until_several_are_denied_or_one_is_answered(
     assert denied(refusals, "c", 403) == "all"
     refusals.answered(0.0)
     assert not refusals.is_unclear("a")
-    assert [denied(refusals, row, 403) for row in range(SEVERAL)] == ["unclear"] * (SEVERAL - 1) + ["all"]
+    assert [denied(refusals, row, 403) for row in range(SEVERAL_ROWS)] == ["unclear"] * (SEVERAL_ROWS - 1) + ["all"]
 
 
 def test_an_answer_proves_nothing_about_requests_that_were_sent_after_it() -> None:
@@ -110,7 +112,7 @@ def test_denials_that_come_before_the_answers_do_not_concern_all() -> None:
 
 def test_the_same_words_to_many_rows_concern_all_whatever_numbers_and_quotations_they_have() -> None:
     refusals = Refusals()
-    scopes = [denied(refusals, n, 400, f"field 'f{n}' is unknown at line {n}") for n in range(MANY)]
-    assert scopes == ["unclear"] * (MANY - 1) + ["all"]
+    scopes = [denied(refusals, n, 400, f"field 'f{n}' is unknown at line {n}") for n in range(MANY_ROWS)]
+    assert scopes == ["unclear"] * (MANY_ROWS - 1) + ["all"]
     different = Refusals()
-    assert {denied(different, n, 400, "x" * (n % 2 + 1)) for n in range(10 * MANY)} == {"unclear"}
+    assert {denied(different, n, 400, "x" * (n % 2 + 1)) for n in range(10 * MANY_ROWS)} == {"unclear"}

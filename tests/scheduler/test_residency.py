@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
-from batch_agent.scheduler.ordering import EVICTED_TURN, ResidentFirst
+from batch_agent.scheduler.ordering import EVICTED_TURN, AgentProgress, ResidentFirst, TurnForecast
 from batch_agent.scheduler.residency import PLACES, LearntCapacity, Residency
 
 

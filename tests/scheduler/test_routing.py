@@ -9,10 +9,9 @@ from tests.scheduler.held import slot_of
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
+from batch_agent.scheduler.ordering import AgentProgress
 from batch_agent.scheduler.routing import PrefixCost, Router
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 
 
 def serving(

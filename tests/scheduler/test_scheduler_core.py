@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.forecast import AgentProgress
+from batch_agent.scheduler.ordering import AgentProgress
 
 
 def request(scheduler: Scheduler, turns: int = 0) -> Ticket:

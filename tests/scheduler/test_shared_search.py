@@ -10,9 +10,8 @@ from random import Random
 
 import pytest
 
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.limit_search import FLEET_START, MOST, START
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.capacity import FLEET_START, MOST, START
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 from batch_agent.share.table import SLOTS, Claim, Table
 
 POT, MEMBER = f"{SLOTS}gpu ", 15.0

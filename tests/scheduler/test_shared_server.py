@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.capacity import Capacity
-from batch_agent.scheduler.limit_search import MOST, LimitSearch
+from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
 from batch_agent.scheduler.retry import retry_delay
 
 RUN = 200.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.streaming import MEMORY, REST, TOKEN_SECONDS, TRIAL, Streaming
+from batch_agent.scheduler.ordering import MEMORY, REST, TOKEN_SECONDS, TRIAL, Streaming
 
 
 def trial(streaming: Streaming, gained: float, tokens: int = 100, inflight: int = 1) -> list[tuple[bool, str]]:

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from batch_agent.messages import Usage
 from batch_agent.scheduler.blame import SUSPECT
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.server import Endpoint, Server, Terms
 
 CEILING, MOST = 2, 5  # requests in flight: at one endpoint, and in all
 NUMBER = st.integers(0, 99)

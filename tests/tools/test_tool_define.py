@@ -7,7 +7,7 @@ import pytest
 from batch_agent.errors import SpecError
 from batch_agent.messages import ToolCall
 from batch_agent.tools import Tool, http_get, read_file, resolve_tools
-from batch_agent.tools.render import MAX_TOKENS
+from batch_agent.tools.schema import MAX_TOKENS
 
 
 def plain(text: str, times: int = 1) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from batch_agent.tools.render import cut_tokens, render
+from batch_agent.tools.schema import cut_tokens, render
 
 
 class Colour(enum.Enum):

@@ -1,4 +1,4 @@
-"""One agent from start to end: a worker gets a row and a context, and ends with an output or an error.
+"""An agent: its loop (``tool_loop``), its row while a worker works on it (``Work``), its life from start to result.
 
 An agent owns its conversation and its tally. Slots, tools and the backend belong to the run (``Resources``). A failure
 of this job alone is a JobError and becomes part of its result. Any other exception is a bug of this package and stops
@@ -8,25 +8,539 @@ the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias, cast
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from batch_agent.agent.loop import InnerWorker, tool_loop
-from batch_agent.agent.prepare import Prepared
-from batch_agent.agent.turn import Resources
-from batch_agent.agent.user_worker import UserWorker, bounded
-from batch_agent.agent.work import Work
-from batch_agent.dispatch.spending import Spending
-from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable
+from pydantic import JsonValue
+
+from batch_agent.agent.dialogue import Dialogue, EarlyCalls, Resources, Send, Tally
+from batch_agent.agent.transcript import transcript
+from batch_agent.agent.workplace import Workplace
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.compiler.pictures import content_of
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.errors import (
+    AgentTimeout,
+    InputError,
+    Interrupted,
+    JobError,
+    OutputError,
+    RecordUnreadable,
+    RowEnded,
+    StoreError,
+)
+from batch_agent.events import ToolFinished, ToolStarted
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
-from batch_agent.messages import JsonObject, Message, content_shown
-from batch_agent.record.journal import FailedBefore, Trail
+from batch_agent.messages import (
+    Attachment,
+    Conversation,
+    JsonObject,
+    Message,
+    Reply,
+    ToolCall,
+    content_shown,
+    with_images,
+)
+from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
+from batch_agent.record.replay import WorkReplay
+from batch_agent.record.steps import (
+    Asked,
+    CallBegun,
+    CallEnded,
+    Compacted,
+    Ended,
+    Failed,
+    PastTurn,
+    Spent,
+    call_digest,
+    conversation_of_ask,
+)
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import AgentProgress
+from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.tools.pool import ToolOutcome
+from batch_agent.value_type import value_type
 
-AgentWorker: TypeAlias = InnerWorker | UserWorker
+if TYPE_CHECKING:
+    from batch_agent.agent.user_worker import UserWorker
+
+InnerWorker: TypeAlias = Callable[[object, Dialogue], Awaitable[object]]
+
+
+async def tool_loop(row: object, dialogue: Dialogue) -> object:
+    """Return the output of the agent. The loop requests an answer. If the answer calls tools, it runs them and repeats.
+    If the answer is invalid, or calls tools that were not offered, it tells the model so and repeats."""
+    shapes = dialogue.shapes
+    shape = shapes.first
+    offers_tools = bool(shape.tools) and shape.tool_choice != "none"
+    while True:
+        reply = await dialogue.ask(shape)
+        if not reply.tool_calls:
+            try:
+                return dialogue.read(reply)
+            except OutputError as error:
+                dialogue.repair(error)
+            shape = shapes.repair
+        elif offers_tools:
+            await dialogue.call(reply.tool_calls)
+            shape = shapes.later
+        else:
+            dialogue.refuse(reply.tool_calls)
+            shape = shapes.repair
+
+
+# One row while a worker works on it: its tally, its record, its tool calls, and the tasks that it started.
+#
+# Replay is by content. A recorded request is found by its digest (messages, model, tools, sampling, schema) and by
+# the number of equal requests before it; a tool call in the same way by its name and arguments. So a worker may send
+# many requests at once, and in another order after a resume. What is not recorded is sent. An answer is on disk
+# before anything depends on it, and a call that may write is on disk before it starts.
+#
+# The tool loop and built-in workers get one ``Dialogue``, whose messages follow from the row. They run again from
+# their start and reach the same state, so their actions must depend only on the row and on the answers. A user's
+# worker gets an ``AgentContext``, and its output is recorded.
+
+T = TypeVar("T")
+Key: TypeAlias = tuple[str, int]  # the digest of a call, and the number of equal ones before it
+ENDED = "the row of this context has ended: it accepts no more requests or calls"
+NO_ARTIFACTS: Mapping[str, Path] = {}
+
+
+@value_type
+class CallOutcome:
+    """The end of a tool call. ``unknown``: it was interrupted, may have written, and is not repeated."""
+
+    text: str
+    ok: bool
+    unknown: bool = False
+    images: tuple[Attachment, ...] = ()
+
+    def message(self, call: ToolCall) -> Message:
+        content = with_images(self.text, self.images)
+        return Message("tool", content, tool_call_id=call.id, tool_name=call.name)
+
+
+class Work:
+    """``text`` is the model's latest text. ``failure`` is a final error: the worker's return value cannot replace it.
+    ``repaired``: the JSON of the output was repaired. ``truncated``: a text that was cut at max_tokens was kept.
+    ``worker`` is the user's; None for the tool loop and built-in workers. ``conversation`` is the row's own: the shared
+    messages, the task, and later messages."""
+
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
+        self.job, self.r, self.trail = job, resources, trail
+        self.worker: UserWorker | None = None
+        self.tally = Tally()
+        self.progress = AgentProgress(key=job.affinity, model=resources.shapes.first.model)
+        self.text = ""
+        self.repaired = self.truncated = False
+        self.failure: JobError | StoreError | None = None
+        self.ticket: Ticket | None = None  # a slot that was already requested
+        self.asking: ModelRequest | None = None  # the latest request in flight
+        self.latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
+        # The latest answer of the tool loop, and the digest of its request, until it is recorded.
+        self.answered: tuple[Reply, str] | None = None
+        self._loop = resources.dispatcher.slots.loop
+        self._began = self._loop.time()
+        self._closed = False
+        if callable(worker):
+            self._inner = worker
+            self.conversation = Conversation((Message("user", content_of(job)),), parent=resources.shared)
+        else:
+            self.worker = worker
+            own = (Message("user", content_of(job)),) if job.prompt else ()
+            self.conversation = Conversation(own, parent=resources.shared)
+            self._progress_of: dict[str, AgentProgress] = {}  # for models other than the run's
+            self._tasks: set[asyncio.Task[Any]] = set()
+            self._writing: set[asyncio.Future[None]] = set()  # calls that may write
+            self._calls = 0
+            self._key = ""  # API key at the gateway; created at first use
+            self._place: Workplace | None = None  # created at first use
+            self._output: str | None = None  # the worker's return value as JSON
+        past, user = trail.past, self.worker is not None
+        replays = past.worked or past.left is not None or (user and trail.records)
+        self.replay = WorkReplay(past, takes_over=user) if replays else None
+        # The recorded answers of the tool loop: those that it has not reached, the next one last, and the latest one.
+        self.turns_ahead: list[PastTurn] = list(reversed(past.turns))
+        self.past_turn: PastTurn | None = None
+        if trail.has_past or past.left is not None:
+            self._count_past()
+
+    def _count_past(self) -> None:
+        """Count everything that is recorded, even if it is not needed again: it was paid."""
+        past = self.trail.past
+        for usage in () if past.left is None else past.left.paid:
+            self.tally.pay(usage, None)
+        for reply in [turn.reply for turn in past.turns] + [ask.reply for ask in past.asked]:
+            self.tally.add(reply, None)
+            self.text = reply.text
+        cuts = [turn.compacted for turn in past.turns] + [s for s in past.worked if isinstance(s, Compacted)]
+        for compacted in filter(None, cuts):
+            self.tally.pay(compacted.usage, None)
+        if past.failed is not None:
+            self.text = past.failed.text
+        if past.spent is not None:
+            self.tally.take_over(past.spent)
+
+    def run(self) -> Awaitable[object]:
+        """Return the worker's output. Raises JobError."""
+        trail, r = self.trail, self.r
+        if trail.past.failed is not None and not trail.retried:
+            raise FailedBefore(trail.past.failed)
+        if self.worker is not None:
+            return self._run_user(self.worker)
+        # Only the worker holds the dialogue: a cycle for each row would keep the garbage collector busy.
+        own = Dialogue(self, self.conversation, r.shapes, r.schema, max_turns=r.max_turns, compacts=True)
+        return self._inner(self.job.input, own)
+
+    async def _run_user(self, worker: UserWorker) -> object:
+        trail = self.trail
+        if (kept := self._kept) is not None:  # side effects of the worker are not repeated
+            self.truncated = trail.past.ended is not None and trail.past.ended.truncated
+            return worker.read(kept)
+        if trail.has_past or trail.past.left is not None:
+            await self._loop.run_in_executor(None, worker.places.clear, trail.agent)
+        returned = await worker.run(self)
+        self._output, output, self.repaired = worker.written(returned)
+        return output
+
+    @property
+    def user(self) -> UserWorker:
+        """The user's worker. Only its contexts ask for it."""
+        assert self.worker is not None
+        return self.worker
+
+    @property
+    def _kept(self) -> str | None:
+        """The recorded output of a user's worker, if the fingerprint of the run has not changed since."""
+        ended = self.trail.past.ended
+        if ended is None or self.worker is None:
+            return None
+        return None if self.trail.checks and ended.fingerprint != self.worker.fingerprint else ended.output
+
+    # Asking
+
+    async def answer(self, shape: RequestShape, conversation: Conversation, *, send: Send | None = None) -> Reply:
+        """Return the model's answer to a conversation, for this row (``Dialogue.ask``). It is on disk when this
+        returns. Raises BackendError, LimitExceeded, Interrupted, RowEnded."""
+        return await self.owned(Dialogue(self, conversation, self.r.shapes, None).ask(shape, send=send))
+
+    def claim(self, model: str, dialogue: Dialogue) -> Ticket:
+        """Return the ticket for the next request: the one that the run has already requested, or a new one."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            return ticket
+        slots, progress = self.r.dispatcher.slots, self.progress
+        if model != progress.model:  # it determines the choice of server
+            if self.worker is None:
+                progress.model = model  # a built-in worker has one conversation
+            else:
+                progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
+        if slots.scheduler.admission.enabled:
+            progress.expected = dialogue.foreseen() or 0
+        return slots.claim(progress, self.tally.turns)
+
+    def record_answer(self) -> None:
+        """Record the latest answer of the tool loop, which did not end the agent."""
+        if self.answered is not None:
+            reply, digest = self.answered
+            self.answered = None
+            self.trail.add(Asked(digest, 0, reply, self.spent()))
+
+    # Calling tools
+
+    async def make_calls(
+        self, calls: Sequence[ToolCall], known: dict[int, CallOutcome], early: EarlyCalls | None = None
+    ) -> None:
+        """Make these tool calls at once, until the last one ends. Outcomes are added to ``known`` by position, as they
+        arrive. A call that was made before has its recorded outcome. A call that may write is never made twice: if it
+        was begun and has no outcome, it is ``unknown``. ``early`` has calls that started while the answer was
+        streamed."""
+        tools, trail = self.r.tools, self.trail
+        keys, new, writes = list[Key | None](), {}, []
+        for place, call in enumerate(calls):
+            key = outcome = None
+            if self.replay is not None or self.past_turn is not None:
+                key, outcome = self._recorded(place, call)
+            keys.append(key)
+            if outcome is not None:
+                known[place] = outcome
+                continue
+            new[place] = call
+            if not tools.can_start_early(call.name) and tools.knows(call.name):
+                writes.append(place)
+        if not new:
+            return
+        trail.fresh = True
+        if writes and trail.records:
+            # A begun write must never be mistaken for one that did not start.
+            for place in writes:
+                self._record(place, calls[place], keys[place])
+            await trail.settle()
+        try:
+            await self._run_calls(new, known, keys, early, writes=bool(writes))
+        finally:
+            for key in map(keys.__getitem__, new):
+                if self.replay is not None and key is not None:
+                    self.replay.give_back(*key)
+        if self.worker is not None:
+            await trail.settle()
+
+    async def _run_calls(
+        self,
+        calls: Mapping[int, ToolCall],
+        known: dict[int, CallOutcome],
+        keys: Sequence[Key | None],
+        early: EarlyCalls | None,
+        *,
+        writes: bool,
+    ) -> None:
+        r, index, turn, began = self.r, self.job.index, self.tally.turns, self._loop.time()
+        first = 0
+        if self.worker is not None:
+            first, self._calls = self._calls, self._calls + len(calls)
+        every: asyncio.Future[None] = self._loop.create_future()
+        left = len(calls)
+
+        def ended(place: int, call: ToolCall, end: ToolOutcome | Exception) -> None:
+            nonlocal left
+            if isinstance(end, Exception):
+                if not every.done():
+                    every.set_exception(end)
+                return
+            known[place] = outcome = CallOutcome(end.text, end.ok, images=end.images)
+            # Recorded at once: another call may run for hours. A tool that a worker names may be added later.
+            if self.trail.records and (self.worker is None or r.tools.knows(call.name)):
+                with suppress(StoreError):  # the agent gets the error at its next step
+                    self._record(place, call, keys[place], outcome)
+            at, number, seconds = r.clock(), first + place, end.seconds
+            r.emit(ToolFinished(at, r.run, index, turn, number, call.id, call.name, seconds, end.ok, end.source))
+            left -= 1
+            if not left and not every.done():  # it is done if the agent was cancelled
+                every.set_result(None)
+
+        now = r.clock()
+        for place, call in calls.items():
+            r.emit(ToolStarted(now, r.run, index, turn, first + place, call.id, call.name))
+        begun = early.started if early is not None else {}
+        pending = {place: begun.get(call.id) or r.start_tool(call, self.job, turn) for place, call in calls.items()}
+        if r.prewarm is not None:
+            r.prewarm.asked(index, calls.values())
+        if writes and self.worker is not None:
+            self._writing.add(every)
+            every.add_done_callback(self._writing.discard)
+        try:
+            for place, waiting in pending.items():
+                waiting.on_end(partial(ended, place, calls[place]))
+            # A begun write is always waited for, because its outcome must be known.
+            await (every if writes else r.dispatcher.wait_for_tools(every))
+        finally:
+            for waiting in pending.values():
+                waiting.abandon()
+            self.tally.tool_wait += self._loop.time() - began
+
+    def _recorded(self, place: int, call: ToolCall) -> tuple[Key | None, CallOutcome | None]:
+        """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
+        answer. The calls of a row without a record have neither."""
+        replay, turn, loops = self.replay, self.past_turn, self.worker is None
+        key, past, wrote = None, None, False
+        if replay is not None:
+            digest = call_digest(call.name, call.arguments)
+            key = digest, replay.take(digest)
+            past, wrote = replay.outcome(*key), replay.wrote(*key)
+        if turn is not None:
+            if (text := turn.outcomes.get(place)) is not None:
+                return key, CallOutcome(text, ok=True, images=turn.images.get(place, ()))
+            wrote = wrote or place in turn.begun
+        # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
+        if past is not None and (past.ok or wrote or loops or not self.trail.retried):
+            outcome = CallOutcome(past.text, past.ok, images=past.images)
+        elif wrote:
+            outcome = CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
+        else:
+            return key, None
+        if loops:  # the model reads this text, and must read the same one after the next resume
+            self._record(place, call, key, outcome)
+        return key, outcome
+
+    def refuse_call(self, place: int, call: ToolCall, text: str) -> CallOutcome:
+        """Give a call of an answer an outcome without making it."""
+        key, outcome = self._recorded(place, call)
+        if outcome is None:
+            outcome = CallOutcome(text, ok=False)
+            self._record(place, call, key, outcome)
+        return outcome
+
+    def _record(self, place: int, call: ToolCall, key: Key | None, end: CallOutcome | None = None) -> None:
+        """Record that a call begins, or its end. A call of the tool loop is recorded by its place in its answer, which
+        has the rest."""
+        named = (
+            (*key, call.name, call.arguments) if self.worker is not None and key is not None else ("", place, "", "")
+        )
+        step = CallBegun(*named) if end is None else CallEnded(*named, end.ok, end.text, end.images)
+        if self.replay is not None and key is not None:
+            self.replay.add_call(step, key)
+        self.trail.add(step)
+
+    # What a user's worker started
+
+    def check_open(self) -> None:
+        """Raise RowEnded after the row's end, or the failure that prevents it from continuing."""
+        if self._closed:
+            raise RowEnded(ENDED)
+        if self.failure is not None:
+            raise self.failure
+
+    async def owned(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``, run in a task that ends with the row."""
+        try:
+            self.check_open()
+            if asyncio.get_running_loop() is not self._loop:
+                raise InputError(
+                    "an AgentContext works only in its run's event loop: to use another, write a plain function"
+                )
+        except BaseException:
+            work.close()
+            raise
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed and not cancelled_by_us():
+                raise RowEnded(ENDED) from None
+            raise
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Interrupted | StoreError) and self.failure is None:
+            self.failure = error  # final, even if the worker catches it
+
+    @property
+    def key(self) -> str:
+        """The API key of this row at the gateway. It is valid until the row ends."""
+        if not self._key:
+            self._key = self.user.admit(self)
+        return self._key
+
+    async def wait_for(self, worker: asyncio.Task[Any]) -> None:
+        """Wait until the worker has ended. Raises Interrupted at the run's time limit, after running writes."""
+        ended = self._loop.create_future()
+
+        def tell(_: object) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        worker.add_done_callback(tell)
+        try:
+            await self.r.dispatcher.wait_for_tools(ended)
+        except Interrupted:
+            if self._writing:
+                await asyncio.wait(self._writing)
+            raise
+
+    async def close(self) -> None:
+        """Stop everything that was started for the worker and is no longer needed."""
+        self._closed = True
+        if self.ticket is not None:  # the worker did not use the slot that was requested for it
+            self.r.dispatcher.slots.withdraw(self.ticket)
+            self.ticket = None
+        if self.worker is None:
+            return
+        if self._key:
+            self.worker.gateway.dismiss(self._key)
+        cancelled: asyncio.CancelledError | None = None
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            try:
+                await asyncio.wait(self._tasks)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if self._place is not None and not self.worker.places.keeps:
+            await self._loop.run_in_executor(None, self._place.leave)
+        if cancelled is not None:
+            raise cancelled
+
+    # Its end
+
+    @property
+    def place(self) -> Workplace:
+        if self._place is None:
+            self._place = self.user.places.open(self.trail.agent)
+        return self._place
+
+    @property
+    def artifacts(self) -> Mapping[str, Path]:
+        if self.worker is None:
+            return NO_ARTIFACTS
+        return self.worker.places.artifacts(self.trail.agent) if self._place is None else self._place.artifacts
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation of the tool loop. For a user's worker, that of the latest answer."""
+        past, shared = self.trail.past, self.r.shared
+        if self.worker is None:
+            if self.trail.stays_failed:
+                return transcript(self.job, shared, self.r.schema, past)
+            return self.conversation.messages
+        if self.latest is not None:
+            conversation, length = self.latest
+            return conversation.messages[:length]
+        asks = past.asked
+        return conversation_of_ask(asks, len(asks) - 1, shared.messages) if asks else self.conversation.messages
+
+    def end(self, verdict: AgentError | None) -> None:
+        """Record the end of the agent, unless it is recorded."""
+        trail = self.trail
+        if not trail.records or trail.stays_failed or self._kept is not None:
+            return
+        if self.worker is None and not trail.fresh:
+            return
+        if verdict is not None:
+            self.record_answer()
+            trail.add(Failed(verdict, self.text, self.spent()))
+        elif self.worker is None:
+            trail.add(Ended(self.spent(), None, "", *(self.answered or ())))
+        else:
+            fingerprint = self.worker.fingerprint
+            trail.add(Ended(self.spent(), self._output, fingerprint, truncated=self.truncated))
+
+    @property
+    def seconds_before(self) -> float:
+        """Seconds that earlier sessions worked in this conversation."""
+        left = self.trail.past.left
+        return self.tally.before - (0.0 if left is None else left.spent.total)
+
+    def seconds(self) -> float:
+        """Return how long the agent has worked, in all sessions."""
+        return self.tally.before + (self._loop.time() - self._began if self.trail.fresh else 0.0)
+
+    def spent(self) -> Spent:
+        return self.tally.spent(self._loop.time() - self._began)
+
+    def shown(self) -> JsonObject:
+        """Return the conversation so far. ``saying``: the answer being streamed; None without a request."""
+        asking, tally = self.asking, self.tally
+        return {
+            "index": self.job.index,
+            "job_id": self.job.job_id,
+            "messages": cast("list[JsonValue]", [message.to_dict() for message in self.messages]),
+            "saying": None if asking is None else "".join(asking.said),
+            "endpoint": None if asking is None else asking.endpoint or None,
+            "turns": tally.turns,
+            "attempts": tally.attempts,
+            "seconds": round(self.seconds()),
+            "timings": {"queued": tally.queued, "inference": tally.inference, "tool_wait": tally.tool_wait},
+            "usage": {"prompt_tokens": tally.usage.prompt_tokens, "completion_tokens": tally.usage.completion_tokens},
+            "cost": tally.cost,
+        }
+
+
 UNREADABLE = (
     "the record of this row is damaged, and it contains a write that was begun: the row is not run again, because "
     "that could write twice. Check what it wrote; to run it again, give the row another id. ({reason})"
@@ -34,7 +548,7 @@ UNREADABLE = (
 
 
 class Agent:
-    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: AgentWorker) -> None:
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
         self.job = job
         self.error: JobError | None = None
         self.recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
@@ -153,15 +667,3 @@ def _kept(messages: Sequence[Message]) -> tuple[Message, ...]:
         message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
         for message in messages
     )
-
-
-@asynccontextmanager
-async def open_worker(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AsyncIterator[AgentWorker]:
-    """Yield the worker of a run: the user's worker, a built-in one (``inner``), or the tool loop."""
-    if prepared.spec.worker is None:
-        yield tool_loop if inner is None else bounded(inner)
-        return
-    from batch_agent.gateway.gateway import Gateway  # it includes an HTTP server, which other runs do not need
-
-    async with Gateway() as gateway:
-        yield UserWorker(prepared.spec.worker, prepared, gateway, spending)

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from batch_agent.agent.dialogue import Resources, Tally, TurnCall
 from batch_agent.agent.prepare import Prepared, only_model
-from batch_agent.agent.turn import Resources, Tally, TurnCall
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler import compaction
 from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
@@ -26,9 +26,8 @@ from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.record.steps import Compacted
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.limit_search import START
-from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.capacity import START
+from batch_agent.scheduler.ordering import LAST, AgentProgress
 
 if TYPE_CHECKING:
     from batch_agent.agent.dialogue import Dialogue

@@ -1,6 +1,6 @@
 """The interface for a user's worker: ``AgentContext``, and ``BlockingContext`` for a worker that runs in a thread.
 
-Both are thin. ``dialogue`` is a conversation, in which the tool loop can work too; ``work`` calls tools and records;
+Both are thin. ``Dialogue`` is a conversation, in which the tool loop can work too; ``Work`` calls tools and records;
 ``user_worker`` knows the run.
 """
 
@@ -15,10 +15,8 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pydantic import JsonValue
 
-from batch_agent.agent.dialogue import Dialogue
-from batch_agent.agent.loop import tool_loop
-from batch_agent.agent.turn import CUT
-from batch_agent.agent.work import CallOutcome, Work
+from batch_agent.agent.agent import CallOutcome, Work, tool_loop
+from batch_agent.agent.dialogue import CUT, Dialogue
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import schema_instruction
 from batch_agent.errors import BadArguments, InputError, OutcomeUnknown, OutputError, RowEnded, ToolFailed, UnknownTool

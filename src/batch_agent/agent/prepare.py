@@ -38,7 +38,7 @@ from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import read_run, recorded_options
 from batch_agent.runtimes.base import LoginBackend
 from batch_agent.runtimes.named import runtime_of
-from batch_agent.scheduler.limit_search import FLEET_START, START
+from batch_agent.scheduler.capacity import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec

@@ -21,9 +21,8 @@ from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import JobError, Truncated
 from batch_agent.messages import Conversation, Message, Reply, Usage
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.tools.pool import ToolPool
 
 MOST_FAILURES = 3

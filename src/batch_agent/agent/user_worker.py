@@ -11,17 +11,17 @@ import contextvars
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from batch_agent.agent.agent import InnerWorker, Work, tool_loop
 from batch_agent.agent.context import AgentContext, AskOptions, BlockingContext
 from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.shapes import Shapes, build_shapes
-from batch_agent.agent.work import Work
 from batch_agent.agent.workplace import Workplaces
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.blocking import in_thread
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from batch_agent.gateway.gateway import Gateway
 
 C = TypeVar("C")
+AgentWorker: TypeAlias = "InnerWorker | UserWorker"
 logger = logging.getLogger("batch_agent")
 Returned: TypeAlias = tuple[object, BaseException | None]  # its return value, or its exception
 ENDING_SECONDS = 5.0  # time for a cancelled worker to end
@@ -313,3 +314,15 @@ def _to_text(value: object) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise WorkerFailed(NOT_JSON.format(reason=describe(error))) from None
+
+
+@asynccontextmanager
+async def open_worker(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AsyncIterator[AgentWorker]:
+    """Yield the worker of a run: the user's worker, a built-in one (``inner``), or the tool loop."""
+    if prepared.spec.worker is None:
+        yield tool_loop if inner is None else bounded(inner)
+        return
+    from batch_agent.gateway.gateway import Gateway  # it includes an HTTP server, which other runs do not need
+
+    async with Gateway() as gateway:
+        yield UserWorker(prepared.spec.worker, prepared, gateway, spending)

@@ -15,10 +15,9 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.engines.engine import EngineBackend, Sharing, at
-from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.backend import HttpBackend, HttpClient
 from batch_agent.errors import BackendError, SpecError, Truncated
-from batch_agent.http.sse import SSEParser
+from batch_agent.http.connection import SSEParser
 from batch_agent.messages import Conversation, JsonObject, Message, Quota, ToolCall, ToolSpec, Usage
 
 Wording = Callable[[str, str], str]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.messages import Quota, Usage
 from batch_agent.scheduler.core import Slot
-from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.rates import SLACK, Rates
+from batch_agent.scheduler.server import Endpoint
 
 
 class Budgets:

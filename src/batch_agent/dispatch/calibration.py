@@ -18,7 +18,7 @@ from pathlib import Path
 
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.scheduler.limit_search import CALIBRATING, LimitSearch
+from batch_agent.scheduler.capacity import CALIBRATING, LimitSearch
 
 FILE = "capacity.json"
 MONTH = 30 * 86_400.0  # seconds

@@ -21,7 +21,7 @@ from batch_agent.errors import BackendError, JobError, Truncated
 from batch_agent.messages import Conversation, Message, Reply, Usage
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
 CONTROL_JOB = "control"  # instead of a row's id

@@ -15,7 +15,7 @@ from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
 from batch_agent.scheduler.blame import Attempt, Step, Verdict, next_step
 from batch_agent.scheduler.core import Slot
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 Found = Literal[
     "down",

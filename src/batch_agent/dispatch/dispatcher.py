@@ -33,12 +33,9 @@ from batch_agent.foreign import drop_frames
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.refusals import CONFIRM_AFTER, Scope
+from batch_agent.scheduler.ordering import LAST, AgentProgress
 from batch_agent.scheduler.retry import retry_delay
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.server import CONFIRM_AFTER, Endpoint, Scope, Server, Terms
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.members import Following

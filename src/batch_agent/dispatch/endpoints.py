@@ -1,6 +1,6 @@
 """Tracks the endpoints of a dispatcher over time: verdicts on attempts, trials, probes, silence, final outages.
 
-This file applies the verdicts of ``scheduler.blame`` and turns the due times of ``scheduler.health`` into timers. A
+This file applies the verdicts of ``scheduler.blame`` and turns the due times of ``Health`` into timers. A
 trial starts with a probe. If the probe fails while other endpoints work, no row is sent; otherwise a row follows.
 """
 
@@ -8,29 +8,79 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import ModelRequest, Probe
-from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.control import Ask, ControlRequests
 from batch_agent.dispatch.decisions import Decisions
-from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, Probes
+from batch_agent.dispatch.slots import Flights
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
+from batch_agent.scheduler.capacity import LimitSearch
 from batch_agent.scheduler.core import Scheduler, Slot
-from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Load
-from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.rates import is_spent
-from batch_agent.scheduler.refusals import Denial, Scope
+from batch_agent.scheduler.server import Denial, Endpoint, Scope
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.slots import Slots
     from batch_agent.events import Ended
+
+# One timer for the alarms of all endpoints, so that a timer never scans every endpoint.
+
+
+class Alarms:
+    """Calls ``ring`` with the endpoints whose alarm is due. An early alarm is harmless: ``ring`` sets the next one."""
+
+    def __init__(self, ring: Callable[[list[Endpoint]], None]) -> None:
+        self._ring = ring
+        self._heap: list[tuple[float, int, Endpoint]] = []
+        self._set: dict[Endpoint, float] = {}  # due time of each endpoint; other heap entries of it are stale
+        self._numbers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+
+    def __contains__(self, endpoint: Endpoint) -> bool:
+        return endpoint in self._set
+
+    def set(self, endpoint: Endpoint, due: float) -> None:
+        """Set the alarm, unless an earlier one is already set."""
+        if due < self._set.get(endpoint, inf):
+            self._set[endpoint] = due
+            self._numbers += 1
+            heappush(self._heap, (due, self._numbers, endpoint))
+            self._set_timer()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        while self._heap and self._set.get(self._heap[0][2]) != self._heap[0][0]:
+            heappop(self._heap)
+        due = self._heap[0][0] if self._heap else inf
+        if due != self._timer_at:
+            self.close()
+            self._timer_at = due
+            self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._fire)
+
+    def _fire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._timer, self._timer_at = None, inf
+        due: list[Endpoint] = []
+        while self._heap and self._heap[0][0] <= now:
+            at, _, endpoint = heappop(self._heap)
+            if self._set.get(endpoint) == at:
+                del self._set[endpoint]
+                due.append(endpoint)
+        self._ring(due)
+        self._set_timer()
+
 
 NEVER_REACHED = 30.0  # seconds after which an endpoint that was never reached is given up
 DENIED_SECONDS = 60.0  # of denials after good answers, until an endpoint is given up

@@ -16,7 +16,7 @@ from batch_agent.backends.base import Backend, Load
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import Unavailable
 from batch_agent.foreign import describe
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 FIRST_SECONDS, READ_SECONDS = 0.3, 1.0  # before the first reading, and between two
 LONGEST_SECONDS = 2.0  # for one reading

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from batch_agent.backends.base import Probe
-from batch_agent.dispatch.deadlines import LATE
+from batch_agent.dispatch.slots import LATE
 from batch_agent.errors import BackendError
 from batch_agent.foreign import describe
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 PROBE_SECONDS = 2.0
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
+from batch_agent.scheduler.server import Endpoint
 
 FEW = 8  # with at most this many requests in flight an endpoint is never too busy for its conversations
 BUSIER = 2.0  # an endpoint this many times as busy as the least busy one is too busy

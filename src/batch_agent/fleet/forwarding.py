@@ -12,7 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
-from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.wire import Faults
 from batch_agent.dispatch.policy import Question
 from batch_agent.errors import Unavailable
 from batch_agent.fleet.affinity import Homes
@@ -22,7 +22,7 @@ from batch_agent.http.opened import OpenResponse
 from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 CONNECT_SECONDS = 5.0
 LONGEST_HOLD = 10.0  # the longest pause of an endpoint, even if it requests more

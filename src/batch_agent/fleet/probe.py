@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from batch_agent.backends.base import Probe
-from batch_agent.backends.http.client import HttpClient
-from batch_agent.backends.http.probe import PROBE_SECONDS, Entries, probe_models
+from batch_agent.backends.http.backend import PROBE_SECONDS, Entries, HttpClient, probe_models
 from batch_agent.backends.schemes import KEY_VARIABLE
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint

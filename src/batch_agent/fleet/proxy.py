@@ -32,8 +32,7 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, page
 from batch_agent.observe.metrics_server import metrics_response
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.ordering import LAST, AgentProgress
 
 logger = logging.getLogger("batch_agent")
 

@@ -15,14 +15,13 @@ from math import inf
 from typing import NoReturn
 
 from batch_agent.backends.base import Probe
-from batch_agent.backends.http.probe import Entries
+from batch_agent.backends.http.backend import Entries
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.fleet.following import changes, free_name
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.probe import Prober
 from batch_agent.messages import JsonObject
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server import Endpoint, Server
 
 logger = logging.getLogger("batch_agent")
 

@@ -1,7 +1,7 @@
 """Errors of the transport, below the meaning of request and response.
 
-The connection and parser code raises these; ``faults`` turns them into BackendErrors. ``str(error)`` is the message of
-the operating system, the TLS library or the parser; it may be empty.
+The connection and parser code raises these; ``backends.http.wire`` turns them into BackendErrors. ``str(error)`` is the
+message of the operating system, the TLS library or the parser; it may be empty.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Statistics of a run, computed from its events and readable at any time as one frozen Statistics.
 
 Every event of every agent passes here, so an event costs only a few attribute updates. Memory is bounded by the running
-agents, not by the rows of the batch. Other modules here display the numbers.
+agents, not by the rows of the batch. ``Recorder`` collects the timeline from the same events.
+Other modules here display the numbers.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from batch_agent.events import (
     TurnStarted,
     TypedSink,
 )
-from batch_agent.messages import Usage
+from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.history import History, Pace
 from batch_agent.observe.limits import Limits, LimitStep
 from batch_agent.observe.stage_counts import StageCount
+from batch_agent.record.timeline import Line, Span
 
 WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
 RARE = (CacheRead, ControlFinished, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
-TOOLS = 64  # counted by name: a model may invent any number of names
+MOST_TOOLS = 64  # counted by name: a model may invent any number of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +433,7 @@ class Metrics(TypedSink):
         if not event.ok:
             self._tool_errors += 1
         use = self._tools.get(event.tool)
-        if use is None and len(self._tools) < TOOLS:
+        if use is None and len(self._tools) < MOST_TOOLS:
             use = self._tools[event.tool] = [0, 0, 0.0]
         if use is not None:
             use[0] += 1
@@ -506,3 +508,180 @@ def _outage(event: HealthChanged, now: float, run: RunStarted | None) -> Outage:
 def _server(endpoint: str, run: RunStarted | None) -> str:
     """The endpoint's name; that of the backend where it is the only one."""
     return endpoint or (run.backend if run else "")
+
+
+# Collects the timeline of a run from its events: spans of turns and tool calls, changes, live rows.
+#
+# Each event costs a few updates. Spans and changes are collected until ``take`` returns them; docs/view.md documents
+# their format.
+
+WAITING = 20_000  # spans that may wait
+TIMELINE_CHARACTERS = 300
+RowEvent = AnswerRejected | JobFinished | ToolFinished | ToolStarted | TurnFailed | TurnFinished | TurnStarted
+QUEUED, RUNNING, TOOLS, BACKING_OFF = "queued", "running", "tools", "backing off"
+
+
+class LiveRow:
+    """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
+    then that was a pause after a failure."""
+
+    __slots__ = ("backoff", "began", "job_id", "ready", "sent", "since", "state", "tools", "turn")
+
+    def __init__(self, job_id: str, at: float) -> None:
+        self.job_id = job_id
+        self.began = self.since = self.ready = at
+        self.state = QUEUED
+        self.turn = 0
+        self.sent: list[float] = []  # requests in flight: more than one if a row is processed in parts
+        self.tools: dict[tuple[int, int], float] = {}  # running calls, by turn and position
+        self.backoff = 0.0
+
+
+class Recorder(TypedSink):
+    """Rows and spans belong to ``run``; changes of limits and health are those of all observed runs. ``on_event`` is
+    called at the next event."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.on_event: Callable[[], None] | None = None
+        self.rows: dict[int, LiveRow] = {}
+        self._changes: list[Line] = []
+        self._spans: list[Span] = []
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            AnswerRejected: self._answer_rejected,
+            DrainStarted: self._drain_started,
+            HealthChanged: self._health_changed,
+            JobFinished: self._job_finished,
+            JobStarted: self._job_started,
+            LimitChanged: self._limit_changed,
+            RunFinished: self._run_finished,
+            ToolFinished: self._tool_finished,
+            ToolStarted: self._tool_started,
+            TurnFailed: self._turn_failed,
+            TurnFinished: self._turn_finished,
+            TurnStarted: self._turn_started,
+        }
+
+    def take(self) -> tuple[list[Line], list[Span]]:
+        """Return the changes and the spans since the last call."""
+        changes, self._changes = self._changes, []
+        spans, self._spans = self._spans, []
+        return changes, spans
+
+    def live(self, limit: int) -> list[JsonObject]:
+        """Return the oldest running rows."""
+        rows: list[JsonObject] = []
+        for index, row in self.rows.items():
+            if len(rows) == limit:
+                break
+            rows.append(
+                {
+                    "index": index,
+                    "job_id": row.job_id,
+                    "state": row.state,
+                    "since": round(row.since, 3),
+                    "began": round(row.began, 3),
+                    "turn": row.turn,
+                }
+            )
+        return rows
+
+    def _row(self, event: RowEvent) -> LiveRow | None:
+        """Return the row of an event of this run."""
+        if self.on_event is not None:
+            self.on_event()
+        return self.rows.get(event.index) if event.run == self._run else None
+
+    def _limit_changed(self, event: LimitChanged) -> None:
+        self._change(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
+
+    def _health_changed(self, event: HealthChanged) -> None:
+        reason = event.reason[:TIMELINE_CHARACTERS]
+        self._change(["health", event.at, event.endpoint, event.state, reason, event.since])
+
+    def _job_started(self, event: JobStarted) -> None:
+        if event.run == self._run:
+            self.rows[event.index] = LiveRow(event.job_id, event.at)
+            if self.on_event is not None:
+                self.on_event()
+
+    def _job_finished(self, event: JobFinished) -> None:
+        if self._row(event) is not None:
+            del self.rows[event.index]
+
+    def _drain_started(self, event: DrainStarted) -> None:
+        if event.run == self._run:
+            self._change(["drain", event.at, ""])
+
+    def _run_finished(self, event: RunFinished) -> None:
+        if event.run == self._run:
+            self._change(["end", event.at, event.ended, event.reason[:TIMELINE_CHARACTERS]])
+
+    def _turn_started(self, event: TurnStarted) -> None:
+        row = self._row(event)
+        if row is not None:
+            row.turn = event.turn
+            row.sent.append(event.at)
+            row.state, row.since = RUNNING, event.at
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        row = self._row(event)
+        if row is not None:
+            usage = event.usage
+            tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+            self._turn(row, event, "", "", tokens, event.first_token)
+            row.ready, row.backoff = event.at, 0.0
+            row.state, row.since = TOOLS if row.tools else QUEUED, event.at
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        row = self._row(event)
+        if row is not None:
+            self._turn(row, event, event.error_type, event.message[:TIMELINE_CHARACTERS], (0, 0, 0), None)
+            row.ready, row.backoff = event.at, event.retry_in or 0.0
+            row.state, row.since = BACKING_OFF if event.retry_in else QUEUED, event.at
+
+    def _answer_rejected(self, event: AnswerRejected) -> None:
+        if self._row(event) is not None:
+            message = event.message[:TIMELINE_CHARACTERS]
+            self._add(("rejected", event.at, event.at, event.index, event.turn, event.error_type, message))
+
+    def _tool_started(self, event: ToolStarted) -> None:
+        row = self._row(event)
+        if row is not None:
+            row.tools[event.turn, event.call] = event.at
+            if not row.sent:
+                row.state, row.since = TOOLS, event.at
+
+    def _turn(
+        self,
+        row: LiveRow,
+        event: TurnFinished | TurnFailed,
+        error: str,
+        message: str,
+        tokens: tuple[int, int, int],
+        first_token: float | None,
+    ) -> None:
+        start = row.sent.pop() if row.sent else event.at
+        waited = max(0.0, start - row.ready)
+        backoff = min(waited, row.backoff)
+        place = "turn", start, event.at, event.index, event.turn, event.endpoint
+        self._add((*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens, first_token))
+
+    def _tool_finished(self, event: ToolFinished) -> None:
+        row = self._row(event)
+        if row is None:
+            return
+        start = row.tools.pop((event.turn, event.call), event.at)
+        self._add(("tool", start, event.at, event.index, event.turn, event.tool[:100], event.ok, event.source))
+        if not row.tools and not row.sent:
+            row.ready, row.backoff = event.at, 0.0
+            row.state, row.since = QUEUED, event.at
+
+    def _change(self, line: Line) -> None:
+        self._changes.append(line)
+        if self.on_event is not None:
+            self.on_event()
+
+    def _add(self, span: Span) -> None:
+        if len(self._spans) < WAITING:
+            self._spans.append(span)

@@ -29,7 +29,7 @@ from batch_agent.events import (
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.version import __version__
 
 DOWN = ("down", "on trial")

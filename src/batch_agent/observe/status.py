@@ -9,9 +9,9 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import cache_json
 from batch_agent.record.timeline import SAMPLE, Line
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.latency import ToolStatistics
+from batch_agent.tools.flight import ToolStatistics
 
 ENDPOINTS = 256  # maximum listed
 LIMITS = ("max_cost", "max_total_tokens", "max_wall_time")

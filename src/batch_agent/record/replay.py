@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from batch_agent.messages import Message, Reply
-from batch_agent.record.digests import WHOLE, message_digest
+from batch_agent.record.journal import WHOLE, message_digest
 from batch_agent.record.steps import (
     ALONE,
     SHARED,

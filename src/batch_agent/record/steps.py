@@ -129,7 +129,7 @@ class Restarted:
 @value_type
 class Turn:
     """A complete answer of the model that did not complete the agent. ``asked`` is the digest of the request
-    (``record.digests``), "" before format 4."""
+    (``record.journal``), "" before format 4."""
 
     reply: Reply
     spent: Spent

@@ -18,7 +18,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.events import CacheRead, Sink
 from batch_agent.messages import Conversation
 from batch_agent.scheduler.core import Scheduler
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 LEAST_TOKENS = 512  # a shorter prefix is cheap to compute again
 PART = 0.5  # part of the cache's free memory: when others have computed this much, the prefix is touched

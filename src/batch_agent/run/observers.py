@@ -15,10 +15,9 @@ from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
 from batch_agent.blocking import in_thread
-from batch_agent.events import Sink
+from batch_agent.events import Held, Sink
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
 from batch_agent.observe.telemetry_wanted import is_wanted
-from batch_agent.run.sinks import Held
 from batch_agent.spec import BatchSpec
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from typing import Generic, Self, TypeVar, cast, final
 
 from pydantic import JsonValue
 
+from batch_agent.agent.agent import InnerWorker
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
-from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
@@ -35,6 +35,7 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
+    Clock,
     DrainStarted,
     Ended,
     HealthChanged,
@@ -43,11 +44,11 @@ from batch_agent.events import (
     RunFinished,
     RunStarted,
     Sink,
+    Sinks,
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Metrics, Statistics
-from batch_agent.observe.recorder import Recorder
+from batch_agent.observe.metrics import Metrics, Recorder, Statistics
 from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.address import is_store_url
@@ -62,7 +63,6 @@ from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
-from batch_agent.run.leases import Leases, Over
 from batch_agent.run.observers import Observers
 from batch_agent.run.recording import (
     RECORDED_STATES,
@@ -87,12 +87,11 @@ from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared, labelled, open_dispatcher, open_spending
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending
-from batch_agent.run.sinks import Clock, Sinks
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
-from batch_agent.run.worker import Worker
+from batch_agent.run.worker import Leases, Over, Worker
 from batch_agent.run.workshop import Workshop
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolStatistics
 

@@ -19,16 +19,15 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
+from batch_agent.events import Clock, ControlFinished, Ended, LimitChanged, Sink
 from batch_agent.messages import Usage
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.run.observers import Observers
-from batch_agent.run.sinks import Clock
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.kvflow import KvParts
+from batch_agent.scheduler.ordering import KvParts
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolPool
 

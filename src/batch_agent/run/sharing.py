@@ -35,7 +35,7 @@ from batch_agent.run.once import SharedOnce
 from batch_agent.run.shared import Shared
 from batch_agent.run.trust import hostfile_of, layers, sign_file
 from batch_agent.scheduler.budget import NOTHING, Amount
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.share.table import (
     BUDGET,
     BUDGET_COST,

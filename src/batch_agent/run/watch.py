@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batch_agent.messages import JsonObject
-from batch_agent.observe.recorder import Recorder
+from batch_agent.observe.metrics import Recorder
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.control import Controls

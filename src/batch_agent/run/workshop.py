@@ -6,28 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from batch_agent.agent.agent import open_worker
+from batch_agent.agent.agent import InnerWorker
 from batch_agent.agent.compaction import open_compactor
+from batch_agent.agent.dialogue import Resources
 from batch_agent.agent.fingerprint import rows_under
-from batch_agent.agent.loop import InnerWorker
 from batch_agent.agent.prefix_leader import lead_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.agent.touches import Touches
-from batch_agent.agent.turn import Resources
+from batch_agent.agent.user_worker import open_worker
 from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
 from batch_agent.events import Sink
-from batch_agent.record.digests import ShapeDigests
-from batch_agent.record.journal import Journal
+from batch_agent.record.journal import Journal, ShapeDigests
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
 from batch_agent.run.feeder import Feeder
-from batch_agent.run.leases import Leases
 from batch_agent.run.shared import Shared
-from batch_agent.run.worker import Worker
+from batch_agent.run.worker import Leases, Worker
 from batch_agent.tools.pool import ToolPool
 
 

@@ -19,13 +19,388 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.engine_load import Load
-from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
-from batch_agent.scheduler.residency import FULL
-from batch_agent.scheduler.working_set import LONG_WAIT, ContextGrowth, WorkingSet
+from batch_agent.scheduler.ordering import FIRST_GUESS, AgentProgress, TurnForecast
+from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 if TYPE_CHECKING:
-    from batch_agent.scheduler.endpoint import Endpoint
-    from batch_agent.scheduler.server import Server
+    from batch_agent.scheduler.server import Endpoint, Server
+
+# The agents whose contexts are in one engine's KV cache at the same time, and whether another one fits.
+#
+# The projection uses the mean context after each turn of earlier agents, and the probability from the turn forecast
+# that an agent continues. The part that all agents share is counted once. An agent that waits long for its tool
+# counts less and less, because others could use its memory meanwhile.
+
+MOST_AGENTS = 1 << 30
+FARTHEST = 64  # number of turns to look ahead
+NEAR = 2  # number of turns to look ahead before a member must be admitted again
+LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
+SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens per second, in seconds and in turns
+QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
+WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
+MEMBERS_A_CHANGE = 16  # a projection is computed again when one member in this number has changed,
+REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
+SHARE_STEP = 0.05  # weight of a turn in the share of evictions
+JUDGED, MOST_LOST = 64, 0.75  # turns until holding is judged, and the share of evictions that it may leave
+FIRST_REST = 512  # turns without holding after it did not help; doubled each time
+OVERBOOKED = 1.3  # part of a reported capacity that is used until an eviction confirms it
+CONFIRMS = 2  # contradictions that one eviction outweighs
+WRONG, CONTRADICTED = 1.1, 6  # hits at this part of a reported capacity contradict it; this number of them is enough
+LESS, MORE, LEAST = 0.95, 0.002, 0.6  # factor of the margin after an eviction, what a hit adds to it, and its minimum
+
+
+class ContextGrowth:
+    """Mean tokens of an agent's context after each turn."""
+
+    def __init__(self) -> None:
+        self.shared = 0  # tokens that all agents share; they are in the cache once
+        self.largest = 0  # tokens of the largest context so far
+        self._mean = [0.0]  # by turns taken
+        self._count = [0]
+        self._step = 0.0  # mean growth per turn, for turns that no agent has taken yet
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._mean) > 1
+
+    def learn(self, turns: int, tokens: int) -> None:
+        """Learn that an agent's context had ``tokens`` after ``turns`` turns."""
+        if tokens > self.largest:
+            self.largest = tokens
+        if turns > FARTHEST:
+            return
+        while turns >= len(self._mean):
+            self._mean.append(self._mean[-1] + self._step)
+            self._count.append(0)
+        self._count[turns] += 1
+        self._mean[turns] += (tokens - self._mean[turns]) / self._count[turns]
+        last = len(self._mean) - 1
+        if last > 1:
+            self._step = (self._mean[last] - self._mean[1]) / (last - 1)
+
+    def expect(self, turns: int, more: int) -> bool:
+        """Learn that the next prompt of an agent that has taken ``turns`` is longer by ``more`` tokens. Returns whether
+        that is more than expected. An answer replaces it."""
+        if not turns or turns + 1 < len(self._mean) or more <= self._step:
+            return False
+        self._step = float(more)
+        return True
+
+    def after(self, turns: int) -> float:
+        last = len(self._mean) - 1
+        return self._mean[turns] if turns <= last else self._mean[last] + (turns - last) * self._step
+
+
+class EnginePace:
+    """The speed of an engine: the most prompt tokens per second that it was seen to compute, and the seconds of a turn
+    while it is not overloaded."""
+
+    def __init__(self) -> None:
+        self._early = self._late = 0.0  # tokens per second in short spans, and in long ones
+        self.quick = 0.0  # seconds; one turn in ten is faster
+        self._began = self._heard = -inf  # of the span in which the engine always had a request of this run
+        self._tokens = 0
+
+    def learn(self, tokens: int, seconds: float, now: float) -> None:
+        """Learn from an answer that took ``seconds``; ``tokens`` of its prompt were not cached."""
+        span = max(SPAN_SECONDS, SPAN_TURNS * seconds)  # tokens computed before its start must not count much
+        if now - seconds > self._heard:
+            self._began, self._tokens = now - seconds, 0
+        elif now - self._began > 2 * span:
+            self._began, self._tokens = self._heard, 0
+        self._heard = now
+        self._tokens += tokens
+        self.quick += STEP * self.quick * (QUICK - (seconds < self.quick)) if self.quick else seconds
+        if now - self._began >= SPAN_SECONDS:
+            rate = self._tokens / (now - self._began)
+            self._early = max(self._early, rate)
+            if now - self._began >= span:
+                self._late = max(self._late, rate)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second; 0 if unknown."""
+        return self._late or self._early
+
+
+class HoldWatch:
+    """Judges by the answers whether holding agents back helps. If many contexts are evicted nevertheless, the reason
+    is another one (another client, a balancer that sends each turn elsewhere), and no agent is held for a long time."""
+
+    def __init__(self) -> None:
+        self.tells = False  # answers tell how many tokens were cached
+        self._lost = 0.0  # share of later turns whose context was evicted, over the last turns
+        self._turns = 0  # later turns since agents may be held back
+        self._rest, self._next_rest = 0, FIRST_REST  # later turns before that
+
+    @property
+    def helps(self) -> bool:
+        return self._rest <= 0
+
+    def saw(self, *, evicted: bool, held: bool) -> None:
+        """Count a later turn. ``held``: agents are held back now."""
+        if self._rest > 0:
+            self._rest -= 1
+            return
+        self._lost += SHARE_STEP * (evicted - self._lost)
+        self._turns = self._turns + 1 if held else 0
+        if self._turns >= JUDGED and self._lost > MOST_LOST:
+            self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
+            self._turns, self._lost = 0, 0.0
+
+
+class _Projection:
+    """The tokens that the members need for each turn ahead, computed again when enough of them have changed."""
+
+    def __init__(self) -> None:
+        self.needed: list[float] = []
+        self.fresh: list[float] = []  # the same for one agent that has not started
+        self.least_turns = 0  # the fewest turns of a member that was counted
+        self.at = -inf
+        self.changes = 0  # changes of members since then
+
+    def is_current(self, members: int, now: float) -> bool:
+        return self.changes <= members // MEMBERS_A_CHANGE and now - self.at < REFRESH_SECONDS
+
+
+class WorkingSet:
+    """The admitted agents of one endpoint, with their turns taken and the tokens of their contexts."""
+
+    def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
+        self._growth, self._forecast = growth, forecast
+        self.reported: int | None = None  # capacity of the cache in tokens, reported by the engine; None: not reported
+        self._trusts = False  # in the reported capacity
+        self._contradictions = 0  # contexts that were found in the cache although they should not fit
+        self._confirmed = False  # a context was evicted
+        self.ample = MOST_AGENTS  # number of members that fit with contexts of any size, computed at the last answer
+        self.queue = 0  # requests in the engine's queue at the last reading
+        self._preemptions: int | None = None  # at the last reading
+        self.learnt = LearntCapacity()
+        self.residency = Residency()
+        self.tracks = False  # the order in which contexts are used is followed; not needed while they fit by far
+        self.pace = EnginePace()
+        self.watch = HoldWatch()
+        self.margin = 1.0  # the part of the capacity that is used
+        self.members: dict[AgentProgress, tuple[int, int]] = {}
+        self._all, self._near = _Projection(), _Projection()
+
+    @property
+    def capacity(self) -> int | None:
+        """Capacity of the cache in tokens, reported by the engine or inferred from evictions; None: unknown."""
+        return self.reported if self._trusts else self.learnt.tokens
+
+    @property
+    def room(self) -> float:
+        """Tokens of the cache for contexts, without the part that agents share."""
+        capacity = self.capacity
+        return inf if capacity is None else capacity * self.margin - self._growth.shared
+
+    @property
+    def _allowed(self) -> float:
+        """Tokens that the members may need. A reported capacity is exceeded a little until an eviction confirms it: it
+        may be that of one of several replicas, and hits beyond it show that."""
+        over = OVERBOOKED if self._trusts and self.watch.tells and not self._confirmed else 1.0
+        return self.room * over
+
+    def report(self, tokens: int | None) -> None:
+        """Set the capacity that the engine reports. None: it does not, or not any more."""
+        if tokens is None and self.reported is not None:
+            self.learnt, self.margin = LearntCapacity(), 1.0
+        self.reported = tokens
+        self._judge_report()
+        self.measure()
+
+    def _judge_report(self) -> None:
+        self._trusts = self.reported is not None and self._contradictions < CONTRADICTED
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of the contexts of requests in flight, without the part that agents share."""
+        shared = self._growth.shared
+        return sum(max(0, size - shared) for each, (_, size) in self.members.items() if each.answered_at is None)
+
+    def contradict(self) -> None:
+        """Count evidence that the reported capacity is not that of the whole server."""
+        self._contradictions += CONTRADICTED // 2 if self.reported is not None else 0
+        self._judge_report()
+        self.measure()
+
+    def put(self, progress: AgentProgress, turns: int, tokens: int) -> None:
+        self.members[progress] = turns, tokens
+        self._all.changes += 1
+        self._near.changes += 1
+
+    def leave(self, progress: AgentProgress) -> None:
+        if self.members.pop(progress, None) is not None:
+            self._all.changes += 1
+            self._near.changes += 1
+
+    def is_cached(self, progress: AgentProgress) -> bool:
+        """Return whether the agent's context is probably in the cache."""
+        return not self.tracks or self.residency.holds(progress, self.room)
+
+    def look_up(self, progress: AgentProgress, tokens: int) -> None:
+        """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
+        progress.distance = None
+        if not self.tracks:
+            if 2 * len(self.members) <= self.ample or not self._trusts:
+                return
+            self._track()
+        residency = self.residency
+        if progress.turns and (not self._trusts or residency.is_tight(self.room)):
+            progress.distance = residency.distance(progress)
+        tokens = tokens if progress.turns else round(self._growth.after(1))
+        residency.sent(progress, max(0, tokens - self._growth.shared))
+
+    def _track(self) -> None:
+        """Begin to follow the order of use, with the members in the order of their last answers."""
+        self.tracks = True
+        members = sorted(self.members.items(), key=lambda item: item[0].answered_at or inf)
+        for progress, (_, tokens) in members:
+            own = max(0, tokens - self._growth.shared)
+            (self.residency.sent if progress.answered_at is None else self.residency.answered)(progress, own)
+
+    def answered(self, progress: AgentProgress, tokens: int, evicted: bool) -> bool:
+        """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
+        distance = progress.distance
+        if evicted and not self.tracks:
+            self._track()
+        if distance is None:
+            self.use(progress, tokens)
+            self.measure()
+            return False
+        before = self.capacity
+        if not self._trusts:
+            self.learnt.learn(distance + self._growth.shared, evicted=evicted)
+        elif not evicted:
+            self.margin = min(1.0, self.margin + MORE)
+            if distance + self._growth.shared > WRONG * (self.capacity or 0):
+                self._contradictions += 1
+        else:
+            self._confirmed = True
+            self._contradictions = max(0, self._contradictions - CONFIRMS)
+            if distance < FULL * self.room:  # the cache holds less than the engine reports: others use the rest
+                self.shrink()
+        self._judge_report()
+        self.use(progress, tokens)
+        self.measure()
+        return self.capacity != before
+
+    def use(self, progress: AgentProgress, tokens: int) -> None:
+        """Record that the agent's context is in the cache, and has ``tokens``."""
+        if self.tracks:
+            self.residency.answered(progress, max(0, tokens - self._growth.shared))
+
+    def shrink(self) -> None:
+        self.margin = max(LEAST, self.margin * LESS)
+
+    def preempted(self, total: int | None) -> None:
+        """Shrink the margin if the engine preempted requests: they need more memory than it has."""
+        if self._preemptions is not None and total is not None and total > self._preemptions:
+            self.shrink()
+        self._preemptions = total
+
+    def measure(self) -> None:
+        """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
+        growth, capacity = self._growth, self.capacity
+        if capacity is None or not growth.is_known:
+            self.ample = MOST_AGENTS
+            return
+        room = capacity * self.margin - growth.shared
+        most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
+        self.ample = int(room / max(1.0, most))
+
+    def keeps(self, progress: AgentProgress, now: float) -> bool:
+        """Return whether a member may continue: the contexts in the cache fit for the next turns, or another member
+        with a cached context is less advanced."""
+        if self._fits_anyway or not self.watch.helps:
+            return True
+        near = self._projected(self._near, now, NEAR)
+        if max(near.needed, default=0.0) <= self._allowed:
+            return True
+        return self.is_cached(progress) and progress.turns > near.least_turns
+
+    def fits(self, now: float, turns: int, tokens: int = 0) -> bool:
+        """Return whether the members' contexts fit for the turns ahead, with one more agent that has taken
+        ``turns``."""
+        if self._fits_anyway:
+            return True
+        projection, room = self._projected(self._all, now, FARTHEST), self._allowed
+        more = projection.fresh if not turns and not tokens else self._project({turns: [1.0, float(tokens)]}, FARTHEST)
+        needed = projection.needed
+        for ahead in range(max(len(needed), len(more))):
+            both = (needed[ahead] if ahead < len(needed) else 0.0) + (more[ahead] if ahead < len(more) else 0.0)
+            if both > room:
+                return False
+        return True
+
+    @property
+    def _fits_anyway(self) -> bool:
+        return len(self.members) < self.ample or self.capacity is None or not self._growth.is_known
+
+    def _projected(self, projection: _Projection, now: float, horizon: int) -> _Projection:
+        """Return the projection of the members; with ``NEAR``, only of those whose context is cached."""
+        if projection.is_current(len(self.members), now):
+            return projection
+        half = LONG_WAIT * self._forecast.seconds_per_turn
+        groups: dict[int, list[float]] = {}
+        cached = self.residency.cached(self.room) if horizon == NEAR and self.tracks else None
+        least = MOST_AGENTS
+        for progress, (taken, size) in self.members.items():
+            if cached is not None and progress not in cached:
+                continue
+            waited = 0.0 if progress.answered_at is None else now - progress.answered_at
+            weight = 2.0 ** (1.0 - waited / half) if waited > half > 0.0 else 1.0
+            group = groups.setdefault(taken, [0.0, 0.0])
+            group[0] += weight
+            group[1] += weight * size
+            least = min(least, taken)
+        projection.needed, projection.least_turns = self._project(groups, horizon), least
+        projection.fresh = self._project({0: [1.0, 0.0]}, horizon)
+        projection.at, projection.changes = now, 0
+        return projection
+
+    def _project(self, groups: dict[int, list[float]], horizon: int) -> list[float]:
+        """Return the tokens that agents need for each turn ahead. A group has its number and its tokens, by turns."""
+        shared, after, goes_on = self._growth.shared, self._growth.after, self._forecast.goes_on
+        found: list[float] = []
+        for ahead in range(horizon):
+            needed = alive = 0.0
+            for taken, group in groups.items():
+                if ahead and group[0]:
+                    chance = goes_on(taken + ahead - 1)
+                    group[0] *= chance
+                    group[1] = group[1] * chance + group[0] * (after(taken + ahead) - after(taken + ahead - 1))
+                alive += group[0]
+                needed += group[1] - (group[0] * shared if taken + ahead else 0.0)
+            found.append(needed)
+            if alive < 0.01:
+                break
+        return found
+
+    def pays(self, agents: float) -> bool:
+        """Return whether the members alone take more turns per second than all ``agents`` would, whose contexts would
+        be evicted and recomputed."""
+        pace, shared = self.pace, self._growth.shared
+        cycle, rate = self._forecast.seconds_between_turns + pace.quick, pace.rate
+        if self.capacity is None or not cycle or not rate:
+            return False
+        turns = contexts = last = 0.0
+        chance = 1.0
+        for taken in range(FARTHEST):
+            chance *= self._forecast.goes_on(taken)
+            if chance < 0.01:
+                break
+            last = self._growth.after(taken + 1) - shared
+            turns += chance
+            contexts += chance * last
+        if not contexts or not last:
+            return True
+        fitting = self.room * turns / contexts
+        few = min(min(fitting, agents) / cycle, rate * turns / last)
+        many = min(agents / cycle, rate * turns / contexts)
+        return few >= WORTH * many
+
 
 GONE = 0.5  # an agent whose context has less weight than this must be admitted again
 RECHECK_SECONDS = 1.0  # between two checks of the context weights while an agent is held back

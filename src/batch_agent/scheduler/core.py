@@ -6,9 +6,9 @@ a slot would otherwise be idle, so running agents come before new ones, and inpu
 agent that waits for a retry counts as if it wanted a slot. While as many agents as slots wait for a saturated tool, no
 new agent starts. At the end of the batch, all remaining rows start at once.
 
-``ordering`` decides which ready agent goes first, ``forecast`` estimates the rest of an agent, and ``routing`` chooses
+``ordering`` estimates the rest of an agent and decides which ready agent goes first, and ``routing`` chooses
 among endpoints. A turn goes to the endpoint of the agent's last turn, or to the one of its key. If that endpoint is
-full, the turn waits there (``parking``) until the wait costs more than recomputing the prefix elsewhere. It does not
+full, the turn waits there (``Parking``) until the wait costs more than recomputing the prefix elsewhere. It does not
 block the turns behind it. With one endpoint, all of this is skipped.
 
 While every endpoint is down, one turn after another is a trial. A turn whose trial failed is set aside, so that no
@@ -31,14 +31,20 @@ from batch_agent.errors import InternalError
 from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress, TurnForecast
-from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
-from batch_agent.scheduler.ordering import FIRST, LAST, Queue, ResidentFirst
-from batch_agent.scheduler.parking import Parking
+from batch_agent.scheduler.ordering import (
+    FIRST,
+    LAST,
+    AgentProgress,
+    KvParts,
+    Parking,
+    Queue,
+    ResidentFirst,
+    TurnForecast,
+)
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
+from batch_agent.scheduler.server import Endpoint
 
 MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the number of slots is unlimited
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 

@@ -1,4 +1,4 @@
-"""Decides which waiting turn goes next.
+"""Decides which waiting turn goes next, from what is expected of each agent (``TurnForecast``).
 
 The agent with the fewest expected turns left goes first, because an agent that ends gives a result and frees its
 context. This rule alone leaves the longest agents for last, and they then run with most slots idle. So when the number
@@ -17,9 +17,181 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar
 
-from batch_agent.scheduler.forecast import ENDING, TurnForecast
+if TYPE_CHECKING:
+    from batch_agent.scheduler.server import Endpoint
+
+# Estimates the rest of an agent from the run so far: turns, seconds per turn, seconds between turns.
+#
+# After each turn an agent continues or ends. The share that continues after its n-th turn, among all agents that took
+# it, gives the expected number of turns left after n turns. This is the Kaplan-Meier estimate: running agents count
+# as much as finished ones. If all agents take the same number of turns, the estimate falls by one with each turn. If
+# chance decides (geometric distribution), it stays the same. With a heavy tail it grows. Until the first agent has
+# ended, all agents are expected to take twice as many turns as the furthest one.
+
+ENDING = 1.7  # the batch is ending if the work left per slot takes at most this many times the longest remaining agent
+FEW = 8  # this many agents do not fill an engine, so the order in which it serves them hardly matters
+FIRST_GUESS = 4  # minimum turns expected of an agent until one has ended
+LEARN_AGAIN = 8  # estimates are updated when another eighth of the agents has ended
+
+
+class AgentProgress:
+    """The state of one agent."""
+
+    __slots__ = ("answered_at", "distance", "expected", "home", "key", "live", "model", "tokens", "turns")
+
+    def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
+        self.turns = turns  # turns taken when it last requested another
+        self.key = key  # agents with the same key should share an endpoint
+        self.model = model  # the model that it uses; "": any
+        self.home: Endpoint | None = None  # the endpoint of its last answer, which has its prefix cached
+        self.tokens = 0  # of that prefix
+        self.expected = 0  # estimated tokens of its next prompt
+        self.distance: int | None = None  # tokens of other contexts used between its last turn and this one
+        self.live = False  # between the start and the end of an agent
+        self.answered_at: float | None = None  # time of its last answer, until it requests the next turn
+
+
+class TurnForecast:
+    def __init__(self) -> None:
+        self.rows: int | None = None  # rows still to be started; None: unknown
+        self.live_turns = 0.0  # sum of the expected turns of all live agents
+        self.started = 0  # agents, in all
+        # Indexed by turns taken; the last index is the most that any agent has taken.
+        self._live = [0]
+        self._went_on = [0]
+        self._ended = [0]
+        self._turns_left = [1.0]
+        self._ends = 0
+        self._learn_at = 1
+        self._turn_count = self._rest_count = 0
+        self._turn_seconds = self._rest_seconds = 0.0
+
+    def start(self) -> None:
+        self.started += 1
+        self._live[0] += 1
+        self.live_turns += self._turns_left[0]
+
+    def go_on(self, progress: AgentProgress, turns: int, now: float) -> None:
+        """Record that the agent has taken ``turns`` and requests the next one. Repeats are ignored."""
+        if progress.answered_at is not None:
+            self._rest_count += 1
+            self._rest_seconds += now - progress.answered_at
+            progress.answered_at = None
+        if turns <= progress.turns:
+            return
+        further = self._see(progress, turns)
+        self._live[turns] += 1
+        self.live_turns += self._turns_left[turns]
+        progress.turns = turns
+        if further:
+            self._learn()
+
+    def answered(self, progress: AgentProgress, seconds: float, now: float) -> None:
+        self._turn_count += 1
+        self._turn_seconds += seconds
+        progress.answered_at = now
+
+    def end(self, progress: AgentProgress, turns: int) -> None:
+        """Record that the agent has ended. A turn that it requested and never got counts as its last."""
+        turns = max(turns, progress.turns + 1)
+        self._see(progress, turns)
+        self._went_on[turns] -= 1
+        self._ended[turns] += 1
+        self._ends += 1
+        if self._ends >= self._learn_at:
+            self._learn_at = self._ends + self._ends // LEARN_AGAIN + 1
+            self._learn()
+
+    @property
+    def turns_to_come(self) -> float:
+        """Total expected turns, including those in flight; infinite if the number of rows is unknown."""
+        return inf if self.rows is None else self.live_turns + self.rows * self._turns_left[0]
+
+    def turns_left(self, turns: int) -> float:
+        """Return the expected turns left of an agent that has taken ``turns``."""
+        return self._turns_left[turns]
+
+    @property
+    def live(self) -> int:
+        """Number of agents that have started and not ended."""
+        return sum(self._live)
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every agent of the batch has started, and there are more than a few."""
+        return self.rows == 0 and self.started > FEW
+
+    @property
+    def furthest(self) -> int:
+        """The most turns that any agent has taken."""
+        return len(self._live) - 1
+
+    @property
+    def seconds_per_turn(self) -> float:
+        """Mean seconds of a request; 0 before the first answer."""
+        return self._turn_seconds / self._turn_count if self._turn_count else 0.0
+
+    @property
+    def seconds_between_turns(self) -> float:
+        """Mean seconds from an answer to the agent's next request."""
+        return self._rest_seconds / self._rest_count if self._rest_count else 0.0
+
+    def goes_on(self, turns: int) -> float:
+        """Return the probability that an agent that has taken ``turns`` takes another one."""
+        if not turns:
+            return 1.0
+        furthest = len(self._live) - 1
+        if turns > furthest or not (resolved := self._went_on[turns] + self._ended[turns]):
+            return 1.0 if not self._ends and turns < max(FIRST_GUESS, 2 * furthest) else 0.0
+        return self._went_on[turns] / resolved
+
+    def slack(self, turns: int, slots: int) -> float:
+        """Return the ratio of the work left per slot to the remaining time of an agent that has taken ``turns``.
+
+        The remaining time is how long the agent takes if it never waits for a slot. Infinite while the number of rows
+        or the length of a turn is unknown.
+        """
+        if self.rows is None or not self._turn_seconds:
+            return inf
+        left = self._turns_left[turns]
+        rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
+        way = left + (left - 1) * rest * self._turn_count / self._turn_seconds  # in turns, like the work
+        return (self.live_turns + self.rows * self._turns_left[0]) / slots / way
+
+    def ending(self, turns: int, slots: int) -> bool:
+        """Return whether an agent that has taken ``turns`` is among those that determine the end of the batch."""
+        return self.slack(turns, slots) <= ENDING
+
+    def _see(self, progress: AgentProgress, turns: int) -> bool:
+        """Record that the agent continued up to ``turns``. Returns True if no agent was as far before."""
+        self._live[progress.turns] -= 1
+        self.live_turns -= self._turns_left[progress.turns]
+        further = turns >= len(self._live)
+        while turns >= len(self._live):
+            self._live.append(0)
+            self._went_on.append(0)
+            self._ended.append(0)
+            self._turns_left.append(self._turns_left[-1])
+        for taken in range(progress.turns + 1, turns + 1):
+            self._went_on[taken] += 1
+        return further
+
+    def _learn(self) -> None:
+        furthest = len(self._live) - 1
+        # No agent was seen beyond the furthest: expect the same number again or, once agents have ended, the mean
+        # between ends.
+        left = (sum(self._went_on) + self._ends) / self._ends if self._ends else float(furthest)
+        self._turns_left[furthest] = left = max(1.0, left)
+        for taken in range(furthest, 0, -1):
+            goes_on = self._went_on[taken] / (self._went_on[taken] + self._ended[taken])
+            self._turns_left[taken - 1] = left = 1.0 + goes_on * left
+        self.live_turns = sum(live * left for live, left in zip(self._live, self._turns_left, strict=True))
+
 
 FIRST = -2  # instead of turns taken: the queue that is served before all others
 LAST = -1  # instead of turns taken: the queue that is served when all others are empty
@@ -153,3 +325,191 @@ class ResidentFirst(Queue[Waiting]):
         waiting = late.take(slots)
         self._late.remove(waiting)
         return waiting
+
+
+# Turns that wait for one endpoint although others may be free.
+#
+# Each place has a queue of its own, so these turns do not block others. A place is an endpoint, or the name of a
+# model that no free endpoint serves. A turn stops waiting once that costs more than recomputing the prefix.
+
+Place = TypeVar("Place", bound=Hashable)
+
+
+class Parking(Generic[Waiting, Place]):
+    def __init__(self, forecast: TurnForecast) -> None:
+        self._forecast = forecast
+        self._lines: dict[Place, Queue[Waiting]] = {}  # without empty queues
+        self.parked: dict[Waiting, tuple[Place, int, int]] = {}  # place, turns taken, and the number of its entry
+        self.names: dict[str, None] = {}  # the places that are model names
+        self._counts: dict[Place, int] = {}
+        self._dues: list[tuple[float, int, Waiting]] = []
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self.parked)
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._lines
+
+    def waiting(self, place: Place) -> int:
+        return self._counts.get(place, 0)
+
+    def park(self, waiting: Waiting, turns: int, place: Place, due: float = inf) -> None:
+        line = self._lines.get(place)
+        if line is None:
+            line = self._lines[place] = Queue(self._forecast)
+            if isinstance(place, str):
+                self.names[place] = None
+        line.add(waiting, turns)
+        self._counts[place] = self._counts.get(place, 0) + 1
+        self._numbers += 1
+        self.parked[waiting] = place, turns, self._numbers
+        if due < inf:
+            heappush(self._dues, (due, self._numbers, waiting))
+
+    def take(self, place: Place, slots: int | None) -> Waiting | None:
+        """Remove and return the next turn that waits for this place, or None."""
+        line = self._lines.get(place)
+        if line is None:
+            return None
+        waiting = line.take(slots)
+        self._forget(waiting)
+        return waiting
+
+    def remove(self, waiting: Waiting) -> None:
+        place, turns, _ = self.parked[waiting]
+        self._lines[place].remove(waiting, turns)
+        self._forget(waiting)
+
+    def impatient(self, now: float) -> Waiting | None:
+        """Remove and return a turn that has waited long enough, or None."""
+        if self.due > now:
+            return None
+        _, _, waiting = heappop(self._dues)
+        self.remove(waiting)
+        return waiting
+
+    @property
+    def due(self) -> float:
+        """When the next turn will have waited long enough; infinite if none will."""
+        while self._dues:
+            due, number, waiting = self._dues[0]
+            parked = self.parked.get(waiting)
+            if parked is not None and parked[2] == number:
+                return due
+            heappop(self._dues)
+        return inf
+
+    def _forget(self, waiting: Waiting) -> None:
+        place, _, _ = self.parked.pop(waiting)
+        self._counts[place] -= 1
+        if not self._counts[place]:
+            del self._counts[place], self._lines[place]
+            if isinstance(place, str):
+                del self.names[place]
+
+
+# The parts of scheduling by an engine's KV cache. Each can be switched on and off alone.
+#
+# ``kvflow="auto"`` enables the parts with a measured gain (docs/kv.md), ``True`` all of them, ``False`` none.
+
+LIKELY = 0.5  # minimum probability of another turn to pin a context
+SOON = 10.0  # times the mean seconds of a request: an agent with a longer tool wait is not pinned
+LATE = 2.0  # times the mean tool wait, after which the agent is no longer expected
+SLACK_SECONDS = 2.0  # for the time until the next request arrives
+UNKNOWN_SECONDS = 15.0  # length of a pin while no agent has returned from a tool, or tools take no time
+
+
+@dataclass(frozen=True, slots=True)
+class KvParts:
+    admission: bool = True  # an agent whose context does not fit waits
+    order: bool = True  # among ready agents, those whose context is probably still cached go first
+    touch: bool = False  # an evicted context is computed again while the agent's tool runs
+    keep_alive: bool = False  # the shared prefix is touched while all agents wait for tools and others use the engine
+    pin: bool = False  # engines that support it keep the contexts of agents that wait for tools
+
+    @classmethod
+    def of(cls, kvflow: bool | Literal["auto"]) -> Self:
+        """Return the parts that a value of the option ``kvflow`` enables."""
+        return cls() if kvflow == "auto" else cls(*(5 * [kvflow]))
+
+    @property
+    def any(self) -> bool:
+        return self.admission or self.order or self.touch or self.keep_alive or self.pin
+
+
+def pin_seconds(forecast: TurnForecast, turns: int) -> float:
+    """Return how long an engine should keep the context of an agent that has taken ``turns``; 0: no pin. An engine
+    evicts the least recently used context, and does not know that an agent in a tool wait will continue."""
+    if forecast.goes_on(turns + 1) < LIKELY:
+        return 0.0
+    wait = forecast.seconds_between_turns
+    if not wait:
+        return UNKNOWN_SECONDS
+    return LATE * wait + SLACK_SECONDS if wait <= SOON * forecast.seconds_per_turn else 0.0
+
+
+# Decides whether to stream the answers of a run, so that tools can start before the answer is complete.
+#
+# The gain of streaming belongs to the agent: the time that its tools had run when the answer was complete. The cost
+# is a little event-loop time for each token, and all agents share the loop: while it reads for one agent, the others
+# in flight may have to wait. So a turn is worth streaming if its agent gains more than all agents together can lose.
+#
+# A trial decides: a few turns are streamed and ``TRIAL`` answers are measured. While streaming pays, each further
+# answer is added to the mean, in which older answers count less. Agents often move in waves, and a wave of last
+# answers, which call no tool, is no reason to stop. When streaming does not pay, answers are not streamed for
+# ``REST`` turns, and then there is another trial, because tools and answers may have changed. This module has no
+# clock: the caller measures each turn.
+
+TRIAL = 16  # answers that decide; twice as many turns are streamed for it, because some fail
+MEMORY = 256  # number of answers after which all earlier ones count half
+REST = 1024  # turns
+TOKEN_SECONDS = 15e-6  # event-loop seconds for one token of a stream
+
+
+class Streaming:
+    def __init__(self) -> None:
+        self._told: bool | None = None  # the last decision that was reported
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self._pays: bool | None = None  # None: on trial
+        self._asked = 0  # turns streamed for the trial
+        self._whole = 0  # turns since then that were not streamed
+        self._answers = 0
+        self._gained = self._cost = 0.0  # of those answers, in seconds
+
+    def wants_next(self) -> bool:
+        """Return whether to stream the next turn."""
+        if self._pays:
+            return True
+        if self._whole >= REST:  # also after a trial whose answers never arrived
+            self._begin_trial()
+        if self._pays is None and self._asked < 2 * TRIAL:
+            self._asked += 1
+            return True
+        self._whole += 1
+        return False
+
+    def learn(self, gained: float, tokens: int, inflight: int) -> tuple[bool, str] | None:
+        """Learn from a complete streamed answer. ``gained``: seconds that its tools had run by then; ``inflight``:
+        turns in flight. Returns a new decision with its reason, or None if nothing changed."""
+        if self._pays is False:  # it was sent before streaming stopped
+            return None
+        self._answers += 1
+        self._gained += gained
+        self._cost += tokens * TOKEN_SECONDS * max(1, inflight)
+        if self._answers < TRIAL:
+            return None
+        gain, cost = self._gained / self._answers, self._cost / self._answers
+        self._pays = gain > cost
+        if self._answers >= MEMORY:
+            self._answers //= 2
+            self._gained /= 2
+            self._cost /= 2
+        if self._pays is self._told:
+            return None
+        self._told = self._pays
+        verdict = "more" if self._pays else "no more"
+        reason = f"early tools gain {gain:.2g} s per turn, {verdict} than the {cost:.2g} s that reading tokens costs"
+        return self._pays, reason

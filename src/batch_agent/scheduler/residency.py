@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from batch_agent.scheduler.forecast import AgentProgress
+from batch_agent.scheduler.ordering import AgentProgress
 
 MOST = 4_096  # number of contexts that are remembered
 PLACES = 2 * MOST  # in the order of use, before they are numbered again

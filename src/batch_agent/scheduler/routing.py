@@ -19,8 +19,7 @@ from heapq import heapify, heappop, heappush
 from math import inf, log
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR
+from batch_agent.scheduler.server import SHORTEST_SILENCE, SILENCE_FACTOR, Endpoint
 
 LEARN = 0.1  # the weight of the latest first prompt in the mean
 LEARN_ALL = 0.05  # the weight of the latest answer in the mean seconds per turn of all

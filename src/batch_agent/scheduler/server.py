@@ -11,21 +11,310 @@ dispatcher may come an hour later.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING
+from random import random
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from batch_agent.scheduler.blame import EndpointHistory, RowHistory
-from batch_agent.scheduler.capacity import Capacity
-from batch_agent.scheduler.health import Health
-from batch_agent.scheduler.limit_search import MOST, LimitSearch
+from batch_agent.scheduler.blame import SEVERAL, EndpointHistory, RowHistory
+from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
 from batch_agent.scheduler.rates import Rates
-from batch_agent.scheduler.refusals import Refusals
 
 if TYPE_CHECKING:
     from batch_agent.scheduler.core import Slot
-    from batch_agent.scheduler.endpoint import Endpoint
+
+# The health of one endpoint over time: healthy, suspect, down, on trial.
+#
+#     healthy ──── failure ───▶ suspect ──── several rows failed, or unreachable ───▶ down
+#        ▲                         │                                                │  ▲
+#        ├────── good answer ──────┘                                     pause over │  │ failed
+#        │                                                                          ▼  │
+#        └──────────────────────────────── answered ───────────────────────────── on trial
+#
+# A suspect endpoint is in doubt while a control request finds out whether it or its rows are bad. It gets nothing
+# else meanwhile.
+#
+# ``blame`` decides the transitions; this module owns their timing. A down endpoint gets one real request at a time,
+# its trial. The pause between two trials grows with the outage, so that the time lost after the server's return stays
+# a small share of the outage. A trial that is not answered in the usual time may be lost, or the server may have
+# become slow. One such request continues beside the next trials, each time with twice the time limit.
+#
+# An endpoint is silent if it sends nothing at all for much longer than its slowest answer took.
+
+State = Literal["healthy", "suspect", "down", "on trial"]
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two trials
+PAUSE_SHARE = 1 / 300  # of the outage so far
+DENIED_SHARE = 1 / 20  # the same if it denies every row
+JITTER = 0.3  # random part of a pause
+LEARNT = 10  # good answers before the slowest of them is used
+SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and factor over the slowest answer
+MOST_DOUBLED = 6  # times that the wait between two looks at a silent endpoint is doubled
+FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe counts as evidence that it is up
+SHORTEST_GRACE = 1.0  # seconds
+SHORTEST_TRIAL = 2.0  # seconds a trial may take
+SHORTEST_CONTROL = 10.0  # seconds a control request may take: it may wait in the server's queue
+FIRST_ANSWER = 60.0  # seconds, while the server has answered nothing: it may load a model
+TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold answers more slowly than before
+
+
+class Health:
+    """``chance`` returns random numbers from 0 to 1."""
+
+    def __init__(self, chance: Callable[[], float] = random) -> None:
+        self._chance = chance
+        self.state: State = "healthy"
+        self.is_denied = False  # it is down because it denies every row
+        self.in_doubt = False  # nothing but a control request is sent
+        self.patient = False  # answers may take hours: silence is no evidence
+        self.answered = False  # at least once
+        self.reached = False  # it has answered something, even if only an error
+        self.down_since = 0.0
+        self.next_trial = 0.0
+        self.probing = False  # a probe replaces the trial, or precedes it
+        self.ready = False  # the probe is done, and a row may be the trial before the next probe
+        self.trials = 0  # number in this outage
+        self.trial_ends = 0.0  # when the latest trial times out
+        self.reason = ""  # text of the latest failure
+        self.heard = 0.0  # when the last request was sent or answered
+        self.up_at = -inf  # when an answer or a probe last showed that it is up; -inf after evidence that it is down
+        self._silent = False  # it is down because it was silent
+        self._patience = 0.0  # seconds that a trial was waited for
+        self._good = 0
+        self.slowest = 0.0  # seconds of the slowest answer
+        self.slowest_control = 0.0  # the same for control requests
+        self.sounded = False  # a request was recalled to find out how long a row takes
+        self._looks = 0  # times that its silence was looked into since its last answer
+        self._looked_at = 0.0
+
+    @property
+    def is_down(self) -> bool:
+        return self.state in ("down", "on trial")
+
+    def answer(self, seconds: float, sent_at: float, now: float) -> bool:
+        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. With 0
+        ``seconds`` it says nothing about the time that others take."""
+        self.heard = self.up_at = now
+        self.answered = True
+        self._looks = 0
+        self._good += seconds > 0
+        if seconds > self.slowest:
+            self.slowest = seconds
+        if self.state == "healthy":
+            return False
+        was_down = self.is_down
+        if was_down and sent_at < self.down_since and not self._silent:
+            return False  # it finishes old requests, and may accept no new ones
+        self.state, self.in_doubt, self.is_denied = "healthy", False, False
+        return was_down
+
+    def recover(self) -> None:
+        """End the outage because of a probe."""
+        self.state = "healthy"
+
+    def fail(self, reason: str, now: float) -> None:
+        self.heard, self.up_at = now, -inf
+        self.reason = reason
+        if self.state == "healthy":
+            self.state = "suspect"
+
+    def doubt(self, reason: str, now: float) -> None:
+        self.fail(reason, now)
+        self.in_doubt = True
+
+    def go_down(self, now: float, *, silent: bool = False) -> None:
+        self.state, self.in_doubt, self.is_denied = "down", False, False
+        self.up_at, self.ready = -inf, False
+        self._silent = silent
+        self.down_since = now
+        self.trials = 0
+        self._patience = 0.0
+        self.next_trial = now + self.pause(now)
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether enough answers are known to tell how long one takes."""
+        return self._good >= LEARNT
+
+    def is_silent(self, in_flight: int, now: float) -> bool:
+        """Return whether it is silent for certain: many answers have shown how long one takes."""
+        return not self.is_down and in_flight >= SEVERAL and self.is_learnt and now >= self.silent_at
+
+    @property
+    def silent_at(self) -> float:
+        """When its silence is looked into: the second time after twice as long, and so on."""
+        if self.patient:
+            return inf
+        wait = max(SHORTEST_SILENCE, SILENCE_FACTOR * self.slowest)
+        return max(self.heard, self._looked_at) + wait * 2.0 ** min(self._looks, MOST_DOUBLED)
+
+    def look(self, now: float) -> int:
+        """Record that its silence is looked into, and return how often it was before."""
+        self._looks += 1
+        self._looked_at = now
+        return self._looks - 1
+
+    def is_sound(self, now: float) -> bool:
+        """Return whether it has recently proved to be up."""
+        return now - self.up_at <= FRESH
+
+    @property
+    def grace(self) -> float:
+        """Seconds that requests from before an outage still get after its end."""
+        return max(SHORTEST_GRACE, 2 * self.slowest)
+
+    # Trials
+
+    def try_now(self, now: float, *, probing: bool = False) -> None:
+        """Record that a trial is sent, or a probe in its place."""
+        self.state = "on trial"
+        self.probing, self.ready = probing, False
+        self.trials += not probing
+        self.next_trial = now + self.pause(now)
+        self.trial_ends = now + (self.trial_seconds(now) or inf)
+
+    def pause(self, now: float, since: float | None = None) -> float:
+        """Return the seconds until the next trial, partly random so that many runs do not coincide."""
+        lasted = now - (self.down_since if since is None else since)
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * (DENIED_SHARE if self.is_denied else PAUSE_SHARE))
+        return longest * (1 - JITTER * self._chance())
+
+    def trial_seconds(self, now: float) -> float | None:
+        """Return the time limit of a trial; None if the server has never answered."""
+        if not self.answered or self.patient:
+            return None
+        return max(SHORTEST_TRIAL, 2 * self.slowest, (now - self.down_since) * TRIAL_SHARE)
+
+    def control_seconds(self, now: float) -> float:
+        """Return the time limit of a control request."""
+        if not self.answered:
+            return FIRST_ANSWER
+        return max(SHORTEST_CONTROL, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
+
+    def patient_seconds(self, now: float) -> float:
+        """Return the time limit of the one trial that continues beside the next ones."""
+        self._patience = 2 * max(self._patience, self.trial_seconds(now) or 0.0)
+        return self._patience
+
+    def trial_over(self) -> None:
+        """Record that the trial failed, or was withdrawn. It has no effect if the trial was answered."""
+        if self.state == "on trial":
+            self.state, self.up_at = "down", -inf
+
+    def what_was_tried(self, now: float, max_outage: float) -> str:
+        """Return the reason why the endpoint is given up, as a message."""
+        outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
+        if self.answered or self.reached:
+            return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"
+        return f"the server never answered, in {outage}: {self.reason}"
+
+
+# Decides whether a denial (401, 403, 404 and similar) concerns one row, or every row of the run.
+#
+# A wrong key concerns all rows. So does a path or a model that does not exist, if the server has never given a good
+# answer. After good answers a denial is first confirmed, because a gateway may deny requests by mistake, or for the
+# moment in which it loads its configuration. Only a request that was sent a while after the first denial arrived
+# confirms it: requests that were in flight together are denied together, by one mistake. If there is no good answer
+# in between, it concerns all rows. That is not the end: the endpoint counts as down, and is tried again
+# (``dispatch.endpoints``).
+#
+# Anything else (a bad image, a prompt that a filter refuses) may concern only the row. It is unclear until a request
+# sent at the same time or later gets a good answer, or until other rows are denied too. The same denial of several
+# rows with no such answer between them concerns all rows, unless many more requests are in flight: a denial often
+# arrives sooner than an answer. The same holds for a forbidden or missing thing where no control request can be sent:
+# only such a request can tell, at the end of a batch, that the last row is at fault.
+
+Scope = Literal["row", "confirm", "unclear", "all"]
+
+WRONG_KEY = frozenset({401, 402, 429})  # the 429 of a spent quota; a 429 with a Retry-After is not a denial
+WRONG_PLACE = frozenset({301, 302, 303, 307, 308, 404, 405})
+FORBIDDEN = 403
+CONFIRM_AFTER = 0.25  # seconds from the first denial until a request is sent that can confirm it
+CONFIRMED = 2  # number of rows that were denied in such a request, while others are in flight
+ALONE = 3  # denials of one row, while others were answered, that are the row's own fault
+SEVERAL_ROWS = 10  # number of rows with a status that may concern all; a moderator may refuse a few in a row
+FEW_ROWS = 3  # the same before any good answer, with few requests in flight
+MANY_ROWS = 20  # number of rows with the same message and another status
+
+_VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
+
+
+class Denial(NamedTuple):
+    """``number`` is how often the row was denied, this denial included."""
+
+    sent_at: float
+    arrived_at: float
+    number: int = 1
+
+
+class Refusals:
+    def __init__(self) -> None:
+        self._answered = False
+        self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
+        self._rows: dict[Hashable, float] = {}  # row → when its request was sent
+        self._denied_at: float | None = None  # arrival of the first denial that no answer has disproved
+
+    def answered(self, sent_at: float) -> None:
+        """Record a good answer to a request sent at ``sent_at``."""
+        self._answered = True
+        if self._rows:
+            unclear = {row: sent for row, sent in self._rows.items() if sent > sent_at}
+            if len(unclear) < len(self._rows) or (self._denied_at is not None and sent_at > self._denied_at):
+                self._denied_at = None
+            self._rows = unclear
+
+    @property
+    def has_answered(self) -> bool:
+        return self._answered
+
+    def is_unclear(self, row: Hashable) -> bool:
+        return row in self._rows
+
+    def scope(
+        self,
+        row: Hashable,
+        status: int | None,
+        message: str,
+        denial: Denial,
+        left_in_flight: int,
+        *,
+        can_ask: bool = False,
+    ) -> Scope:
+        """Return which rows a denial concerns. ``confirm``: send the same request again, ``CONFIRM_AFTER`` later at the
+        earliest. ``can_ask``: a control request can be sent."""
+        if status is None:  # a filter stopped the answer; the request itself was accepted
+            return "row"
+        wrong_key = status in WRONG_KEY
+        if (wrong_key or status in WRONG_PLACE) and not self._answered:
+            return "all"
+        by_status = wrong_key or status in WRONG_PLACE or status == FORBIDDEN
+        kind = (status, "" if by_status else _VARIABLE.sub("…", message))
+        if kind != self._kind:
+            self._kind = kind
+            self._rows.clear()
+        confirms = wrong_key or (can_ask and by_status and self._answered)
+        if confirms and denial.number >= ALONE and row not in self._rows:
+            return "row"  # other rows were answered meanwhile
+        if not self._rows or self._denied_at is None:
+            self._denied_at = denial.arrived_at
+        self._rows[row] = denial.sent_at
+        if confirms:
+            confirmed = sum(sent >= self._denied_at + CONFIRM_AFTER for sent in self._rows.values())
+            if confirmed >= CONFIRMED or (confirmed and not left_in_flight):
+                return "all"
+            return "confirm" if denial.number < ALONE else "unclear"
+        refused = len(self._rows)
+        if by_status and not self._answered and refused >= FEW_ROWS and left_in_flight <= refused:
+            return "all"
+        return (
+            "all"
+            if refused >= (SEVERAL_ROWS if by_status else MANY_ROWS) and left_in_flight <= 2 * refused
+            else "unclear"
+        )
+
 
 MOST_KNOWN = 10_000  # number of unused servers that are remembered
 SAME_TIME = 1e-3  # seconds: two requests that were sent together
@@ -176,3 +465,99 @@ class KnownServers:
             self._servers = {each: server for each, server in self._servers.items() if server.endpoints}
         place = name, "" if not key else blake2b(key.encode(), digest_size=8).hexdigest()
         return self._servers.setdefault(place, Server(name))
+
+
+# One server as one dispatcher uses it: the dispatcher's requests in flight there, and whether it may send more.
+
+
+def _never() -> bool:
+    return False
+
+
+class Endpoint:
+    """``is_hungry`` returns whether its dispatcher waits for a slot. ``on_change`` is called when another dispatcher
+    has changed the state of the server."""
+
+    def __init__(self, server: Server | None = None, terms: Terms | None = None, name: str = "") -> None:
+        self.server = Server() if server is None else server
+        self.name = name  # the backend's name for it
+        self.inflight = 0
+        self.given_up = ""  # reason why it gets no more requests of this dispatcher
+        self.leaving = False  # it gets no more requests, and is removed after its last answer
+        self.is_hungry: Callable[[], bool] = _never
+        self.on_change: Callable[[Endpoint], None] | None = None
+        self.server.join(self, Terms() if terms is None else terms)
+        self.capacity: Capacity = self.server.capacity
+        self.health: Health = self.server.health
+
+    def close(self) -> None:
+        self.server.leave(self)
+
+    def tell_others(self) -> None:
+        """Notify the other dispatchers of the server about a change."""
+        for other in tuple(self.server.endpoints):
+            if other is not self and other.on_change is not None:
+                other.on_change(other)
+
+    def has_slot(self, now: float) -> bool:
+        """Return whether a request may be sent to it now."""
+        server = self.server
+        if self.given_up or self.leaving or now < server.held_until:
+            return False
+        if server.rates is not None and server.rates.free_at(now) > now:
+            return False
+        state = self.health.state
+        if state == "down":
+            return self.health.ready or now >= self.health.next_trial
+        share = server.share(self)
+        return state != "on trial" and not self.health.in_doubt and (share is None or self.inflight < share)
+
+    def takes_control(self, now: float) -> bool:
+        """Return whether a control request may be sent to it now."""
+        server, health = self.server, self.health
+        if self.given_up or self.leaving or now < server.held_until or health.state == "on trial":
+            return False
+        if health.state == "down" and not (health.ready or now >= health.next_trial):
+            return False
+        return server.rates is None or server.rates.free_at(now) <= now
+
+    @property
+    def spare(self) -> float:
+        """Number of slots that would stay idle. If the endpoint is down: 1, for the next trial."""
+        health = self.health
+        if self.given_up or self.leaving or self.server.held_until or health.state == "on trial" or health.in_doubt:
+            return 0
+        if health.state == "down":
+            return 1
+        share = self.server.share(self)
+        return inf if share is None else max(0, share - self.inflight)
+
+    @property
+    def slots(self) -> int | None:
+        """Total slots while it is healthy; None means unlimited."""
+        return 0 if self.given_up or self.leaving or self.health.is_down else self.server.share(self)
+
+    @property
+    def is_working(self) -> bool:
+        return not (self.given_up or self.leaving or self.health.is_down)
+
+    def take(self, now: float, backing_off: int = 0) -> bool:
+        """Count a request that is sent. Returns True if it is a trial. ``backing_off``: requests that want a slot again
+        after a refusal."""
+        server = self.server
+        self.inflight += 1
+        server.inflight += 1
+        if server.inflight > server.most_in_flight:
+            server.most_in_flight = server.inflight
+        limit = self.capacity.limit
+        if limit is not None and server.inflight + self.capacity.others + backing_off >= limit:
+            self.capacity.filled = True
+        trial = self.health.state == "down"
+        if trial:
+            self.health.try_now(now)
+        self.health.heard = now
+        return trial
+
+    def give_back(self) -> None:
+        self.inflight -= 1
+        self.server.inflight -= 1

@@ -21,8 +21,7 @@ from batch_agent.door import RequestRefused, json_response, read_body, read_obje
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, RequestReader
 from batch_agent.messages import Conversation, Reply
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import FIRST
+from batch_agent.scheduler.ordering import FIRST, AgentProgress
 from batch_agent.serve.asking import (
     ClientCall,
     envelope,

@@ -23,10 +23,10 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.events import Clock
 from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
-from batch_agent.run.sinks import Clock
 from batch_agent.serve.admin import Admin
 from batch_agent.serve.api import Api, ApiLimits, refuse
 from batch_agent.serve.batches import ServedBatches

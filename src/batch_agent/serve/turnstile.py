@@ -15,7 +15,7 @@ from math import inf, isinf
 
 from batch_agent.backends.base import Load
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.server import Endpoint
 from batch_agent.serve.governor import Governor
 
 PENDING = 8  # lines that were granted and have not asked for a slot yet

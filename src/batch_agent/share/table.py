@@ -28,7 +28,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.scheduler.limit_search import Progress
+from batch_agent.scheduler.capacity import Progress
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # prefixes of the names of pots

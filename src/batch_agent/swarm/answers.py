@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import JsonValue
 
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import counted, object_of
+from batch_agent.backends.http.wire import Faults, counted, object_of
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.swarm.response import Response

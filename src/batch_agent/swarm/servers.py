@@ -20,10 +20,8 @@ from math import inf
 from typing import Self
 
 from batch_agent.backends.base import Probe
-from batch_agent.backends.http.client import HttpClient, Route
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.probe import probe_server
-from batch_agent.backends.http.wire import written
+from batch_agent.backends.http.backend import HttpClient, Route, probe_server
+from batch_agent.backends.http.wire import Faults, written
 from batch_agent.backends.openai.model_list import read_entries
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer, Policy, Question
@@ -34,10 +32,8 @@ from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.forecast import AgentProgress
-from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.server import Endpoint, Server
 from batch_agent.swarm.options import above_zero, whole
 
 ATTEMPTS = 5  # of one request, if the connection breaks or the server is overloaded

@@ -14,11 +14,8 @@ import orjson
 from multidict import CIMultiDict
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import Naming, read_quota, report_calls
-from batch_agent.backends.openai.chat import ChatView, encode_head
-from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
-from batch_agent.backends.openai.server import join_body
+from batch_agent.backends.http.wire import Faults, Naming, read_quota, report_calls
+from batch_agent.backends.openai.chat import AnswerStream, ChatView, encode_head, join_body, read_answer
 from batch_agent.http.failures import BrokenOff, ClosedEarly
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request

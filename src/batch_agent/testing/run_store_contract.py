@@ -15,7 +15,6 @@ needs pytest.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,89 +22,41 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
     Counts,
     FeederReplaced,
-    KeptStep,
     LeasedRow,
     NewRow,
     Resuming,
     RowChange,
-    RowLease,
     RunStore,
 )
 from batch_agent.share.table import BUDGET_TOKENS, SLOTS, Claim, Learnt
-from batch_agent.testing.store_place import StorePlace, begun, bodies, done, facts, files_limited_to, new_row, turn
+from batch_agent.testing.store_durability import DurabilityContract
+from batch_agent.testing.store_place import (
+    DEAD,
+    FRESH,
+    MEMBER,
+    RESUME,
+    StorePlace,
+    begun,
+    bodies,
+    done,
+    facts,
+    needs,
+    new_row,
+    sit,
+    texts,
+    turn,
+)
 
 SLOT_POT = f"{SLOTS}server"
 TRIES = 20  # to wait for something for half a second
-MEMBER, DEAD = 60.0, 1e-7  # seconds of a membership that lasts, and of one that has ended when the call returns
-FRESH, RESUME = Resuming(), Resuming(resume=True)
+LONG = 'text "with" \n, é, \0 and \u2028 ' * 10_000
 
 
-class _Sitting:
-    """A session of a feeder with one worker, for tests. ``answers`` is what the feeder got for its rows."""
-
-    def __init__(
-        self, place: StorePlace, store: RunStore, rows: Sequence[NewRow], how: Resuming, facts: JsonObject
-    ) -> None:
-        store.open(how)
-        self.place, self.store, self.facts = place, store, facts
-        opened = store.open_feed(facts, how)
-        self.number, self.position, self.previous = opened.sitting, opened.position, opened.previous
-        self.answers = [None if got is None else place.read_result(got) for got in store.feed(self.number, rows)]
-        self.work = place.worker(store)
-        self.worker = self.work.join({})
-        self._commits = 0
-
-    def take(self, most: int = 100) -> list[LeasedRow]:
-        return self.work.take(self.worker, most, 0)
-
-    def record(self, row: LeasedRow, *steps: KeptStep) -> set[str]:
-        return self.commit(RowChange(row.lease, steps))
-
-    def finish(self, *rows: LeasedRow, error: str = "", steps: Sequence[KeptStep] = ()) -> set[str]:
-        return self.commit(*(self.ended(row.lease, error, steps) for row in rows))
-
-    def ended(self, lease: RowLease, error: str = "", steps: Sequence[KeptStep] = ()) -> RowChange:
-        return RowChange(lease, tuple(steps), self.place.result(f"result {lease.index}", lease.index), error)
-
-    def commit(self, *changes: RowChange) -> set[str]:
-        self._commits += 1
-        return self.work.commit(self.worker, self._commits, changes)
-
-    def delivered(self) -> list[tuple[int, object]]:
-        """Return the results of this session, in the order of the ends of their rows."""
-        found = self.store.results(self.number, self.position, 1000, 0)
-        return [(each.index, self.place.read_result(each.result)) for each in found if each.own]
-
-    def close(self) -> None:
-        self.store.close_feed(self.number, self.facts, "ended")
-        self.store.close()
-
-
-def sit(
-    place: StorePlace,
-    store: RunStore,
-    *rows: NewRow,
-    how: Resuming = FRESH,
-    fingerprint: str = "0f",
-) -> _Sitting:
-    return _Sitting(place, store, rows, how, facts(fingerprint))
-
-
-def texts(rows: Sequence[LeasedRow], place: StorePlace) -> list[object]:
-    return [place.read_value(row.value) for row in rows]
-
-
-def _needs(condition: object, reason: str) -> None:
-    if not condition:
-        pytest.skip(reason)
-
-
-class RunStoreContract:
+class RunStoreContract(DurabilityContract):
     # Rows and leases
 
     def test_there_is_no_run_before_it_is_fed(self, place: StorePlace) -> None:
@@ -128,7 +79,7 @@ class RunStoreContract:
         assert now.store.standing().counts == Counts(leased=5)
         assert now.work.commit(other, 1, [now.ended(row.lease) for row in second]) == set()
         assert now.finish(*first[:2]) == now.finish(first[2], error="Invalid") == set()
-        assert [index for index, _ in now.delivered()] == [3, 4, 0, 1, 2]
+        assert now.delivered() == [(index, f"result {index}") for index in (3, 4, 0, 1, 2)]
         assert not now.store.standing().done
         now.store.end_inputs(now.number)
         assert now.store.standing().counts == Counts(ok=4, failed=1, fed=True)
@@ -161,7 +112,7 @@ class RunStoreContract:
         place.expire()
         (taken,) = now.work.take(two, 1, 0)
         assert taken.lease.token > old.lease.token
-        assert taken.lease.row == old.lease.row
+        assert (taken.lease.row, texts([taken], place)) == (old.lease.row, ["input row 0"])
         assert bodies(taken.steps) == bodies([turn(row, "turn 1"), begun(row), turn(row, "turn 2")])
         assert now.record(old, turn(row, "late")) == {old.lease.place}
         assert now.finish(old) == {old.lease.place}
@@ -170,7 +121,23 @@ class RunStoreContract:
         assert now.take() == []
         assert now.delivered() == []
         assert now.work.commit(two, 1, [now.ended(taken.lease)]) == set()
+        assert now.work.commit(two, 2, [now.ended(taken.lease)]) == {taken.lease.place}  # it has ended
         assert now.delivered() == [(0, "result 0")]
+
+    def test_a_row_whose_lease_ended_comes_before_new_rows(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), *(new_row(place, index) for index in range(3)))
+        first, _ = now.take(2)
+        now.finish(first)
+        place.expire()
+        now.store.feed(now.number, [new_row(place, 3)])
+        assert [row.lease.index for row in now.take(2)] == [1, 2]
+
+    def test_a_lease_holds_for_its_whole_time(self, place: StorePlace) -> None:
+        now = sit(place, place.open(), new_row(place, 0))
+        (held,) = now.take()
+        needs(place.wait_half(), "time cannot be moved by half a lease")
+        assert now.work.take(now.work.join({}), 1, 0) == []
+        assert now.finish(held) == set()
 
     def test_a_worker_that_takes_its_own_row_again_is_refused_under_the_old_token(self, place: StorePlace) -> None:
         row = new_row(place, 0)
@@ -221,25 +188,33 @@ class RunStoreContract:
         assert two.index not in [index for index, _ in now.delivered()]
 
     def test_what_is_handed_back_can_be_taken_at_once_with_its_steps(self, place: StorePlace) -> None:
-        row = new_row(place, 0)
-        now = sit(place, place.open(), row, new_row(place, 1))
+        rows = [new_row(place, index) for index in range(3)]
+        now = sit(place, place.open(), *rows)
         two = now.work.join({})
-        rows = now.take()
-        now.record(rows[0], turn(row, "turn"))
-        now.work.hand_back(now.worker, [row.lease for row in rows])
+        held = now.take()
+        turns = [turn(row, f"turn {row.index}") for row in rows]
+        now.commit(*(RowChange(row.lease, (step,)) for row, step in zip(held, turns, strict=True)))
+        now.work.hand_back(now.worker, [held[1].lease])
+        taken = now.work.take(two, 3, 0)
+        assert [row.lease.index for row in taken] == [1]
+        now.work.hand_back(now.worker, [held[0].lease])
         now.work.leave(now.worker)
-        taken = now.work.take(two, 2, 0)
-        assert [(each.lease.index, bodies(each.steps)) for each in taken] == [(0, bodies([turn(row, "turn")])), (1, [])]
-        assert now.finish(*rows) == {row.lease.place for row in rows}
+        taken += now.work.take(two, 3, 0)
+        place.expire()  # the lease of the row that was not handed back
+        now.work.renew(two, [row.lease for row in taken])
+        taken += now.work.take(two, 3, 0)
+        found = [(place.read_value(row.value), bodies(row.steps)) for row in taken]
+        assert found == [(f"input row {index}", bodies([turns[index]])) for index in (1, 0, 2)]
+        assert now.finish(*held) == {row.lease.place for row in held}
         assert now.work.commit(two, 1, [now.ended(row.lease) for row in taken]) == set()
-        assert len(now.delivered()) == 2
+        assert now.delivered() == [(index, f"result {index}") for index in (1, 0, 2)]
 
     def test_a_worker_in_the_feeders_process_keeps_its_rows_and_hands_them_on_with_their_steps(
         self, place: StorePlace
     ) -> None:
         row = new_row(place, 0)
         now = sit(place, place.open(), row)
-        _needs(now.store.instant, "no worker is in the process of this store")
+        needs(now.store.instant, "no worker is in the process of this store")
         own = now.store.join({"feeder": True})
         (held,) = now.store.take(own, 1, 0)
         now.store.commit(own, 1, [RowChange(held.lease, (turn(row, "turn"),))])
@@ -252,7 +227,7 @@ class RunStoreContract:
     def test_a_worker_in_the_feeders_process_continues_an_agent_of_another_process(self, place: StorePlace) -> None:
         row = new_row(place, 0)
         now = sit(place, place.open(), row)
-        _needs(now.store.instant and place.keeps != "nothing", "no worker is in the process of this store")
+        needs(now.store.instant and place.keeps != "nothing", "no worker is in the process of this store")
         (old,) = now.take()
         now.record(old, turn(row, "first", next(now.work.agent_numbers(now.worker))))
         place.expire()
@@ -356,7 +331,7 @@ class RunStoreContract:
         assert store.standing().counts.unstarted == 1
 
     def test_a_run_is_resumed_only_on_request(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         sit(place, place.open(), new_row(place, 0)).close()
         again = place.open()
         with pytest.raises(SpecError, match="resume"):
@@ -366,14 +341,14 @@ class RunStoreContract:
         assert (resumed.previous or {})["fingerprint"] == "0f"
 
     def test_only_one_process_feeds_a_run(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing" and not place.shared, "other processes do not open this store")
+        needs(place.keeps != "nothing" and not place.shared, "other processes do not open this store")
         sit(place, place.open(), new_row(place, 0))
         other = place.open()
         with pytest.raises(StoreError):
             other.open(RESUME)
 
     def test_leases_hold_when_another_process_becomes_the_feeder(self, place: StorePlace) -> None:
-        _needs(place.shared, "workers do not outlive the feeder of this store")
+        needs(place.shared, "workers do not outlive the feeder of this store")
         rows = [new_row(place, index) for index in range(2)]
         now = sit(place, place.open(), *rows)
         held = now.take()
@@ -390,19 +365,20 @@ class RunStoreContract:
     # The next process
 
     def test_after_a_kill_everything_that_was_committed_is_there(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index) for index in range(4)]
         now = sit(place, place.open(), *rows)
         ended, failed, running, _ = now.take()
+        now.record(running, turn(rows[2], LONG, 3), begun(rows[2], 3))
         now.finish(ended, steps=[done(rows[0], "the answer", 1)])
         now.finish(failed, error="Unavailable", steps=[turn(rows[1], "a turn", 2)])
-        now.record(running, turn(rows[2], 'text "with" \n, é and \u2028', 3), begun(rows[2], 3))
         again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        assert again.delivered() == []
         found = {row.lease.index: bodies(row.steps) for row in again.take()}
         known = {
             0: bodies([done(rows[0], "the answer")]),
             1: bodies([turn(rows[1], "a turn")]),
-            2: bodies([turn(rows[2], 'text "with" \n, é and \u2028'), begun(rows[2])]),
+            2: bodies([turn(rows[2], LONG), begun(rows[2])]),
             3: [],
         }
         if place.keeps == "results":
@@ -412,8 +388,18 @@ class RunStoreContract:
             assert again.answers == [None] * 4
         assert found == known
 
+    def test_a_long_input_and_a_long_result_are_kept_whole(self, place: StorePlace) -> None:
+        row = new_row(place, 0, LONG)
+        now = sit(place, place.open(), row)
+        (held,) = now.take()
+        assert texts([held], place) == [f"input {LONG}"]
+        now.commit(RowChange(held.lease, (), place.result(LONG, 0)))
+        assert now.delivered() == [(0, LONG)]
+        if place.keeps == "results":
+            assert sit(place, place.reopen(now.store), row, how=RESUME).answers == [LONG]
+
     def test_a_write_that_was_begun_is_known_after_a_kill(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         row = new_row(place, 0)
         now = sit(place, place.open(), row)
         now.record(now.take()[0], begun(row))
@@ -421,7 +407,7 @@ class RunStoreContract:
         assert bodies(taken.steps) == bodies([begun(row)])
 
     def test_steps_keep_their_order_and_their_agents(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         row = new_row(place, 0)
         now = sit(place, place.open(), row)
         (held,) = now.take()
@@ -434,7 +420,7 @@ class RunStoreContract:
         assert len({step.agent for step in taken.steps}) == 1
 
     def test_a_lease_from_before_a_kill_is_refused_once_the_row_is_leased_again(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         row = new_row(place, 0)
         now = sit(place, place.open(), row)
         (old,) = now.take()
@@ -447,7 +433,7 @@ class RunStoreContract:
         assert again.delivered() == []
 
     def test_a_worker_number_and_agent_numbers_are_not_used_again_after_a_kill(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, 0), new_row(place, 1)]
         now = sit(place, place.open(), *rows)
         one, _ = now.take()
@@ -464,23 +450,30 @@ class RunStoreContract:
         assert found == [bodies([turn(rows[0], "of the first")]), bodies([turn(rows[1], "of the second")])]
 
     def test_only_the_failures_that_are_named_are_tried_again(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index) for index in range(2)]
         now = sit(place, place.open(), *rows)
         one, two = now.take()
         now.finish(one, error="Unavailable")
         now.finish(two, error="Invalid")
         now.close()
+        none = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=False))
+        assert none.answers == ["result 0", "result 1"] if place.keeps == "results" else not none.take()[0].retry
+        none.close()
         named = ("Invalid",)
         again = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=named))
-        if place.keeps == "results":
-            assert again.answers == ["result 0", None]
-            assert [row.lease.index for row in again.take()] == [1]
-        else:
-            assert [row.retry for row in again.take()] == [named, named]  # a worker decides from the steps
+        tried = again.take()
+        if place.keeps == "steps":
+            assert [row.retry for row in tried] == [named, named]  # a worker decides from the steps
+            return
+        assert again.answers == ["result 0", None]
+        assert [row.lease.index for row in tried] == [1]
+        again.finish(*tried)
+        again.close()
+        assert sit(place, place.open(), *rows, how=RESUME).answers == [None, "result 1"]
 
     def test_rows_that_ask_the_same_each_get_a_record_once(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index, "same") for index in range(3)]
         now = sit(place, place.open(), *rows)
         numbers = now.work.agent_numbers(now.worker)
@@ -497,7 +490,7 @@ class RunStoreContract:
             assert given == sorted(done(rows[0], f"answer {number}").body for number in range(3))
 
     def test_each_recorded_agent_is_claimed_once(self, place: StorePlace) -> None:
-        _needs(place.keeps == "steps", "a leased row has the steps of all its agents")
+        needs(place.keeps == "steps", "a leased row has the steps of all its agents")
         row, part = new_row(place, 0), new_row(place, 0, "part")
         now = sit(place, place.open(), row)
         numbers = now.work.agent_numbers(now.worker)
@@ -512,7 +505,7 @@ class RunStoreContract:
         assert again.work.claim(taken.lease, wanted) == [(), ()]
 
     def test_a_row_that_moved_keeps_its_record_and_one_that_is_gone_leaves_the_queue(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         a, b, c = (new_row(place, index, name) for index, name in enumerate("abc"))
         now = sit(place, place.open(), a, b, c)
         held = now.take(1)[0]
@@ -524,7 +517,7 @@ class RunStoreContract:
         assert again.store.standing().counts == Counts(leased=2, fed=True)
 
     def test_another_fingerprint_begins_a_generation_and_old_answers_are_not_used(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index) for index in range(2)]
         now = sit(place, place.open(), *rows)
         ended, running = now.take()
@@ -538,7 +531,7 @@ class RunStoreContract:
         assert [(row.lease.index, row.steps) for row in again.take()] == [(0, ()), (1, ())]
 
     def test_by_force_rows_keep_their_steps_though_the_question_changed(self, place: StorePlace) -> None:
-        _needs(place.keeps == "steps", "this store looks rows up by their question")
+        needs(place.keeps == "steps", "this store looks rows up by their question")
         row = new_row(place, 0)
         now = sit(place, place.open(), row)
         now.finish(now.take()[0], steps=[done(row, "old answer")])
@@ -556,7 +549,7 @@ class RunStoreContract:
         store.feed(sitting, rows)
         worker = store.join({})
         good, bad = store.take(worker, 2, 0)
-        _needs(place.steps_kept(store, good.lease) is not None, "this store keeps all steps")
+        needs(place.steps_kept(store, good.lease) is not None, "this store keeps all steps")
         store.commit(worker, 1, [RowChange(good.lease, (done(rows[0], "x"),), place.result("result 0", 0))])
         store.commit(worker, 2, [RowChange(bad.lease, (turn(rows[1], "x"),), place.result("result 1", 1), "Invalid")])
         assert (place.steps_kept(store, good.lease), place.steps_kept(store, bad.lease)) == (0, 1)
@@ -564,7 +557,7 @@ class RunStoreContract:
     # What was spent
 
     def test_what_sessions_spent_is_added_up_and_an_unreturned_lease_counts_as_spent(self, place: StorePlace) -> None:
-        _needs(place.ledger, "the table of shares has what was spent")
+        needs(place.ledger, "the table of shares has what was spent")
         sessions = (
             (Outlay(10, 0.5, (90, 0.25)), False),  # killed
             (Outlay(20, None, None, (1, 2, 3)), True),
@@ -585,14 +578,14 @@ class RunStoreContract:
     def test_a_lease_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(
         self, place: StorePlace
     ) -> None:
-        _needs(place.ledger, "the table of shares has what was spent")
+        needs(place.ledger, "the table of shares has what was spent")
         now = sit(place, place.open())
         now.store.commit(now.store.join({"feeder": True}), 1, [], Outlay(0, None, (500, 0.0)))
         again = sit(place, place.reopen(now.store), how=RESUME)
         assert again.store.spent().tokens == 500
 
     def test_the_share_of_a_killed_worker_stays_spent_for_the_next_process(self, place: StorePlace) -> None:
-        _needs(place.keeps != "nothing", "this store keeps nothing")
+        needs(place.keeps != "nothing", "this store keeps nothing")
         now = sit(place, place.open())
         granted = now.work.beat("killed", DEAD, {BUDGET_TOKENS: Claim(1000, 0, 600)}, {}, {}).grants[BUDGET_TOKENS]
         assert granted.held == 600
@@ -639,6 +632,8 @@ class RunStoreContract:
         assert [member.status for member in table.live(now).values()] == [{"host": "one"}, {"host": "two"}]
         with pytest.raises(SpecError, match="does not support"):
             work.steer({"do": "dance"})
+        work.resign("a")
+        assert work.beat("b", MEMBER, {}, {}, {}).steering == heard.steering
 
     # Calls that run once
 
@@ -655,6 +650,14 @@ class RunStoreContract:
         assert (found.state, found.text, found.ok) == ("done", "the result", True)
         assert work.begin_call("c", "key", "t3", "").text == "the result"
         assert work.wait_calls(position, 0.001) == (position, set())
+        for key in ("left", "right"):
+            assert work.begin_call("a", key, f"token of {key}", "").state == "mine"
+            work.end_call(key, f"token of {key}", f"the result of {key}", True, 60.0)
+        assert work.wait_calls(position, 5.0)[1] == {"left", "right"}
+        assert [work.begin_call("b", key, "t4", "").text for key in ("key", "left")] == [
+            "the result",
+            "the result of left",
+        ]
 
     def test_a_result_that_is_not_kept_is_for_the_workers_that_waited(self, place: StorePlace) -> None:
         work = sit(place, place.open()).work
@@ -676,11 +679,15 @@ class RunStoreContract:
         work.end_call("key", "t2", None, False, 0.0)
         free = work.begin_call("c", "key", "t3", "t2")
         assert (taken.state, still.state, still.token, free.state) == ("mine", "theirs", "t2", "mine")
+        work.beat("c", MEMBER, {}, {}, {})
+        work.resign("c")
+        assert work.begin_call("b", "key", "t4", "t3").state == "mine"
 
     def test_a_file_is_found_by_its_name(self, place: StorePlace) -> None:
         work = sit(place, place.open()).work
         work.put_file("hosts.txt", "gpu-1\ngpu-2 8001\n")
-        assert work.get_file("hosts.txt") == "gpu-1\ngpu-2 8001\n"
+        work.put_file("more.txt", "é")
+        assert [work.get_file(name) for name in ("hosts.txt", "more.txt")] == ["gpu-1\ngpu-2 8001\n", "é"]
         assert work.get_file("others.txt") is None
 
     def test_the_jobs_of_all_workers_are_there_in_their_order_and_known_after_a_kill(self, place: StorePlace) -> None:
@@ -695,13 +702,18 @@ class RunStoreContract:
 
     def test_stages_have_rows_of_their_own_and_share_everything_else(self, place: StorePlace) -> None:
         now = sit(place, place.open(), new_row(place, 0))
-        stage = now.store.stage("first")
-        stage.open(FRESH)
-        sitting = stage.open_feed(facts(), FRESH).sitting
-        stage.feed(sitting, [new_row(place, 0), new_row(place, 1)])
-        worked = now.work.stage("first")
-        assert (worked.standing().counts.unstarted, now.work.standing().counts.unstarted) == (2, 1)
-        assert len(worked.take(worked.join({}), 5, 0)) == 2
+        stages = [now.store.stage(name) for name in ("first", "second")]
+        rows = [new_row(place, index) for index in range(3)]
+        sittings = []
+        for stage, fed in zip(stages, (rows[:2], rows), strict=True):
+            stage.open(FRESH)
+            sittings.append(stage.open_feed(facts(), FRESH).sitting)
+            stage.feed(sittings[-1], fed)
+        worked, second = (now.work.stage(name) for name in ("first", "second"))
+        assert [each.standing().counts.unstarted for each in (now.work, worked, second)] == [1, 2, 3]
+        worker = worked.join({})
+        one, two = worked.take(worker, 5, 0)
+        worked.commit(worker, 1, [RowChange(one.lease, (turn(rows[0], "of the first stage"),))])
         worked.beat("a", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {})
         assert now.work.beat("b", MEMBER, {SLOT_POT: Claim(8, 0, 8)}, {}, {}).grants[SLOT_POT].held == 0
         assert worked.begin_call("a", "key", "t1", "").state == "mine"
@@ -710,90 +722,19 @@ class RunStoreContract:
         assert worked.get_file("f") == "text"
         now.work.add_job_lines([b"{}"])
         assert worked.job_lines() == [b"{}"]
-        worked.close()
-        stage.close()
+        worked.hand_back(worker, [one.lease, two.lease])
+        for stage, sitting in zip(stages, sittings, strict=True):
+            stage.close_feed(sitting, facts(), "running")
+        if place.keeps != "nothing":
+            self._resume_stages(place, now.store, rows)
+        for each in (worked, second, *stages):
+            each.close()
 
-    # Files that are cut off, damaged, or cannot be written
-
-    def test_a_commit_that_was_cut_off_is_absent_as_a_whole_and_the_earlier_ones_are_there(
-        self, place: StorePlace
-    ) -> None:
-        _needs(place.log, "this store appends to no file")
-        rows = [new_row(place, index) for index in range(4)]
-        now = sit(place, place.open(), *rows)
-        first, *others = now.take()
-        now.record(first, turn(rows[0], "kept", 1))
-        assert place.log is not None
-        before = place.log.stat().st_size
-        changes = [RowChange(row.lease, (turn(rows[n], "cut", n + 1),)) for n, row in enumerate(others, start=1)]
-        now.commit(*changes)
-        whole = place.log.read_bytes()
-        assert len(whole) > before, "a commit was not written when it returned"
-        for size in (before + 1, (before + len(whole)) // 2, len(whole) - 1):
-            place.log.write_bytes(whole[:size])
-            again = sit(place, place.reopen(now.store), *rows, how=RESUME)
-            found = {row.lease.index: bodies(row.steps) for row in again.take()}
-            assert found == {0: bodies([turn(rows[0], "kept")]), 1: [], 2: [], 3: []}
-            place.log.write_bytes(whole)
-
-    def test_a_record_that_was_cut_off_is_continued(self, place: StorePlace) -> None:
-        _needs(place.log, "this store appends to no file")
-        rows = [new_row(place, index) for index in range(2)]
-        now = sit(place, place.open(), *rows)
-        one, two = now.take()
-        now.record(one, turn(rows[0], "first", 1))
-        now.record(two, turn(rows[1], "cut", 2))
-        assert place.log is not None
-        place.log.write_bytes(place.log.read_bytes()[:-1])
-        again = sit(place, place.reopen(now.store), *rows, how=RESUME)
-        _, two = sorted(again.take(), key=lambda row: row.lease.index)
-        again.record(two, turn(rows[1], "second", next(again.work.agent_numbers(again.worker))))
-        again.close()
-        third = sit(place, place.reopen(again.store), *rows, how=RESUME)
-        found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.lease.index)]
-        assert found == [bodies([turn(rows[0], "first")]), bodies([turn(rows[1], "second")])]
-
-    def test_what_was_committed_survives_a_loss_of_power(self, place: StorePlace) -> None:
-        rows = [new_row(place, index) for index in range(2)]
-        now = sit(place, place.open(), *rows)
-        one, two = now.take()
-        now.finish(one, steps=[done(rows[0], "answer", 1)])
-        now.record(two, begun(rows[1], 2))
-        survived = place.lose_power()
-        _needs(survived, "the syncing of this store cannot be observed")
-        assert survived is not None
-        again = sit(place, survived, *rows, how=RESUME)
-        found = {row.lease.index: bodies(row.steps) for row in again.take()}
-        assert found[1] == bodies([begun(rows[1])])
-        assert again.answers[0] == "result 0" if place.keeps == "results" else found[0]
-
-    def test_a_file_of_garbage_is_refused_and_left_alone(self, place: StorePlace) -> None:
-        _needs(place.file, "this store has no file")
-        now = sit(place, place.open(), new_row(place, 0))
-        now.record(now.take()[0], turn(new_row(place, 0), "turn"))
-        now.close()
-        assert place.file is not None
-        garbage = b"this is not a record\n\xff\x00 and nothing reads it\n" * 200
-        place.file.write_bytes(garbage)
-        with pytest.raises(StoreError, match="damaged"):
-            sit(place, place.open(), new_row(place, 0), how=RESUME)
-        assert place.file.read_bytes() == garbage
-
-    def test_a_place_that_cannot_be_written_is_a_store_error(self, place: StorePlace) -> None:
-        store = place.unwritable()
-        _needs(store, "this store has no files")
-        assert store is not None
-        with pytest.raises(StoreError):
-            sit(place, store, new_row(place, 0))
-
-    def test_a_full_disk_is_a_store_error_and_nothing_of_the_commit_is_there_later(self, place: StorePlace) -> None:
-        _needs(place.log and sys.platform != "win32", "this store appends to no file whose size can be limited")
-        row = new_row(place, 0)
-        now = sit(place, place.open(), row)
-        (held,) = now.take()
-        now.record(held, turn(row, "before"))
-        assert place.log is not None
-        with files_limited_to(place.log.stat().st_size + 2000), pytest.raises(StoreError):
-            now.record(held, turn(row, "x" * 100_000))
-        (taken,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
-        assert bodies(taken.steps) == bodies([turn(row, "before")])
+    def _resume_stages(self, place: StorePlace, killed: RunStore, rows: Sequence[NewRow]) -> None:
+        again = sit(place, place.reopen(killed), how=RESUME)
+        for name, steps in (("first", bodies([turn(rows[0], "of the first stage")])), ("second", [])):
+            stage = again.store.stage(name)
+            stage.open(RESUME)
+            stage.feed(stage.open_feed(facts(), RESUME).sitting, rows)
+            assert bodies(stage.take(stage.join({}), 1, 0)[0].steps) == steps
+            stage.close()

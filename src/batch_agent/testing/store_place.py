@@ -18,11 +18,13 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.codec import encode
 from batch_agent.record.steps import Begun, Done, Spent, Turn
-from batch_agent.record.store import KeptStep, NewRow, RowLease, RunStore, WorkStore
+from batch_agent.record.store import KeptStep, LeasedRow, NewRow, Resuming, RowChange, RowLease, RunStore, WorkStore
 
 Opened = TypeVar("Opened", bound=RunStore)
 
 LEASE_SECONDS = 3600.0  # of the rows and the feeder in the tests
+MEMBER, DEAD = 60.0, 1e-7  # seconds of a membership that lasts, and of one that has ended when the call returns
+FRESH, RESUME = Resuming(), Resuming(resume=True)
 
 
 class StorePlace(ABC):
@@ -63,6 +65,10 @@ class StorePlace(ABC):
     @abstractmethod
     def expire(self) -> None:
         """Let more than ``LEASE_SECONDS`` pass."""
+
+    def wait_half(self) -> bool:
+        """Let half of ``LEASE_SECONDS`` pass. False if only ``expire`` can move the time."""
+        return False
 
     def worker(self, store: RunStore) -> WorkStore:
         """Return the store as a worker sees it."""
@@ -172,3 +178,66 @@ def begun(row: NewRow, agent: int = 1) -> KeptStep:
 def bodies(steps: Sequence[KeptStep]) -> list[tuple[int, bytes]]:
     """Return the steps without the numbers of their agents, which a store may change."""
     return [(step.kind, step.body) for step in steps]
+
+
+class Sitting:
+    """A session of a feeder with one worker, for tests. ``answers`` is what the feeder got for its rows."""
+
+    def __init__(
+        self, place: StorePlace, store: RunStore, rows: Sequence[NewRow], how: Resuming, facts: JsonObject
+    ) -> None:
+        store.open(how)
+        self.place, self.store, self.facts = place, store, facts
+        opened = store.open_feed(facts, how)
+        self.number, self.position, self.previous = opened.sitting, opened.position, opened.previous
+        self.answers = [None if got is None else place.read_result(got) for got in store.feed(self.number, rows)]
+        self.work = place.worker(store)
+        self.worker = self.work.join({})
+        self._commits = 0
+
+    def take(self, most: int = 100) -> list[LeasedRow]:
+        return self.work.take(self.worker, most, 0)
+
+    def record(self, row: LeasedRow, *steps: KeptStep) -> set[str]:
+        return self.commit(RowChange(row.lease, steps))
+
+    def finish(self, *rows: LeasedRow, error: str = "", steps: Sequence[KeptStep] = ()) -> set[str]:
+        return self.commit(*(self.ended(row.lease, error, steps) for row in rows))
+
+    def ended(self, lease: RowLease, error: str = "", steps: Sequence[KeptStep] = ()) -> RowChange:
+        return RowChange(lease, tuple(steps), self.place.result(f"result {lease.index}", lease.index), error)
+
+    def commit(self, *changes: RowChange) -> set[str]:
+        self._commits += 1
+        return self.work.commit(self.worker, self._commits, changes)
+
+    def delivered(self) -> list[tuple[int, object]]:
+        """Return the results of this session, in the order of the ends of their rows."""
+        found = self.store.results(self.number, self.position, 1000, 0)
+        return [(each.index, self.place.read_result(each.result)) for each in found if each.own]
+
+    def close(self) -> None:
+        self.store.close_feed(self.number, self.facts, "ended")
+        self.store.close()
+
+
+def sit(
+    place: StorePlace,
+    store: RunStore,
+    *rows: NewRow,
+    how: Resuming = FRESH,
+    fingerprint: str = "0f",
+) -> Sitting:
+    return Sitting(place, store, rows, how, facts(fingerprint))
+
+
+def texts(rows: Sequence[LeasedRow], place: StorePlace) -> list[object]:
+    return [place.read_value(row.value) for row in rows]
+
+
+def needs(condition: object, reason: str) -> None:
+    """Skip the test unless the condition is true."""
+    import pytest
+
+    if not condition:
+        pytest.skip(reason)

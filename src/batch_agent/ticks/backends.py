@@ -26,7 +26,7 @@ from batch_agent.errors import BackendError, JobError, Rejected, SpecError, Time
 from batch_agent.fleet.one_loop import running_loop
 from batch_agent.foreign import encodable
 from batch_agent.messages import Conversation, Message, Reply, Usage
-from batch_agent.scheduler.limit_search import FLEET_START, START
+from batch_agent.scheduler.capacity import FLEET_START, START
 from batch_agent.scheduler.server import Terms
 from batch_agent.ticks.action_space import ActionSpace, AnswerForm, text_of_reply
 from batch_agent.ticks.config import Sampling

@@ -41,10 +41,9 @@ from batch_agent.foreign import boundary
 from batch_agent.messages import ToolSpec
 from batch_agent.spec import MCP
 from batch_agent.tools.batching import MAX_BATCH, Batching
+from batch_agent.tools.flight import calls_per_second
 from batch_agent.tools.mcp.address import CONNECT_SECONDS, server_of
-from batch_agent.tools.rate import calls_per_second
-from batch_agent.tools.render import MAX_TOKENS
-from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
+from batch_agent.tools.schema import MAX_TOKENS, Arguments, Documentation, Function, Signature, is_async, signature_of
 
 if TYPE_CHECKING:
     from batch_agent.runtimes.base import CommandLineRuntime

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from batch_agent.errors import ToolError, ToolFailed
 from batch_agent.foreign import describe, message_of
-from batch_agent.tools.render import render
-from batch_agent.tools.schema import Function
+from batch_agent.tools.schema import Function, render
 
 GATHERING = 0.005  # seconds that a batch waits for more keys; negligible beside a model call
 MAX_BATCH = 500  # all databases accept this number of parameters

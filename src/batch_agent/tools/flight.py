@@ -8,16 +8,360 @@ tool has stopped, or after ``ENDING_SECONDS`` if it does not stop.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
-from batch_agent.messages import Attachment
-from batch_agent.tools.cache import Key
+from batch_agent.errors import SpecError
+from batch_agent.messages import Attachment, Content, content_text, images_of
 from batch_agent.tools.context import ToolContext
-from batch_agent.tools.gates import Gate
-from batch_agent.tools.rate import RateGate
 from batch_agent.value_type import value_type
+
+# Gates that a call passes before it runs. Each gate has a FIFO queue.
+#
+# A call that leaves a queue has used nothing. Leaving takes constant time, because thousands of calls may wait for
+# one slow tool and be cancelled at once.
+
+
+class Gate(Protocol):
+    def enter_nowait(self) -> bool:
+        """Enter if no waiting is needed and no call is in the queue. Returns whether it entered."""
+
+    async def enter(self) -> None: ...
+
+    def leave(self) -> None:
+        """Leave the gate after the call has ended."""
+
+
+class Line:
+    def __init__(self) -> None:
+        self._places: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    async def wait(self, missed: Callable[[], None]) -> None:
+        """Wait until called. ``missed`` is called if the waiter was called and cancelled at the same time."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._places[place] = None
+        try:
+            await place
+        except BaseException:
+            self._places.pop(place, None)
+            if not place.cancelled():
+                missed()
+            raise
+
+    def call_next(self) -> bool:
+        """Call the first waiter. Returns False if there is none."""
+        while self._places:
+            place, _ = self._places.popitem(last=False)
+            if not place.done():
+                place.set_result(None)
+                return True
+        return False
+
+
+class CallSlots:
+    """Gate that limits the number of concurrent calls."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit  # above 0 only if no call waits
+        self._line = Line()
+
+    def enter_nowait(self) -> bool:
+        if self._free == 0:
+            return False
+        self._free -= 1
+        return True
+
+    async def enter(self) -> None:
+        if not self.enter_nowait():
+            await self._line.wait(self.leave)
+
+    def leave(self) -> None:
+        if not self._line.call_next():
+            self._free += 1
+
+
+# Rate limits of tools: reading a rate, the window of calls (pure), and the gate that enforces it.
+#
+# With "10/s", ten calls start at once, and the next ones when these are a second old: at most ten start in any
+# second. With "5/hour", one call starts now and the next in twelve minutes.
+
+_SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400}
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*([a-z]+)\s*", re.IGNORECASE)
+# After sleeping until a time, the clock may show slightly less because of rounding.
+_TOLERANCE = 1e-6
+SLACK_SECONDS = 0.005  # a call that is let through starts a little later
+
+
+def calls_per_second(rate: object) -> float:
+    """Return ``10``, ``"10/s"``, ``"100/min"`` or ``"5/hour"`` as calls per second."""
+    value = math.nan
+    if isinstance(rate, str):
+        match = _RATE.fullmatch(rate)
+        if match and (unit := match[2].lower()) in _SECONDS:
+            value = float(match[1]) / _SECONDS[unit]
+    elif isinstance(rate, int | float) and not isinstance(rate, bool):
+        value = float(rate)
+    if not (math.isfinite(value) and value > 0):
+        raise SpecError(f'rate_limit is {rate!r}: give calls per second, as 10 or "10/s", "100/min", "5/hour"')
+    return value
+
+
+class Window:
+    """The latest starts of calls: as many as may start at once. It reads no clock: each method takes the time."""
+
+    def __init__(self, rate: float) -> None:
+        calls = max(1, int(rate))
+        self._seconds = calls / rate + SLACK_SECONDS
+        self._starts = deque([-math.inf] * calls, calls)
+
+    def delay(self, now: float, ahead: int = 0) -> float:
+        """Return the seconds until a call with ``ahead`` calls before it may start; 0 means now."""
+        windows, place = divmod(ahead, len(self._starts))
+        due = max(now, self._starts[place] + self._seconds) + windows * self._seconds
+        return due - now if due - now > _TOLERANCE else 0.0
+
+    def take(self, now: float) -> None:
+        self._starts.append(now)
+
+    def put_back(self) -> None:
+        """Undo the latest start."""
+        self._starts.pop()
+        self._starts.appendleft(-math.inf)
+
+
+class RateGate:
+    """Gate that admits calls in FIFO order at the rate. A call that leaves the queue uses nothing."""
+
+    def __init__(self, rate: float) -> None:
+        self._window = Window(rate)
+        self._line = Line()
+        self._timer: asyncio.TimerHandle | None = None  # set while a call waits
+
+    def enter_nowait(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._line or self._window.delay(now) > 0:
+            return False
+        self._window.take(now)
+        return True
+
+    async def enter(self) -> None:
+        if self.enter_nowait():
+            return
+        self._set_timer()
+        try:
+            await self._line.wait(self._missed)
+        finally:
+            if not self._line and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def expected_wait(self) -> float:
+        """Return the seconds that a call would wait now."""
+        return self._window.delay(asyncio.get_running_loop().time(), len(self._line))
+
+    def leave(self) -> None:
+        """Do nothing: a rate counts the starts of calls."""
+
+    def _missed(self) -> None:
+        self._window.put_back()
+        self._open()
+
+    def _set_timer(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._window.delay(loop.time()), self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._open()
+
+    def _open(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._line and self._window.delay(now) == 0:
+            if self._line.call_next():
+                self._window.take(now)
+        if self._line:
+            self._set_timer()
+
+
+# Cached results of tools for one run: an LRU cache with a limit in bytes. Pure.
+
+CACHE_BYTES = 64 * 1024 * 1024
+# Memory of an entry without its text: keys, the entry itself, the table.
+_OVERHEAD_BYTES = 300
+
+Key = tuple[str, str]  # the tool's name and the identity of the call
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    content: Content
+    expires: float
+    size_bytes: int
+
+
+class ResultCache:
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._unasked: set[Key] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key, now: float) -> Content | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if now >= entry.expires:
+            self._drop(key)
+            return None
+        self._entries.move_to_end(key)
+        return entry.content
+
+    def asked(self, key: Key) -> bool:
+        """Return whether this is the first request for a prewarmed result, and mark it as requested."""
+        if key not in self._unasked:
+            return False
+        self._unasked.remove(key)
+        return True
+
+    def put(self, key: Key, content: Content, now: float, ttl: float | None, *, unasked: bool = False) -> None:
+        """Store a result for ``ttl`` seconds, or for the run. A result larger than the whole cache is not stored."""
+        if key in self._entries:
+            self._drop(key)
+        images = sum(len(image.url) for image in images_of(content))
+        size_bytes = len(content_text(content).encode()) + images + len(key[1]) + _OVERHEAD_BYTES
+        if size_bytes > self._max_bytes:
+            return
+        while self._size_bytes + size_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+        self._entries[key] = _Entry(content, math.inf if ttl is None else now + ttl, size_bytes)
+        self._size_bytes += size_bytes
+        if unasked:
+            self._unasked.add(key)
+
+    def _drop(self, key: Key) -> None:
+        self._size_bytes -= self._entries.pop(key).size_bytes
+        self._unasked.discard(key)
+
+
+# Statistics of a tool's calls: counts, and latencies in constant memory.
+
+# Each bucket is 2 % wider than the one before, so the error of a quantile is at most 1 %.
+_LOG_STEP = math.log(1.02)
+_SHORTEST = 1e-6
+# Different calls of an undeclared tool that are remembered to recognise identical ones. This limits memory: with more
+# calls, the number of calls that could have been saved is a lower bound.
+_REMEMBERED = 100_000
+# Reasons that are kept, and characters of each. A new reason replaces the least frequent one. Frequent reasons stay,
+# but their counts may be too low.
+REASONS = 16
+REASON_CHARACTERS = 200
+
+
+class Latency:
+    """A histogram of seconds."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+        self._count = 0
+
+    def add(self, seconds: float) -> None:
+        self._buckets[round(math.log(max(seconds, _SHORTEST)) / _LOG_STEP)] += 1
+        self._count += 1
+
+    def quantile(self, share: float) -> float | None:
+        """Return the time within which ``share`` of the calls ended; None without calls."""
+        wanted = max(1, math.ceil(share * self._count))
+        seen = 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= wanted:
+                return math.exp(bucket * _LOG_STEP)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStatistics:
+    """Statistics of one tool in one run. Latencies are seconds of runs, without waits for a rate limit or a thread."""
+
+    name: str
+    calls: int  # calls of models
+    runs: int  # runs that were started
+    shared: int  # calls answered by a run that another agent had started
+    cache_hits: int
+    failures: int  # failed runs, and calls with invalid arguments
+    failure_reasons: tuple[tuple[str, int], ...]  # the most frequent messages of failures, with their counts
+    p50: float | None
+    p75: float | None
+    p99: float | None
+    saveable: int  # runs that declaring an undeclared tool would have saved
+    prewarmed: int = 0  # runs started because an earlier run made the same call
+    prewarm_hits: int = 0  # prewarmed runs whose call a model then made
+    prewarm_misses: int = 0  # calls of a cacheable tool that were neither prewarmed nor cached
+
+    @property
+    def advice(self) -> str:
+        """Return a sentence for the run's summary, or ""."""
+        if not self.saveable:
+            return ""
+        times = "once" if self.saveable == 1 else f"{self.saveable:,} times"
+        return (
+            f"{self.name} ran {times} with arguments that it had run with before. If it only reads, declare it "
+            f"with Tool.define(cacheable=True), or with effect='read' if its results change."
+        )
+
+
+class ToolTally:
+    def __init__(self) -> None:
+        self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
+        self.prewarmed = self.prewarm_hits = self.prewarm_misses = 0
+        self.latency = Latency()
+        self._seen: set[int] = set()
+        self._reasons: Counter[str] = Counter()
+
+    def fail(self, reason: str) -> None:
+        self.failures += 1
+        reason = " ".join(reason[: 2 * REASON_CHARACTERS].split())[:REASON_CHARACTERS]
+        if reason not in self._reasons and len(self._reasons) == REASONS:
+            del self._reasons[min(self._reasons, key=self._reasons.__getitem__)]
+        self._reasons[reason] += 1
+
+    def compare(self, key: str) -> None:
+        """Count a call that runs only because its tool is undeclared."""
+        mark = hash(key)
+        if mark in self._seen:
+            self.saveable += 1
+        elif len(self._seen) < _REMEMBERED:
+            self._seen.add(mark)
+
+    def statistics(self, name: str) -> ToolStatistics:
+        return ToolStatistics(
+            name=name,
+            calls=self.calls,
+            runs=self.runs,
+            shared=self.shared,
+            cache_hits=self.cache_hits,
+            failures=self.failures,
+            failure_reasons=tuple(self._reasons.most_common()),
+            p50=self.latency.quantile(0.50),
+            p75=self.latency.quantile(0.75),
+            p99=self.latency.quantile(0.99),
+            saveable=self.saveable,
+            prewarmed=self.prewarmed,
+            prewarm_hits=self.prewarm_hits,
+            prewarm_misses=self.prewarm_misses,
+        )
+
 
 Source = Literal["run", "shared", "cache"]
 

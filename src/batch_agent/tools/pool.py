@@ -29,14 +29,22 @@ from batch_agent.job import Job
 from batch_agent.messages import ToolCall, content_text, images_of, with_images
 from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
-from batch_agent.tools.cache import Key, ResultCache
 from batch_agent.tools.context import CallTrace, ToolContext
-from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOutcome, Traffic
-from batch_agent.tools.gates import CallSlots, Gate
-from batch_agent.tools.latency import ToolStatistics, ToolTally
-from batch_agent.tools.rate import RateGate
-from batch_agent.tools.render import MAX_TOKENS, cut_tokens, render_result
-from batch_agent.tools.schema import Arguments
+from batch_agent.tools.flight import (
+    ENDING_SECONDS,
+    CallSlots,
+    Flight,
+    Gate,
+    Key,
+    PendingCall,
+    RateGate,
+    ResultCache,
+    ToolOutcome,
+    ToolStatistics,
+    ToolTally,
+    Traffic,
+)
+from batch_agent.tools.schema import MAX_TOKENS, Arguments, cut_tokens, render_result
 from batch_agent.tools.threads import THREADS, Threads
 
 T = TypeVar("T")

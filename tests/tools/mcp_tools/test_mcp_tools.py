@@ -15,7 +15,7 @@ from tests.tools.tool_calls import call
 
 from batch_agent.errors import SpecError
 from batch_agent.tools import Tool
-from batch_agent.tools.render import MAX_TOKENS
+from batch_agent.tools.schema import MAX_TOKENS
 
 
 @pytest.fixture

@@ -21,10 +21,8 @@ from batch_agent.backends.anthropic.request import WIRE, Head, MessagesView, ans
 from batch_agent.backends.base import Backend, Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.batch.anthropic_jobs import AnthropicJobs
 from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.http.client import HttpClient
-from batch_agent.backends.http.faults import Wording
-from batch_agent.backends.http.wire import object_of, objects_of, string_of
+from batch_agent.backends.http.backend import HttpBackend, HttpClient
+from batch_agent.backends.http.wire import Wording, object_of, objects_of, string_of
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, JsonObject, Reply, Sealed, Usage
 

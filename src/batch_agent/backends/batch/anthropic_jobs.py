@@ -10,7 +10,7 @@ import orjson
 
 from batch_agent.backends.anthropic.answer import PAUSED
 from batch_agent.backends.batch.jobs import Answer, JobService, State, Wave
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.backend import HttpClient
 from batch_agent.backends.http.wire import mapping
 from batch_agent.errors import Unavailable
 from batch_agent.messages import JsonObject

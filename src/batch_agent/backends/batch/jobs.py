@@ -31,8 +31,7 @@ from urllib.parse import quote
 
 from batch_agent.backends.base import Backend, Capabilities, JobLines, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.batch.job_ledger import JobEntry, JobLedger
-from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
 from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, Rejected, Unavailable

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import orjson
 
 from batch_agent.backends.batch.jobs import Answer, JobService, State, Wave
-from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.backend import HttpClient
 from batch_agent.backends.http.wire import mapping, objects_of
 from batch_agent.errors import Rejected, Unavailable
 from batch_agent.messages import JsonObject

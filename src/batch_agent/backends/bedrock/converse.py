@@ -16,9 +16,8 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.anthropic.request import Head
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.bedrock.request import ConverseView, build_head, check_shape, keeps_schemas
-from batch_agent.backends.http.backend import HttpBackend
-from batch_agent.backends.http.client import HttpClient, Route
-from batch_agent.backends.http.faults import Wording
+from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
+from batch_agent.backends.http.wire import Wording
 from batch_agent.blocking import in_thread
 from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import Rejected, SpecError, Unavailable

@@ -13,7 +13,7 @@ from dataclasses import replace
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.engine import ABLE, EngineBackend
-from batch_agent.backends.openai.server import Tail
+from batch_agent.backends.openai.chat import Tail
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 

@@ -19,10 +19,9 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape, only_model
 from batch_agent.backends.engines.advice import SHARED, EngineState
 from batch_agent.backends.engines.exposition import Exposition
-from batch_agent.backends.http.client import Route
+from batch_agent.backends.http.backend import Route
 from batch_agent.backends.http.wire import object_of
-from batch_agent.backends.openai.chat import OpenAIBackend
-from batch_agent.backends.openai.server import Tail
+from batch_agent.backends.openai.chat import OpenAIBackend, Tail
 from batch_agent.errors import BackendError, Truncated
 from batch_agent.messages import Conversation, JsonObject, Message, ToolSpec, Usage
 

@@ -10,9 +10,8 @@ from typing import TypeVar
 import orjson
 
 from batch_agent.backends.base import Answers, caught
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.wire import Naming
-from batch_agent.backends.openai.chat_answer import read_answer
+from batch_agent.backends.http.wire import Faults, Naming
+from batch_agent.backends.openai.chat import read_answer
 from batch_agent.errors import BackendError
 from batch_agent.messages import Reply
 

@@ -24,7 +24,7 @@ from batch_agent.backends.engines.advice import EngineState
 from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.lists import infer_in_lists, read_each
 from batch_agent.backends.http.wire import json_of
-from batch_agent.backends.openai.server import Tail
+from batch_agent.backends.openai.chat import Tail
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import JsonObject, Reply
 

@@ -35,9 +35,8 @@ from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.engines.lists import infer_in_lists, read_each
 from batch_agent.backends.engines.pin_orders import FIELD, PinOrders
-from batch_agent.backends.http.client import Route
-from batch_agent.backends.openai.chat import ChatView
-from batch_agent.backends.openai.server import Tail, end_body, join_body
+from batch_agent.backends.http.backend import Route
+from batch_agent.backends.openai.chat import ChatView, Tail, end_body, join_body
 from batch_agent.errors import Rejected
 from batch_agent.messages import JsonObject, Reply
 

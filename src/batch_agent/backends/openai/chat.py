@@ -1,24 +1,599 @@
 """The ``/chat/completions`` wire: OpenAI, and every server that speaks its dialect (vLLM, SGLang, llama.cpp, Ollama …).
 
-This file writes requests; ``chat_answer`` reads answers, ``schema`` writes the schemas, ``server`` has what these
-servers share beside the wire, and ``http/backend`` sends requests. A body is head, messages and tail. The head is
-encoded once per RequestShape, each message once per conversation, the shared ones once for all agents; the tail has
-fields of one turn.
+``AnswerStream`` and ``read_answer`` read answers, ``OpenAIServer`` has what these servers share beside the wire,
+``OpenAIBackend`` writes requests, ``schema`` writes the schemas, and ``http/backend`` sends requests. A body is head,
+messages and tail. The head is encoded once per RequestShape, each message once per conversation, the shared ones once
+for all agents; the tail has fields of one turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple, Self
+from weakref import WeakKeyDictionary
 
+import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.base import RequestShape
-from batch_agent.backends.http.wire import echoed, written, written_options
-from batch_agent.backends.openai.chat_answer import NOTHING, AnswerStream, opened, read_answer
+from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
+from batch_agent.backends.http.wire import (
+    EventReader,
+    Faults,
+    Naming,
+    counted,
+    echoed,
+    object_of,
+    string_of,
+    usage_of,
+    written,
+    written_options,
+)
+from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
+from batch_agent.backends.openai.models import check_options
 from batch_agent.backends.openai.providers import STANDARD, Dialect
-from batch_agent.backends.openai.server import OpenAIServer
-from batch_agent.messages import Message, MessageView, Part, content_json, content_text, images_of
+from batch_agent.backends.openai.schema import unwrapped
+from batch_agent.backends.schema.support import blamed, is_kept
+from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
+from batch_agent.http.transport import Transport
+from batch_agent.messages import (
+    JsonObject,
+    Message,
+    MessageView,
+    Part,
+    Reply,
+    Sealed,
+    ToolCall,
+    Usage,
+    content_json,
+    content_text,
+    images_of,
+)
+
+# Reads answers of ``/chat/completions``, whole or streamed, into a Reply. Pure, and tolerant of the many dialects.
+#
+# Tolerant means that equivalent forms are accepted: null for an empty list, an object for JSON text, parts for text,
+# missing ids. An incomplete answer (cut, aborted, filtered, empty, an error object) is always raised as a
+# BackendError.
+
+WIRE = "chat"
+SIGNATURES = "extra_content"  # field of a call
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    fields: JsonObject = field(default_factory=dict)  # of the message
+    signatures: JsonObject = field(default_factory=dict)  # of its calls, by id
+
+    def of_call(self, call_id: str) -> JsonObject:
+        return {SIGNATURES: self.signatures[call_id]} if call_id in self.signatures else {}
+
+
+NOTHING = Opened()
+
+
+def sealed_calls(signatures: Mapping[str, object]) -> Sealed | None:
+    """Return the sealed signatures of an answer's calls, by call id."""
+    kept: JsonObject = {call_id: value for call_id, value in signatures.items() if isinstance(value, dict)}
+    return Sealed(WIRE, {"signatures": kept}) if kept else None
+
+
+def sealed_with(sealed: Sealed | None, reasoning: str) -> Sealed:
+    before = sealed.value if sealed is not None and isinstance(sealed.value, dict) else {}
+    return Sealed(WIRE, before | {"fields": {"reasoning_content": reasoning}})
+
+
+def opened(sealed: Sealed | None) -> Opened:
+    if sealed is None or sealed.wire != WIRE or not isinstance(sealed.value, dict):
+        return NOTHING
+    fields, signatures = sealed.value.get("fields"), sealed.value.get("signatures")
+    return Opened(
+        fields if isinstance(fields, dict) else {},
+        signatures if isinstance(signatures, dict) else {},
+    )
+
+
+_CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
+_ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
+_FILTERED = {"content_filter"}
+_CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_tokens")
+
+
+def read_answer(body: bytes, naming: Naming) -> Reply:
+    faults = naming.faults
+    document = object_of(body, faults)
+    if error := error_in(document):
+        raise faults.reported(error)
+    choices = document.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise faults.bad(f"the answer has no choices: {faults.clean(body.decode('utf-8', 'replace'))}")
+    choice = choices[0]
+    if error := choice.get("error"):
+        raise faults.reported(error)
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise faults.bad("the answer's choice has no message")
+    content = message.get("content")
+    text = content if isinstance(content, str) else _text(content, faults)
+    if not text:
+        text = string_of(message.get("refusal"))
+    finish = _reason(choice.get("finish_reason"))
+    if finish is None:
+        raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
+    usage = _usage(document.get("usage"))
+    items = _call_items(message, faults)
+    check_finish(finish, text, bool(items), usage, faults)
+    calls: tuple[ToolCall, ...] = ()
+    sealed = None
+    if items:
+        calls = tuple([naming.call(*_call_fields(item, faults)) for item in items])
+        sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
+    model = document.get("model")
+    named = model if isinstance(model, str) else ""
+    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=named)
+
+
+class AnswerStream(EventReader):
+    """Reads a streamed answer. A call is complete when its JSON object closes, or when the answer ends well; pieces of
+    several calls may arrive in any order."""
+
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
+        super().__init__(naming, on_tool_call, clock, said)
+        self._reasoning: list[str] = []
+        self._started: list[_CallInProgress] = []
+        self._latest: dict[object, _CallInProgress] = {}  # by the server's index; None: the latest of all
+        self._dispatched: dict[object, str] = {}  # ids of calls reported whole, by the server's index
+        self._usage: JsonValue = None
+        self._finish: str | None = None
+        self._model = ""
+
+    def finish(self) -> Reply:
+        self._close()
+        if self._finish is None:
+            raise self._unfinished()
+        usage = _usage(self._usage)
+        check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
+        calls = tuple(self._settle(call) for call in self._started)
+        sealed = sealed_calls({call.id: begun.signature for call, begun in zip(calls, self._started, strict=True)})
+        reasoning = "".join(self._reasoning)
+        timed = self._first_token, self._finish
+        return Reply(self._so_far, calls, usage, reasoning, *timed, sealed=sealed, model=self._model)
+
+    def _event(self, name: str, chunk: JsonObject) -> None:
+        # Runs for every token, so rare fields are tested before anything is created.
+        if name == "tool_call_dispatch":
+            self._dispatch(chunk)
+            return
+        if ("error" in chunk or chunk.get("object") == "error") and (error := error_in(chunk)):
+            raise self._faults.reported(error)
+        if usage := chunk.get("usage"):
+            self._usage = usage
+        choices = chunk.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            # Several choices come only if the user's extra_body requested them; the first is the answer.
+            if isinstance(choice, dict) and not choice.get("index"):
+                if error := choice.get("error"):
+                    raise self._faults.reported(error)
+                delta = choice.get("delta")
+                if isinstance(delta, dict):
+                    self._delta(delta)
+                if finish := choice.get("finish_reason"):
+                    self._finish = _reason(finish) or self._finish
+                    self._model = string_of(chunk.get("model"))
+
+    def _delta(self, delta: JsonObject) -> None:
+        content = delta.get("content")
+        if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
+            self._said.append(content)  # the most common event
+            return
+        text = _text(content, self._faults) or string_of(delta.get("refusal"))
+        reasoning = _reasoning(delta)
+        items = _call_items(delta, self._faults)
+        if text or reasoning or items:
+            self._begun()
+        if text:
+            self._said.append(text)
+        if reasoning:
+            self._reasoning.append(reasoning)
+        for item in items:
+            self._call_delta(item)
+
+    def _dispatch(self, event: JsonObject) -> None:
+        """Handle a whole call sent before its deltas (NVIDIA Dynamo): the deltas still come, and add nothing."""
+        call = event.get("tool_call")
+        if isinstance(call, dict) and not event.get("choice_index"):
+            number, (call_id, name, _) = _number(call), _call_fields(call, self._faults)
+            if name and (number not in self._latest or self._latest[number].id != call_id):
+                self._call_delta(call)
+                self._dispatched[number] = call_id
+
+    def _call_delta(self, item: JsonValue) -> None:
+        call_id, name, arguments = _call_fields(item, self._faults)
+        number = _number(item)
+        if number in self._dispatched and call_id in ("", self._dispatched[number]):
+            return
+        call = self._latest.get(number)
+        if call is None or call.is_over(call_id, name, arguments):
+            call = self._latest[number] = self._latest[None] = _CallInProgress()
+            self._started.append(call)
+        call.id = call.id or call_id
+        call.name = call.name or name
+        call.signature = call.signature or _signature(item)
+        call.extend(arguments)
+        if call.closed and call.name:
+            self._settle(call)
+
+    def _settle(self, call: _CallInProgress) -> ToolCall:
+        """Report a complete call."""
+        if call.done is None:
+            call.done = self._naming.call(call.id, call.name, call.arguments)
+            self._on_tool_call(call.done)
+        return call.done
+
+
+class _CallInProgress:
+    """The fragments of one call, and whether its JSON object has closed. Text after the object is not part of it."""
+
+    _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name", "signature")
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.name = ""
+        self.closed = False
+        self.done: ToolCall | None = None
+        self.signature: JsonValue = None
+        self._pieces: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False  # the last fragment ended in a backslash inside a string
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._pieces)
+
+    def is_over(self, call_id: str, name: str, arguments: str) -> bool:
+        """Return whether a delta with the same index starts another call. Some servers number every call 0, or none.
+        Then a new id or another name marks the start, or arguments that come with an id or a name after a complete
+        object. With the same id they must be another object, because some servers repeat the whole call at the end."""
+        if not (call_id or name):
+            return False
+        if (call_id and self.id and call_id != self.id) or (name and self.name and name != self.name):
+            return True
+        more = arguments.strip()
+        if not (self.closed and more):
+            return False
+        return not (call_id and self.id) or (more.startswith("{") and more != self.arguments)
+
+    def extend(self, fragment: str) -> None:
+        if not self._pieces:
+            fragment = fragment.lstrip()
+        if self.closed or not fragment:
+            return
+        end = self._scan(fragment)
+        self._pieces.append(fragment[:end])
+
+    def _scan(self, fragment: str) -> int:
+        """Return how much of the fragment belongs to the object."""
+        if not self._pieces and not fragment.startswith("{"):
+            self._in_string, self._depth = False, -1
+        if self._depth < 0:  # not an object: only the end of the call closes it
+            return len(fragment)
+        start = 1 if self._escaped else 0
+        self._escaped = False
+        for mark in self._MARKS.finditer(fragment, start):
+            sign = mark.group()
+            if self._in_string:
+                self._in_string = sign != '"'
+                self._escaped = sign == "\\"
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self.closed = True
+                    return mark.end()
+        return len(fragment)
+
+
+def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: Faults) -> None:
+    if finish in _CUT:
+        count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
+        raise Truncated(
+            f"{faults.where}: the answer was cut{count} (finish_reason {finish}); give a larger max_tokens, or none",
+            text=text,
+            usage=usage,
+            in_call=has_calls,
+        )
+    if finish in _ABORTED:
+        raise faults.bad(f"the server aborted the answer (finish_reason {finish})", text=text)
+    if finish in _FILTERED:
+        message = f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})"
+        raise Rejected(message, text=text, usage=usage)
+    if finish == "tool_calls" and not has_calls and not text:
+        raise faults.bad("the finish_reason is tool_calls, but the answer has no tool call")
+
+
+def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
+    return document.get("error") or (dict(document) if document.get("object") == "error" else None)
+
+
+def _text(content: JsonValue, faults: Faults) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(string_of(part.get("text")) if isinstance(part, dict) else string_of(part) for part in content)
+    raise faults.bad("the answer's content is neither text nor a list of parts")
+
+
+def _reasoning(message: JsonObject) -> str:
+    told = message.get("reasoning_content") or message.get("reasoning")
+    return told if isinstance(told, str) else ""
+
+
+def _reason(value: JsonValue) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("type")
+    return value.lower() if isinstance(value, str) and value else None
+
+
+def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:
+    calls = message.get("tool_calls")
+    if not calls:
+        legacy = message.get("function_call")
+        return [{"function": legacy}] if legacy else []
+    if not isinstance(calls, list):
+        raise faults.bad("the answer's tool_calls are not a list")
+    return calls
+
+
+def _number(item: JsonValue) -> int | str | None:
+    """Return the server's index of a call."""
+    index = item.get("index") if isinstance(item, dict) else None
+    return index if isinstance(index, int | str) else None
+
+
+def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
+    """Return id, name and arguments, each as text and possibly empty."""
+    function = item.get("function") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(function, dict | None):
+        raise faults.bad("the answer has a malformed tool call")
+    arguments = function.get("arguments") if function else None
+    if arguments is None:
+        arguments = ""
+    elif not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    return string_of(item.get("id")), string_of(function.get("name")) if function else "", arguments
+
+
+def _signature(item: JsonValue) -> JsonValue:
+    return item.get(SIGNATURES) if isinstance(item, dict) else None
+
+
+def _usage(value: JsonValue) -> Usage:
+    if not isinstance(value, dict):
+        return Usage()
+    details = value.get("prompt_tokens_details")
+    reasoned = value.get("completion_tokens_details")
+    return usage_of(
+        prompt=counted(value, "prompt_tokens"),
+        cached=(counted(details, "cached_tokens") if details else 0) or counted(value, "prompt_cache_hit_tokens"),
+        completion=counted(value, "completion_tokens"),
+        reasoning=counted(reasoned, "reasoning_tokens") if reasoned else 0,
+        written=counted(details, *_CACHE_WRITES) if details else 0,
+    )
+
+
+# What servers of OpenAI's family share beside the wire: dialect, per-request fields, detection of missing features.
+#
+# A schema that is refused or ignored is detected from the first answers and remembered: later requests omit it, and
+# ``Capabilities`` reports it. If a server does not have a model, the error lists the models it has.
+
+SCHEMA = "schema"  # the option that a server may refuse
+OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
+LISTING_SECONDS = 5.0  # to list the models for an error message
+
+
+class Tail(NamedTuple):
+    """Fields of one request beside its messages: body fields (a priority, hints) and headers (an id). They come after
+    the messages, so that the prefix stays the same."""
+
+    fields: JsonObject
+    headers: Mapping[str, str] | None = None
+
+
+NO_TAIL = Tail({})
+
+
+class OpenAIServer(HttpBackend[bytes]):
+    """One server at ``base_url`` (without the wire's path). ``tail`` returns the fields of one request, for servers
+    that accept hints; ``query`` is appended to every path. With ``models`` the server is not asked for its list."""
+
+    path: str  # of the wire
+    view: type[MessageView]  # of the wire
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        capabilities: Capabilities | None = None,
+        name: str | None = None,
+        dialect: Dialect = STANDARD,
+        tail: Callable[[ModelRequest], Tail] | None = None,
+        query: str = "",
+        models: Sequence[str] = (),
+        transport: Transport | None = None,
+    ) -> None:
+        http = HttpClient(base_url, api_key=api_key, headers=headers, transport=transport)
+        route = http.route("POST", self.path + query)
+        super().__init__(http, route, capabilities=capabilities or Capabilities(images=True), name=name)
+        self._models = http.route("GET", f"/models{query}")
+        self._query = query
+        self._given = list(models)
+        self._served: list[str] | None = None  # None: not requested yet
+        self._listing = asyncio.Lock()
+        self._dialect = dialect
+        self._tail = tail
+        self._keeps_schemas = False  # an answer has shown it
+
+    # Facts about shapes, created on first use, because a fleet may have a thousand of these.
+
+    @cached_property
+    def _wraps(self) -> WeakKeyDictionary[RequestShape, bool]:
+        return WeakKeyDictionary()
+
+    @cached_property
+    def _keys(self) -> WeakKeyDictionary[RequestShape, tuple[str, str]]:
+        return WeakKeyDictionary()
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._listing = asyncio.Lock()  # of this event loop
+        return self
+
+    def check(self, shape: RequestShape) -> None:
+        if self._dialect.openai_models:
+            check_options(shape)
+        if shape.seed is not None and self._dialect.seed_field is None:
+            raise SpecError(f"{self.name} takes no seed: leave it out")
+        super().check(shape)
+
+    def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
+        schema, proven = request.shape.schema, self._capabilities.schema_proven
+        if refused and (refusal := refused.get(SCHEMA)) is not None:
+            self._give_schemas_up(f"refused the output schema ({refusal})")
+        elif not (schema is None or proven or reply.tool_calls) and self.own_body(request) is None:
+            self._judge(reply.text, schema)
+
+    async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
+        """Leave out the schema, if it is the reason for the refusal. A server without earlier answers may refuse a
+        schema with any message."""
+        refusal = await self._explained(error, request.shape.model)
+        if request.shape.schema is None or self.own_body(request) is not None:
+            raise refused.get(SCHEMA, refusal) from None
+        blame = blamed(refusal)
+        if blame == "no" or (blame == "perhaps" and (self._capabilities.schema_proven or self._keeps_schemas)):
+            raise refusal from None
+        if blame == "surely":
+            self._give_schemas_up(f"refused the output schema ({refusal})")
+        refused[SCHEMA] = refusal
+        return replace(request, shape=self.without_schema(request.shape))
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        if shape.schema is not None and self._wraps_answer(shape, shape.schema):
+            reply = replace(reply, text=unwrapped(reply.text))
+        if self._dialect.wants_reasoning and reply.reasoning:
+            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
+        return reply
+
+    async def models(self) -> list[str]:
+        if self._given:
+            return self._given
+        body = await self._http.send(self._models) or b""
+        names = read_models(body)
+        if names is None:
+            shown = self._models.faults.clean(body.decode("utf-8", "replace"))
+            raise self._models.faults.bad(f"the answer is not a list of models: {shown}")
+        return names
+
+    # One request
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return frozenset({self.wire, *OTHER_WIRES})
+
+    def own_route(self, wire: str) -> Route:
+        return self._chat if wire == self.wire else self._http.route("POST", f"/{wire}{self._query}")
+
+    def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
+        fields, headers = super().write_own(client, request)
+        tail = self.tail_of(request)
+        fields["model"] = self._dialect.deployment or request.shape.model
+        return {**tail.fields, **fields}, {**(headers or {}), **(tail.headers or {})}
+
+    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        fields, headers = self.tail_of(request)
+        pieces = request.conversation.view(self.view).pieces
+        return b"".join((head, b",".join(pieces), end_body(fields) if fields else b"]}")), headers
+
+    def tail_of(self, request: ModelRequest) -> Tail:
+        """Return the fields of this request; the user's extra_body overrides them."""
+        if self._tail is None and not self._dialect.cache_key:
+            return NO_TAIL  # most servers
+        fields, headers = NO_TAIL if self._tail is None else self._tail(request)
+        if self._dialect.cache_key:
+            fields = {**fields, "prompt_cache_key": self._cache_key(request)}
+        if fields and (extra := request.shape.extra_body):
+            fields = {name: value for name, value in fields.items() if name not in extra}
+        return Tail(fields, headers)
+
+    def _cache_key(self, request: ModelRequest) -> str:
+        """Return a key shared by all agents with the same prefix: the same model, tools and system prompt."""
+        shape, shared = request.shape, _system(request.conversation.messages)
+        known = self._keys.get(shape)
+        if known is None or known[0] != shared:
+            tools = [[tool.name, tool.description, tool.parameters] for tool in shape.tools]
+            begins = orjson.dumps([shape.model, tools]) + shared.encode("utf-8", "replace")
+            known = self._keys[shape] = shared, f"batch-agent-{blake2b(begins, digest_size=12).hexdigest()}"
+        return known[1]
+
+    # Detection of missing features
+
+    def _judge(self, text: str, schema: JsonObject) -> None:
+        if is_kept(text, schema):
+            self._keeps_schemas = True
+        else:
+            self._give_schemas_up("accepted the output schema but did not enforce it")
+
+    def _give_schemas_up(self, why: str) -> None:
+        if not self._capabilities.schema_note:
+            note = f"{self.name} {why}: answers are validated, and repaired if they do not fit"
+            self._capabilities = replace(
+                self._capabilities, native_schema=False, schema_with_tools=False, schema_note=note
+            )
+
+    def _wraps_answer(self, shape: RequestShape, schema: JsonObject) -> bool:
+        if (wraps := self._wraps.get(shape)) is None:
+            wraps = self._wraps[shape] = self._dialect.schema_form(schema).wrapped
+        return wraps
+
+    async def _explained(self, refusal: Rejected, model: str) -> Rejected:
+        """Return the refusal, with the models that the server has if the model may be the reason."""
+        if not may_be_unknown(refusal):
+            return refusal
+        async with self._listing:
+            if self._served is None:
+                self._served = []
+                with suppress(BackendError, TimeoutError):
+                    async with asyncio.timeout(LISTING_SECONDS):
+                        self._served = await self.models()
+        said = no_such_model(model, self._served, self.name)
+        return refusal if said is None else Rejected(f"{said} ({refusal})", status=404)
+
+
+def join_body(head: bytes, view: MessageView, end: bytes = b"]}") -> bytes:
+    return b"".join((head, b",".join(view.pieces), end))
+
+
+def end_body(fields: JsonObject) -> bytes:
+    """Return the end of a body: what closes the messages, with the fields of this request."""
+    return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
+
+
+def _system(messages: Sequence[Message]) -> str:
+    return content_text(messages[0].content) if messages and messages[0].role == "system" else ""
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:

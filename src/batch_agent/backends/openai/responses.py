@@ -10,10 +10,10 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.wire import echoed, written, written_options
+from batch_agent.backends.openai.chat import OpenAIServer
 from batch_agent.backends.openai.models import reasons
 from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.openai.responses_answer import WIRE, ResponseStream, read_response
-from batch_agent.backends.openai.server import OpenAIServer
 from batch_agent.errors import SpecError
 from batch_agent.messages import Content, Document, Message, MessageView, Part
 

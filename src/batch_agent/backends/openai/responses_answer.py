@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.http.wire import EventReader, Naming, counted, object_of, objects_of, string_of, usage_of
-from batch_agent.backends.openai.chat_answer import check_finish, error_in
+from batch_agent.backends.openai.chat import check_finish, error_in
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
 WIRE = "responses"

@@ -10,10 +10,9 @@ from batch_agent.backends.base import Backend, Capabilities
 from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.openai.by_model import OpenAIByModel
-from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend, OpenAIServer
 from batch_agent.backends.openai.providers import PROVIDERS, Dialect, base_variable
 from batch_agent.backends.openai.responses import ResponsesBackend
-from batch_agent.backends.openai.server import OpenAIServer
 from batch_agent.errors import SpecError
 
 OPENAI = Dialect(

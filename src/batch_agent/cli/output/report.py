@@ -21,7 +21,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.reader import RunView, look, place_of
 from batch_agent.record.rundir import RUN
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.latency import ToolStatistics
+from batch_agent.tools.flight import ToolStatistics
 
 
 def spent(view: RunView) -> str:

@@ -17,7 +17,7 @@ from batch_agent.documents.failure import DocumentError
 from batch_agent.documents.process import open_document
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
-from batch_agent.tools.render import MAX_TOKENS
+from batch_agent.tools.schema import MAX_TOKENS
 
 MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 

@@ -21,7 +21,7 @@ from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
 from batch_agent.tools.builtin.addresses import AddressPolicy, CheckedResolver
 from batch_agent.tools.builtin.body import read_body
-from batch_agent.tools.render import MAX_TOKENS
+from batch_agent.tools.schema import MAX_TOKENS
 
 MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 REDIRECTS = 5
