@@ -33,6 +33,7 @@ from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import InputError, Invalid, OutputError, SpecError, WorkerFailed
 from batch_agent.foreign import boundary, describe, is_async
 from batch_agent.gateway.client_request import ClientRequest
+from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
 from batch_agent.outputs.validate import parse_output
 from batch_agent.spec import BatchSpec
@@ -255,12 +256,15 @@ class GatewayRow:
     async def models(self) -> Sequence[str]:
         return await self._backend.models()
 
-    async def answer(self, request: ClientRequest) -> Reply:
+    async def answer(self, request: ClientRequest, live: LiveAnswer | None = None) -> Reply:
         asked, sent = self._worker.client_shapes(request)
 
         def send(question: ModelRequest) -> ModelCall:
             question.shape, question.client = sent, request.client_body
-            return ModelCall(self._backend, question)
+            if live is None or self._work.r.policy.hedge is not None:  # of two requests, either may be answered first
+                return ModelCall(self._backend, question)
+            live.follow(question)
+            return ModelCall(self._backend, question, lambda call: None)  # the backend streams
 
         return await self._work.answer(asked, Conversation(request.messages), send=send)
 

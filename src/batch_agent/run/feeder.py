@@ -29,7 +29,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
 from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStanding, RunStore
 from batch_agent.run.delivery import Delivery
-from batch_agent.run.rows import READERS, Rows, compile_all, unplaced
+from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
 if TYPE_CHECKING:
     from batch_agent.observe.telemetry import Traces
@@ -64,6 +64,7 @@ class Feeder:
         row_schema: OutputSchema[object] | None,
     ) -> None:
         self.store, self._rows, self._plan = store, rows, plan
+        self._ids = UniqueIds()
         self._run, self._emit, self._clock = run, emit, clock
         self._delivery, self._traces, self._originals, self._row_schema = delivery, traces, originals, row_schema
         self._schema: OutputSchema[object] | None = None
@@ -103,13 +104,13 @@ class Feeder:
         self.keys, self._schema = keys, schema
         store = self.store
         previous = await self.run(store.facts) or {}
-        # Answers that were kept by force stay valid until the spec changes again.
-        forced = resuming.force or (
-            bool(previous.get("forced")) and previous.get("fingerprint") == facts["fingerprint"]
-        )
+        # Answers that were kept by force stay valid until the spec changes again, or on_change="resend" drops them.
+        changed = previous.get("fingerprint") not in (None, facts["fingerprint"])
+        kept = bool(previous.get("forced")) and not changed
+        forced = resuming.force or (kept and not resuming.drop)
         self.facts = {"command": previous.get("command"), **facts, "forced": forced}
         self.facts["started"] = previous.get("started", facts["started"])
-        resuming = replace(resuming, force=forced)
+        resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
         self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
         self._position = self._sitting.position
@@ -208,6 +209,9 @@ class Feeder:
             self._reads_documents = True
         new = []
         for job, bare in zip(await compile_all(plan, first, values), bare_values, strict=True):
+            if isinstance(job, Job) and job.own_id is not None and self._rows.channel is None:
+                name = self._ids.unique(job.job_id)
+                job = job if name == job.job_id else replace(job, job_id=name)
             if isinstance(job, Job) and self._identifies:
                 identity = self.keys.identity(job, plan.question(job))
                 new.append(NewRow(job.index, identity.key, identity.row, bare, job))
@@ -254,8 +258,11 @@ class Feeder:
         if self._rows.channel is None:
             self._plan.check_first(value)
         job = self._plan.job(index, value, name)
+        job_id = job.job_id
+        if job.own_id is not None and self._rows.channel is None and (job_id := self._ids.unique(job_id)) != job.job_id:
+            data = encode_row(value, job_id)
         identity = self.keys.identity(job, self._plan.question(job))
-        return NewRow(index, identity.key, identity.row, data), job.job_id
+        return NewRow(index, identity.key, identity.row, data), job_id
 
     async def _keep_full(self) -> None:
         """Keep a window of unstarted rows in the queue, for several workers, until every input is fed."""

@@ -346,7 +346,8 @@ class Run(Generic[T]):
 
     def changes(self) -> Changes:
         """Compare the options of a resumed run with those of its record. Reads files or Redis, so it may block."""
-        return compare(str(self._prepared.spec.run_dir), self.parts, self._function)
+        resend = self.on_change == "resend"
+        return compare(str(self._prepared.spec.run_dir), self.parts, self._function, resend=resend)
 
     @property
     def parts(self) -> Mapping[str, Prepared]:
