@@ -193,7 +193,7 @@ class UserWorker:
         for shape in every:
             backend.check(shape)
         if self._spending is not None:
-            self._spending.set_prices(every, self._prices(model))
+            self._spending.set_terms(every, self._prices(model), backend)
         return AskShapes(shapes, schema, output_schema)
 
     def client_shapes(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
@@ -204,7 +204,7 @@ class UserWorker:
             if len(self._client_shapes) >= SHAPES:
                 self._client_shapes.clear()
             if self._spending is not None:
-                self._spending.set_prices((request.shape,), self._prices(request.shape.model))
+                self._spending.set_terms((request.shape,), self._prices(request.shape.model), self._prepared.backend)
             asked = replace(request.shape, extra_body={"client": request.head.hex()})
             shapes = self._client_shapes[request.head] = asked, request.shape
         return shapes
