@@ -196,7 +196,7 @@ class UserWorker:
         for shape in every:
             backend.check(shape)
         if self._spending is not None:
-            self._spending.set_prices(every, prices_of(self._prepared, model))
+            self._spending.set_terms(every, prices_of(self._prepared, model), backend)
         return AskShapes(shapes, schema, output_schema)
 
     def client_shapes(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
@@ -207,7 +207,9 @@ class UserWorker:
             if len(self._client_shapes) >= SHAPES:
                 self._client_shapes.clear()
             if self._spending is not None:
-                self._spending.set_prices((request.shape,), prices_of(self._prepared, request.shape.model))
+                self._spending.set_terms(
+                    (request.shape,), prices_of(self._prepared, request.shape.model), self._prepared.backend
+                )
             asked = replace(request.shape, extra_body={"client": request.head.hex()})
             shapes = self._client_shapes[request.head] = asked, request.shape
         return shapes
@@ -283,7 +285,7 @@ class CallRow:
 
     async def answer(self, request: ClientRequest, live: LiveAnswer | None = None) -> Reply:
         r, shape = self._r, request.shape
-        self._spending.set_prices((shape,), prices_of(self._prepared, shape.model))
+        self._spending.set_terms((shape,), prices_of(self._prepared, shape.model), r.backend)
         question = ModelRequest(
             shape,
             Conversation(request.messages),

@@ -66,7 +66,10 @@ def spec_json(prepared: Prepared) -> JsonObject:
 
 
 def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> BatchSpec:
-    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError."""
+    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError, also if the
+    record has options that only a feeder has: files to write, ports to open, keys."""
+    if feeders := sorted(options.keys() & FEEDERS - {"no_hoist"}):
+        raise SpecError(f"the record sets {', '.join(feeders)}, and only a feeder has that option")
     directory = str((import_from or Path.cwd()).resolve())
     if directory not in sys.path:
         sys.path.insert(0, directory)
