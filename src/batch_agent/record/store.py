@@ -201,9 +201,9 @@ class WorkStore(Protocol):
 
     def close(self) -> None: ...
 
-    def listen(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` when rows, results or workers come. Only an ``instant`` store does; it may call from any
-        thread."""
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
+        """Call ``changed`` when rows, results or workers come; with ``results``, not when only the inputs end. Only an
+        ``instant`` store does; it may call from any thread."""
         ...
 
     # Workers

@@ -116,7 +116,7 @@ class Feeder:
         self._position = self._sitting.position
         self._had_past = bool(self._sitting.previous)
         self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
-        store.listen(on_this_loop(self._news.set))
+        store.listen(on_this_loop(self._news.set), results=True)
 
     @property
     def sitting(self) -> int:
@@ -198,7 +198,8 @@ class Feeder:
         else:
             await self.run(partial(self.store.end_inputs, self.sitting))
         self.fed = True
-        self._news.set()
+        if self.outstanding <= 0:  # else a result sets it
+            self._news.set()
 
     async def _feed_here(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store in this process: their objects, and the jobs made of them."""
@@ -421,7 +422,7 @@ class Feeder:
     def _emit_row(self, result: AgentResult[object]) -> None:
         """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
         now = self._clock()
-        self._emit(JobStarted(now, self._run, result.index, result.job_id))
+        self._emit(JobStarted(now, self._run, result.index, result.job_id, elsewhere=True))
         if result.resumed:
             return  # an earlier session counted them
         for turn in range(1, result.turns + 1):
