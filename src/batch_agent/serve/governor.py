@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from math import inf
 
 QUIET_SECONDS = 5.0  # without an interactive request after which lines fill the engine again
-FEW = 4  # requests in flight that leave an engine almost idle
+FEW = 2  # requests in flight that leave an engine almost idle
 MEASURE_SECONDS = 30.0  # for which no line starts, at most, until the latency of an idle engine is known
 LEARN = 0.2  # the weight of the latest answer
-COMFORT = 0.9  # part of the target below which more lines are tried
+AIM, COMFORT = 0.93, 0.85  # parts of the target: above the first, lines are taken away; below the other, more are tried
 RAISE = 1.08
 OVER = 1.25  # times the limit: with more lines in flight, those of an earlier limit are still there
 LOWER = 0.5  # the limit is never lowered more than this by one answer
@@ -138,10 +138,10 @@ class Governor:
             return
         if not limit:
             self._limit, self._changed = self._first(), now
-        elif ratio > target:
+        elif ratio > AIM * target:
             if most > limit * OVER or now - self._changed < seconds / 2:
                 return  # it was slow because of lines that started before the limit
-            self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, target / ratio))
+            self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, AIM * target / ratio))
             self._changed = now
         elif ratio < COMFORT * target and lines >= COMFORT * limit:
             self._limit = limit * RAISE + 0.5
