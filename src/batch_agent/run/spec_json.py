@@ -30,7 +30,7 @@ from batch_agent.tools.base import BUILTIN_NAMES, Tool
 
 # Options that only the feeder uses: inputs, record, observers, API key.
 FEEDERS = {
-    *("inputs", "on_result", "sinks", "events", "metrics_port", "telemetry", "api_key", "no_hoist"),
+    *("inputs", "on_result", "sinks", "events", "metrics_port", "api_key", "no_hoist"),
     *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
     *("lease", "keep", "feed_only", "cluster"),
 }

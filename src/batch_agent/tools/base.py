@@ -333,8 +333,9 @@ class Tool(Generic[P, R_co]):
         description: str | None = None,
         max_concurrent: int | None = None,
     ) -> Tool[..., Coroutine[Any, Any, str]]:
-        """Make a tool from a command-line agent (``batch_agent.runtimes``), to which a model gives a task. The runtime
-        has its own backend. By default as many agents run at once as fit into memory."""
+        """Make a tool from a command-line agent (``batch_agent.runtimes``), to which a model gives a task. A
+        runtime without a backend uses the run's, through the gateway. By default as many agents run at once as fit into
+        memory."""
         from batch_agent.tools.builtin.agent import agent_tool  # here, because it uses Tool.define
 
         return agent_tool(runtime, name, description, max_concurrent)

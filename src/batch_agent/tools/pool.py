@@ -29,7 +29,7 @@ from batch_agent.job import Job
 from batch_agent.messages import ToolCall, content_text, images_of, with_images
 from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
-from batch_agent.tools.context import CallTrace, ToolContext
+from batch_agent.tools.context import CallTrace, ModelAccess, ToolContext
 from batch_agent.tools.flight import (
     ENDING_SECONDS,
     CallSlots,
@@ -172,6 +172,7 @@ class ToolPool:
         self._opened: dict[Resource, OpenResource] = {}
         self._writes: Counter[Resource] = Counter()  # counts starts and ends; earlier reads are stale
         self._state: dict[str, Any] = {}  # shared by the tools of this run
+        self.models: ModelAccess | None = None
         self._closed = False
         for tool in tools:
             self.add(tool)
@@ -228,7 +229,7 @@ class ToolPool:
         context = None
         if tool.signature.context is not None:
             place = "" if trace is None else trace().traceparent
-            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place)
+            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place, models=self.models)
             arguments = replace(arguments, values={**arguments.values, tool.signature.context: context})
             identity = f"{job.index} {identity}"  # a tool that sees its row may answer each row differently
         if tool.effect == "write":
