@@ -96,6 +96,14 @@ def forgiving(*kinds: type[BackendError]) -> type[Right]:
     return Forgiving
 
 
+class OverridesExtraBody(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        shape = request.shape
+        ours = {name for name in shape.extra_body if getattr(shape, name, None) is not None}
+        rest = {name: value for name, value in shape.extra_body.items() if name not in ours}
+        return replace(request, shape=replace(shape, extra_body=rest))
+
+
 class TruthyOptions(Right):
     def asked(self, request: ModelRequest) -> ModelRequest:
         return replace(request, shape=replace(request.shape, temperature=request.shape.temperature or None))
@@ -342,6 +350,7 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "top_p is not sent": (without("top_p", None), "an_option_is_sent"),
     "stop is not sent": (without("stop", ()), "an_option_is_sent"),
     "extra_body is not sent": (without("extra_body", {}), "extra_body_is_sent"),
+    "a field of ours overrides extra_body": (OverridesExtraBody, "overrides_a_field"),
     "calls are not echoed": (writing(lambda m: replace(m, tool_calls=())), "in_pairs"),
     "a result does not say what it answers": (writing(lambda m: replace(m, tool_call_id="")), "in_pairs"),
     "a stream without its end is an answer": (forgiving(BadResponse, Unavailable), "breaks_off"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 
 import pytest
 from tests.cli.thorough_requests import FOLDER, KEY, MODELS, examined, recorded, well
@@ -12,6 +13,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.cli.main import main
 from batch_agent.conformance.examination import CHECKS, examine
 from batch_agent.conformance.finding import STATUSES, Finding
+from batch_agent.door import Handler
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer
 from batch_agent.testing.request import Request
@@ -55,6 +57,36 @@ async def test_what_a_bad_server_lacks_is_said_with_the_flag() -> None:
     assert found["schema"].status == "emulated"
     assert "--tool-call-parser" in found["tool_named"].flag
     assert "--enable-prompt-tokens-details" in found["cache_report"].flag
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Fail(500, "out of memory"), "an error of the server (500)"),
+        (Say("yes", usage=Usage(4_000, completion_tokens=1)), "to 4,000 and reported no error"),
+    ],
+)
+async def test_a_prompt_that_is_too_long_and_not_refused_is_a_fault(answer: Say | Fail, words: str) -> None:
+    async with ScriptedServer(lambda request: answer) as server:
+        found = await findings(server, "overflow")
+    assert found["overflow"].status == "missing"
+    assert words in found["overflow"].note
+
+
+async def test_a_server_without_metrics_lacks_its_load_and_nothing_else() -> None:
+    class WithoutMetrics(ScriptedServer):
+        def table(self) -> dict[str, Mapping[str, Handler]]:
+            return {path: handlers for path, handlers in super().table().items() if path != "/metrics"}
+
+    async with WithoutMetrics(well, models=["m"]) as server:
+        found = await findings(server, "load", "load_counts", "kv_size", "priority")
+    assert {id: finding.status for id, finding in found.items()} == {
+        "load": "missing",
+        "load_counts": "not asked",
+        "kv_size": "emulated",
+        "priority": "unclear",
+    }
+    assert "--disable-log-stats" in found["load"].flag
 
 
 async def test_a_question_without_an_answer_ends_and_the_others_are_not_asked() -> None:

@@ -238,7 +238,7 @@ class Work:
                 progress.model = model  # a built-in worker has one conversation
             else:
                 progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
-        if slots.scheduler.admission.enabled:
+        if slots.scheduler.admission.is_on:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)
 

@@ -377,7 +377,7 @@ class Dialogue:
             if reply is None:
                 self._leave_record()
                 fitted, compactor, overflows = shape, self._compactor, 0
-                if compactor is not None:
+                if compactor is not None and compactor.context is not None:
                     if excess := compactor.excess(self):
                         await self._compact(excess, digest)
                     if shape.max_tokens is not None:

@@ -86,7 +86,7 @@ class Touches:
         dispatcher = self._dispatcher
         request = ModelRequest(self._shape, history, "touch", priority=AFTER_ALL)
         spending = dispatcher.spending
-        if endpoint.server.rates is not None or (spending is not None and spending.reserve_nowait(request) is None):
+        if endpoint.server.rates is not None or (spending is not None and not spending.is_free):
             return None
         policy = Policy(0, wait_out=False, timeout=LONGEST_SECONDS)
         ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=endpoint)

@@ -158,7 +158,11 @@ async def overflow(s: Subject) -> Finding:
         return works(f"refused with {error.status}, as too long")
     except Rejected as error:
         return missing(f"refused, but not as too long, so no run shortens its context: {error}")
-    if heard.usage.prompt_tokens and heard.usage.prompt_tokens < tokens // 2:
+    except BackendError as error:
+        if error.status is None:
+            raise
+        return missing(f"a prompt that is too long is an error of the server ({error.status}), not a refusal")
+    if heard.usage.prompt_tokens and heard.usage.prompt_tokens < tokens:
         note = f"it cut a prompt of about {tokens:,} tokens to {heard.usage.prompt_tokens:,} and reported no error"
         return missing(note, flag(s, "overflow") or "model_max_context=N in the run")
     return unclear(f"it accepted a prompt of {heard.usage.prompt_tokens:,} tokens")

@@ -187,18 +187,15 @@ class Dispatcher:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
         otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
         loop = self.slots.loop
-        queued, attempts = loop.time(), 0
+        queued, attempts, spending = loop.time(), 0, self.spending
         if ticket is None:
             ticket = self.slots.claim(AgentProgress(LAST) if progress is None else progress, LAST)
         while True:
             slot, call, request = ticket.slot, None, question.request
             if slot is None or self.slots.stopped:
                 slot = await self._hold(ticket, policy)
-            if request is not None and self.spending is not None:
-                if slot.endpoint.server.rates is None:
-                    call = self.spending.reserve_nowait(request)
-                if call is None:
-                    call = await self.reserve(slot, request)
+            if spending is not None and not (spending.is_free and slot.endpoint.server.rates is None):
+                call = await self.reserve(slot, request)
             sent, attempts = loop.time(), attempts + 1
             observer.sent(sent - queued)
             if self.endpoints.controls.unlike:
@@ -208,10 +205,12 @@ class Dispatcher:
                     reply = await self.attempt(question, slot, policy, sent)
                 else:
                     reply = await hedged(self, question, slot, policy)
-                cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
+                cost = (
+                    None if spending is None else spending.settle(call, request, reply.usage, reply.saved is not None)
+                )
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
-                cost = None if call is None else call.fail(error)
+                cost = None if spending is None else spending.fail(call, request, error)
                 attempt, verdict = self.endpoints.failed(slot, error, question.request)
                 scope = self.endpoints.scope(slot, error)
             except Exception:

@@ -279,7 +279,7 @@ class ServedStore:
     def close(self) -> None:
         self._close()
 
-    def listen(self, changed: Callable[[], None]) -> None:
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
         """Do nothing: changes are waited for by calls that block."""
 
     def standing(self) -> RunStanding:

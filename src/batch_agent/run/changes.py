@@ -186,11 +186,17 @@ def _answers(count: int) -> str:
 
 
 def compare(
-    run_dir: str | Path, parts: Mapping[str, Prepared], worker: AnyWorker | None = None, *, counts: bool = True
+    run_dir: str | Path,
+    parts: Mapping[str, Prepared],
+    worker: AnyWorker | None = None,
+    *,
+    counts: bool = True,
+    resend: bool = False,
 ) -> Changes:
     """Compare a run with its record. ``parts`` are its stages by name; a plain run is its only part, with the name "".
     ``worker`` is a built-in one. Reads files or Redis, so it may block. Without a record nothing has changed.
-    ``counts``: also count the rows that keep their answers if none is dropped."""
+    ``counts``: also count the rows that keep their answers if none is dropped. ``resend``: answers that an earlier
+    session kept after a change are dropped too."""
     edits: list[str] = []
     found: list[Changes] = []
     with open_run(str(run_dir)) as whole:
@@ -198,7 +204,7 @@ def compare(
             with whole.stage(name) if name else nullcontext(whole) as reader:
                 if not (facts := reader.kept_facts()):  # there is no record yet
                     continue
-                found.append(_compare(reader, facts, prepared, worker, counts=counts))
+                found.append(_compare(reader, facts, prepared, worker, counts=counts, resend=resend))
                 edits += [f"{name}: {edit}" if name else edit for edit in found[-1].edits]
         paid = whole.view().progress.cost if any(each.dropped for each in found) else None
     one = found[0] if len(found) == 1 else Changes(whole.name, ())
@@ -217,9 +223,10 @@ def compare(
 
 
 def _compare(
-    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, counts: bool
+    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, counts: bool, resend: bool
 ) -> Changes:
     prepared, same = matched(prepared, facts, worker)
+    same = same and not (resend and facts.get("forced"))
     edits = list(differences(facts, options_of(prepared)))
     if same and not counts:
         return Changes(reader.name, edits)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
@@ -60,7 +60,7 @@ class Ticket:
     """One agent's claim to a slot for one turn. It waits in a queue, holds a slot, or backs off before a retry."""
 
     progress: AgentProgress  # of the agent
-    row: RowHistory = field(default_factory=RowHistory)
+    _row: RowHistory | None = None  # made at its first failure
     state: State = "waiting"
     slot: Slot | None = None  # the slot that it holds now
     pinned: Endpoint | None = None  # the only endpoint it may go to
@@ -70,6 +70,17 @@ class Ticket:
     tried_at: float = 0.0  # when it last got a slot
     lost: bool = False  # a request was recalled because it was far older than the slowest answer; once
     moves: int = 0  # times its request was recalled because another endpoint was faster
+
+    @property
+    def row(self) -> RowHistory:
+        """The failures of the turn."""
+        if self._row is None:
+            self._row = RowHistory()
+        return self._row
+
+    @property
+    def suspect(self) -> bool:
+        return self._row is not None and self._row.suspect
 
     @property
     def chore(self) -> bool:
@@ -295,9 +306,9 @@ class Scheduler:
         if ticket.pinned is not None and len(self.endpoints) > 1:
             self._wait(ticket)
             self._lanes.add(ticket, ticket.pinned, first=not slot.trial)
-        elif ticket.row.suspect or (slot.trial and not self.router.working):
+        elif ticket.suspect or (slot.trial and not self.router.working):
             ticket.state = "set aside"
-            (self.suspects if ticket.row.suspect else self.aside).append(ticket)
+            (self.suspects if ticket.suspect else self.aside).append(ticket)
         else:
             self._rejoin(ticket)
 
@@ -342,7 +353,7 @@ class Scheduler:
         trial = endpoint.take(now, self.backing_off if len(self.endpoints) == 1 else 0)
         slot = Slot(ticket, endpoint, now, capacity.generation, sound, trial, endpoint.server.answers)
         ticket.slot = slot
-        if ticket.row.suspect and not slot.trial:
+        if not slot.trial and ticket.suspect:
             self._suspect_in_flight = slot
         self.inflight += 1
         self.controls_in_flight += ticket.control
@@ -473,7 +484,7 @@ class Scheduler:
             self._lanes.add(ticket, pinned)
             return None
         worth, home = 0.0, None
-        if not (ticket.anywhere or ticket.row.suspect):
+        if not (ticket.anywhere or ticket.suspect):
             home = progress.home
             if home is None or not router.works(home):
                 home = router.home(progress.key, progress.model) if progress.key else None

@@ -24,12 +24,12 @@ from typing import Any, Self, TypeVar, cast
 
 from batch_agent.backends.once import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
-from batch_agent.foreign import describe, message_of
+from batch_agent.foreign import boundary, describe, message_of
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall, content_text, images_of, with_images
 from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
-from batch_agent.tools.context import CallTrace, ToolContext
+from batch_agent.tools.context import CallTrace, ModelAccess, ToolContext
 from batch_agent.tools.flight import (
     ENDING_SECONDS,
     CallSlots,
@@ -172,6 +172,7 @@ class ToolPool:
         self._opened: dict[Resource, OpenResource] = {}
         self._writes: Counter[Resource] = Counter()  # counts starts and ends; earlier reads are stale
         self._state: dict[str, Any] = {}  # shared by the tools of this run
+        self.models: ModelAccess | None = None
         self._closed = False
         for tool in tools:
             self.add(tool)
@@ -222,13 +223,13 @@ class ToolPool:
             return self._settled(_failure(ToolFailed("the run has ended"), 0.0))
         try:
             arguments = tool.signature.parse(call.arguments)
-            identity = "" if tool.effect == "write" and tool.declared else tool.identity(arguments)
+            identity = "" if tool.effect == "write" and tool.declared else _identity(tool, arguments)
         except ToolError as error:
             return self._settled(_failure(error, 0.0, offer))
         context = None
         if tool.signature.context is not None:
             place = "" if trace is None else trace().traceparent
-            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place)
+            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place, models=self.models)
             arguments = replace(arguments, values={**arguments.values, tool.signature.context: context})
             identity = f"{job.index} {identity}"  # a tool that sees its row may answer each row differently
         if tool.effect == "write":
@@ -246,7 +247,7 @@ class ToolPool:
             return None
         try:
             arguments = offer.tool.signature.parse(call.arguments)
-            key = self._key(offer.tool, offer.tool.identity(arguments))
+            key = self._key(offer.tool, _identity(offer.tool, arguments))
         except ToolError:
             return None
         if self._cache.get(key, self._now()) is not None or self._under_way(key) is not None:
@@ -512,6 +513,14 @@ def _own_gates(tool: Tool) -> Iterator[Gate]:
         yield CallSlots(tool.max_concurrent)
     if tool.rate_limit is not None:
         yield RateGate(tool.rate_limit)
+
+
+def _identity(tool: Tool, arguments: Arguments) -> str:
+    """Return the identity of a call: its ``cache_key``, or all arguments. Raises only ToolError."""
+    if tool.cache_key is None:
+        return tool.signature.identity(arguments)
+    with boundary(lambda raised: ToolFailed(f"{tool.name} failed: its cache_key raised {raised}"), ToolError):
+        return repr(tool.cache_key(**arguments.values))
 
 
 def _failure(error: ToolError, seconds: float, offer: _Offer | None = None) -> ToolOutcome:

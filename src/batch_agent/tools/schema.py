@@ -363,7 +363,7 @@ def cut_tokens(text: str, max_tokens: int | None) -> str:
     question marks: a file name may contain them, but a request cannot.
     """
     if max_tokens is None or len(text) <= max_tokens:
-        return encodable(text)
+        return text if text.isascii() else encodable(text)
     limit = max_tokens * BYTES_PER_TOKEN
     head = text[:limit]  # a character is at least one byte
     data = head.encode(errors="replace")

@@ -402,7 +402,7 @@ def known_fields(before: Sequence[Stage]) -> Sequence[str] | None:
             known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
             properties = None if known is None else known.json_schema.get("properties")
             return tuple(properties) if isinstance(properties, dict) else None
-        case _:
+        case Join() | Filter() | None:
             return None
 
 

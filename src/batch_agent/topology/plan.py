@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, assert_never
 
 from batch_agent.agent.comparison import Comparison
 from batch_agent.agent.dryrun import HEADLINE, MARKED, DryRun, sample_of
@@ -122,6 +122,8 @@ def _walk(
                 _walk(stage.other.inputs, stage.other.stages, prepared, planned)
                 most = "unknown" if before.rows is None else f"at most {before.rows:,}: a join comes before it"
                 before = IncomingRows(before.rows, most, [], before.tokens)
+            case _:
+                assert_never(stage)
     return before or _source(inputs)
 
 

@@ -155,10 +155,9 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
     form = None if shape.schema is None else format_schema(shape.schema)
     if form is not None:
         config = {"format": {"type": "json_schema", "schema": form}, **config}
-    model = model_of(shape.model)
     fields = {
         "model": shape.model,
-        "max_tokens": shape.max_tokens or model.max_tokens + thinking_budget(shape),
+        "max_tokens": answer_limit(shape),
         "temperature": shape.temperature,
         "top_p": shape.top_p,
         "stop_sequences": [*shape.stop] or None,
@@ -173,11 +172,16 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
             fields=start[:-1],
             tools=[orjson.dumps(tool) for tool in [*map(_tool, shape.tools), *server_tools]],
             told=[orjson.dumps(block) for block in told],
-            cached_from=model.cached_from * BYTES_PER_TOKEN,
+            cached_from=model_of(shape.model).cached_from * BYTES_PER_TOKEN,
             goes_on=bool(shape.tools or server_tools) and shape.tool_choice != "none",
         )
     except orjson.JSONEncodeError as error:
         raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+
+
+def answer_limit(shape: RequestShape) -> int:
+    """Return the most tokens of an answer: the API requires a number."""
+    return shape.max_tokens or model_of(shape.model).max_tokens + thinking_budget(shape)
 
 
 def thinking_budget(shape: RequestShape) -> int:

@@ -362,6 +362,7 @@ class HttpBackend(Backend, Generic[Head]):
         fields, headers = self.write_own(client, request)
         relay, clock, end = request.relay, asyncio.get_running_loop().time, _StreamEnd()
         own = client.wire == self.wire
+        request.said.clear()  # from an earlier attempt
         stream = self.read_stream(naming, lambda call: None, clock, request.said) if relay and own else None
 
         def receive(chunk: bytes) -> bool:

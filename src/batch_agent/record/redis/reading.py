@@ -159,7 +159,9 @@ class RedisReader(RunReader):
                 names.append(f"{key}-{copies[key]}" if copies[key] else key)
                 copies[key] += 1
             known = self.command("HMGET", self.store.key("rows"), *names)
-            count += sum(1 for row in known if row is not None and row.split(b" ")[2] == b"k")
+            kept = self.command("HMGET", self.store.key("contents"), *(f"={name}" for name in names))
+            answers = (row is not None and row.split(b" ")[2] == b"k" for row in known)
+            count += sum(answer and (by_row or old is None) for answer, old in zip(answers, kept, strict=True))
         return count
 
     def unfinished(self) -> Iterator[UnfinishedRow]:

@@ -318,7 +318,18 @@ class BackendContract(ContractTerms):
             peer.backend.check(shape)
             await peer.backend.infer(ask(shape=shape))
         sent = {name: peer.heard[0].extra[name] for name in extra if name in peer.heard[0].extra}
-        assert sent == ({} if "extra_body" in self.drops else extra), "the user's extra_body has the last word"
+        assert sent == ({} if "extra_body" in self.drops else extra), "expected extra_body on the wire"
+
+    async def test_extra_body_overrides_a_field_of_ours(self) -> None:
+        if {"extra_body", "max_tokens"} & (self.refuses | self.drops):
+            return
+        async with self.peer(Say("Hello."), Say("Hello.")) as peer:
+            await peer.backend.infer(ask(shape=self.shape(max_tokens=1717)))
+            ours = {name: json.dumps(value) for name, value in peer.heard[0].extra.items() if name not in self.reserved}
+            theirs = {name: json.loads(text.replace("1717", "1718")) for name, text in ours.items() if "1717" in text}
+            await peer.backend.infer(ask(shape=self.shape(max_tokens=1717, extra_body=theirs)))
+        sent = {name: peer.heard[1].extra.get(name) for name in theirs}
+        assert sent == theirs, "the user's extra_body has the last word"
 
     def extra_body(self) -> dict[str, Any]:
         """Fields that the server takes."""
