@@ -37,7 +37,7 @@ from batch_agent.gateway.client_request import ClientRequest
 from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
 from batch_agent.outputs.validate import parse_output
-from batch_agent.scheduler.ordering import FIRST, AgentProgress
+from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import resolve_tools
 from batch_agent.tools.context import ModelKey, ToolContext
@@ -298,7 +298,7 @@ class CallRow:
         if live is not None and r.policy.hedge is None:
             live.follow(question)
             call.on_tool_call = lambda call: None  # the backend streams
-        progress = AgentProgress(FIRST, model=shape.model)  # a started row waits for the answer
+        progress = AgentForecast(FIRST, model=shape.model)  # a started row waits for the answer
         ticket = r.dispatcher.slots.claim(progress, FIRST)
         return await r.dispatcher.ask(call, r.policy, ticket=ticket, observer=turn)
 
