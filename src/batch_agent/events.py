@@ -68,7 +68,10 @@ class ModelChosen(RunEvent):
 
 @value_type
 class JobStarted(RowEvent):
+    """``elsewhere``: a worker in another process has done the row, and exported its spans."""
+
     job_id: str
+    elsewhere: bool = False
 
 
 @value_type

@@ -24,6 +24,7 @@ from batch_agent.messages import Usage
 from batch_agent.record.reader import look
 from batch_agent.run.joining import prepare_worker
 from batch_agent.run.recording import facts_for_workers, versions
+from batch_agent.run.trust import Trust
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 ROOT = Path(__file__).parents[2]
@@ -326,4 +327,4 @@ def test_a_worker_has_the_embedded_model_that_the_feeder_found(monkeypatch: pyte
     monkeypatch.delenv("BATCH_AGENT_BACKEND", raising=False)
     feeders = with_model(prepare(BatchSpec(task="Sum up {input}", inputs=["a"])), "smollm2")
     facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), "model": feeders.model}
-    assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None).model == "smollm2"
+    assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None, Trust()).model == "smollm2"

@@ -61,7 +61,7 @@ from batch_agent.record.steps import (
     conversation_of_ask,
 )
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.tools.pool import ToolOutcome
 from batch_agent.value_type import value_type
 
@@ -134,7 +134,7 @@ class Work:
         self.job, self.r, self.trail = job, resources, trail
         self.worker: UserWorker | None = None
         self.tally = Tally()
-        self.progress = AgentProgress(key=job.affinity, model=resources.shapes.first.model)
+        self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = self.truncated = False
         self.failure: JobError | StoreError | None = None
@@ -154,7 +154,7 @@ class Work:
             self.worker = worker
             own = (Message("user", content_of(job)),) if job.prompt else ()
             self.conversation = Conversation(own, parent=resources.shared)
-            self._progress_of: dict[str, AgentProgress] = {}  # for models other than the run's
+            self._progress_of: dict[str, AgentForecast] = {}  # for models other than the run's
             self._tasks: set[asyncio.Task[Any]] = set()
             self._writing: set[asyncio.Future[None]] = set()  # calls that may write
             self._calls = 0
@@ -239,7 +239,7 @@ class Work:
             if self.worker is None:
                 progress.model = model  # a built-in worker has one conversation
             else:
-                progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
+                progress = self._progress_of.setdefault(model, AgentForecast(key=self.job.affinity, model=model))
         if slots.scheduler.admission.is_on:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)
@@ -655,7 +655,7 @@ class Agent:
         return cast("AgentResult[object]", result)
 
     @property
-    def progress(self) -> AgentProgress:
+    def progress(self) -> AgentForecast:
         return self._work.progress
 
     @property

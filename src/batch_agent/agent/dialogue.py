@@ -22,9 +22,9 @@ from batch_agent.agent.prefix_leader import PrefixLeader
 from batch_agent.agent.shapes import Shapes
 from batch_agent.agent.tool_prewarm import ToolPrewarm
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.compiler.compaction import MESSAGE_TOKENS, Cut, history_tokens, message_tokens
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.errors import (

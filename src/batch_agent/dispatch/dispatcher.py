@@ -33,7 +33,7 @@ from batch_agent.foreign import drop_frames
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import CONFIRM_AFTER, Endpoint, Scope, Server, Terms
 
@@ -180,7 +180,7 @@ class Dispatcher:
         policy: Policy,
         *,
         ticket: Ticket | None = None,
-        progress: AgentProgress | None = None,
+        progress: AgentForecast | None = None,
         observer: Observer = SILENT,
     ) -> Reply:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
@@ -188,7 +188,7 @@ class Dispatcher:
         clock = self.slots.clock
         queued, attempts, spending = clock(), 0, self.spending
         if ticket is None:
-            ticket = self.slots.claim(AgentProgress(LAST) if progress is None else progress, LAST)
+            ticket = self.slots.claim(AgentForecast(LAST) if progress is None else progress, LAST)
         while True:
             slot, call, request = ticket.slot, None, question.request
             if slot is None or self.slots.stopped:
@@ -266,8 +266,8 @@ class Dispatcher:
         """Send the question once in this slot, and learn from the outcome. ``began``: the time now."""
         if began is None:
             began = self.slots.loop.time()
-        if slot.lease is not None:
-            self.endpoints.budgets.leaves(slot)
+        if slot.reservation is not None:
+            self.endpoints.rate_limits.leaves(slot)
         deadline = self.endpoints.flights.begin(slot, question, policy.timeout, began)
         try:
             with deadline:
@@ -291,7 +291,7 @@ class Dispatcher:
         if reply.saved is None:
             self.endpoints.answered(slot, began, reply)
         else:
-            self.endpoints.budgets.settle(slot, asked=False)
+            self.endpoints.rate_limits.settle(slot, asked=False)
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> Slot:
@@ -321,7 +321,7 @@ class Dispatcher:
             return None
         try:
             if slot.endpoint.server.rates is not None:
-                await self.endpoints.budgets.afford(slot, partial(spending.expect, request))
+                await self.endpoints.rate_limits.afford(slot, partial(spending.expect, request))
             if (call := spending.reserve_nowait(request)) is not None:
                 return call
             bought = isinstance(self.backend, Backend) and self.backend.has_bought(request)
@@ -400,13 +400,13 @@ class Dispatcher:
     def feed(self, on_close: Callable[[], None]) -> Feed:
         return self.slots.feed(on_close)
 
-    def start_agent(self, progress: AgentProgress) -> Ticket:
+    def start_agent(self, progress: AgentForecast) -> Ticket:
         """Register a new agent and claim the slot of its first turn now, so that the room it takes is counted."""
         self.scheduler.start_agent()
         progress.live = True
         return self.slots.claim(progress, 0)
 
-    def end_agent(self, progress: AgentProgress, turns: int) -> None:
+    def end_agent(self, progress: AgentForecast, turns: int) -> None:
         self.scheduler.end_agent(progress, turns)
         self.slots.pump()
 
@@ -433,7 +433,7 @@ class Dispatcher:
 
     def refuse(self, why: str) -> None:
         """Grant no more slots. Requests in flight finish, unless their endpoint is down."""
-        self.slots.refuse(why, self.endpoints.budgets.short)
+        self.slots.refuse(why, self.endpoints.rate_limits.short)
         self.endpoints.interrupt(self.slots.refusal)
 
     def refuse_now(self, why: str) -> None:

@@ -13,10 +13,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import ModelRequest, Probe
-from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.control import Ask, ControlRequests
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.probing import Probed, Probes
+from batch_agent.dispatch.rate_limits import RateLimits
 from batch_agent.dispatch.slots import Flights
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
@@ -123,7 +123,7 @@ class EndpointMonitor:
         self._quiet: dict[Endpoint, float] = {}  # time of the last byte, as seen at the first check
         self._alarms = Alarms(self._look)
         self.flights = Flights(scheduler.router, self._pump)
-        self.budgets = Budgets(self.arm)
+        self.rate_limits = RateLimits(self.arm)
         self._probes = Probes(backend, self.found)
         self.controls = ControlRequests(backend, ask_control, self._no_evidence, enabled=control_requests)
         self.decisions = Decisions(
@@ -163,14 +163,14 @@ class EndpointMonitor:
             endpoint.capacity.ramp(endpoint.server.inflight, slot.sent_at)
             self.arm(endpoint)
         if endpoint.server.rates is not None:
-            self.budgets.begin(slot)
+            self.rate_limits.begin(slot)
         elif slot.trial or endpoint not in self._alarms:
             self.arm(endpoint)
 
     def released(self, slot: Slot) -> None:
         """Called when a slot was given back that was a trial or has a part of the rate limits."""
-        if slot.lease is not None:
-            self.budgets.settle(slot)
+        if slot.reservation is not None:
+            self.rate_limits.settle(slot)
         if slot.trial:
             self.arm(slot.endpoint)  # for the next trial, if this one was withdrawn
 
@@ -186,10 +186,10 @@ class EndpointMonitor:
             server.answered_sent = slot.sent_at
         server.refused_since = server.excessive = None
         self._is_alive(endpoint, slot, seconds, now)
-        if reply.quota is not None or slot.lease is not None:
+        if reply.quota is not None or slot.reservation is not None:
             counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
-            self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
-            self.budgets.settle(slot, reply.usage if counted else None)
+            self.rate_limits.learn(endpoint, slot, reply.quota, reply.usage)
+            self.rate_limits.settle(slot, reply.usage if counted else None)
         server.refusals.answered(slot.sent_at)
         if server.history.open or server.history.alone:
             server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial), _GOOD)
@@ -206,8 +206,8 @@ class EndpointMonitor:
         nothing about the time that rows take."""
         endpoint, server = slot.endpoint, slot.endpoint.server
         server.refused_since = server.excessive = None
-        self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
-        self.budgets.settle(slot, reply.usage)
+        self.rate_limits.learn(endpoint, slot, reply.quota, reply.usage)
+        self.rate_limits.settle(slot, reply.usage)
         endpoint.health.slowest_control = max(endpoint.health.slowest_control, now - slot.sent_at)
         self._is_alive(endpoint, slot, 0.0, now)
         server.refusals.answered(slot.sent_at)
@@ -219,9 +219,9 @@ class EndpointMonitor:
         """Judge a failed attempt and apply the verdict. Called before the slot is given back."""
         endpoint, now = slot.endpoint, self._slots.loop.time()
         server, health = endpoint.server, endpoint.health
-        self.budgets.learn(endpoint, slot, error.quota, error.usage or Usage())
+        self.rate_limits.learn(endpoint, slot, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
-        self.budgets.settle(slot, Usage() if free else error.usage)
+        self.rate_limits.settle(slot, Usage() if free else error.usage)
         control = slot.ticket.control
         if not control:
             self.controls.like(request)
@@ -607,7 +607,7 @@ class EndpointMonitor:
         now = self._slots.loop.time()
         for endpoint in due:
             self._look_at(endpoint, now)
-        self.budgets.serve()
+        self.rate_limits.serve()
         self._slots.pump()
         for endpoint in due:
             self.arm(endpoint)
@@ -629,7 +629,7 @@ class EndpointMonitor:
             if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
-        elif endpoint.inflight and not self.budgets.short:
+        elif endpoint.inflight and not self.rate_limits.short:
             if now >= self._silent_at(endpoint):
                 self._look_into(endpoint, now)
             if not health.is_down and now >= self.flights.lost_at(endpoint):

@@ -20,7 +20,7 @@ from batch_agent.dispatch.policy import Question
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
@@ -468,7 +468,7 @@ class Slots:
     # Slots
 
     def claim(
-        self, progress: AgentProgress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
+        self, progress: AgentForecast, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
         now = self.clock()
@@ -505,7 +505,7 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """Give the slot back. A second call is harmless."""
-        if self.scheduler.give_back(slot) and (slot.lease is not None or slot.trial):
+        if self.scheduler.give_back(slot) and (slot.reservation is not None or slot.trial):
             self._watcher.released(slot)
         if len(slot.endpoint.server.endpoints) > 1:
             slot.endpoint.tell_others()

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.compiler.prices import Prices
 from batch_agent.dispatch.prompt_sizes import NOT_MEASURED, PromptSizes, RequestSize
 from batch_agent.errors import BackendError, Interrupted, StoreError
@@ -293,11 +293,12 @@ class Spending(Account):
 
     # Calls
 
-    def set_prices(self, shapes: Iterable[RequestShape], prices: Prices | None) -> None:
-        """Set the prices for requests of these shapes. A nested run may use another model."""
+    def set_terms(self, shapes: Iterable[RequestShape], prices: Prices | None, backend: Backend) -> None:
+        """Set the prices and the length of answers for requests of these shapes. A nested run may use another model."""
         self._has_prices = self._has_prices or prices is not None
         for shape in shapes:
             self._prices_of[shape] = prices
+            self._sizes.limit(shape, backend.answer_limit(shape))
 
     def reserve_nowait(self, request: ModelRequest) -> Call | None:
         """Return a reservation if the request need not wait; None: use ``reserve``."""

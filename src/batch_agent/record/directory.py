@@ -106,6 +106,7 @@ class DirectoryStore(MemoryStore):
             directory.begin_files(drop=resuming.drop)
             table = journal.fact(TABLE)
             self._table = Table.from_json(cast(JsonObject, from_json(table.encode())) if table else {})
+            self._table.forget_members(self._wall())
             self._put_facts(facts)
         self._warn(changed=changed, forced=resuming.force)
         return previous

@@ -422,7 +422,7 @@ class Feeder:
     def _emit_row(self, result: AgentResult[object]) -> None:
         """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
         now = self._clock()
-        self._emit(JobStarted(now, self._run, result.index, result.job_id))
+        self._emit(JobStarted(now, self._run, result.index, result.job_id, elsewhere=True))
         if result.resumed:
             return  # an earlier session counted them
         for turn in range(1, result.turns + 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from typing import cast
 
 from batch_agent.agent.fingerprint import fingerprint_of, under_record
 from batch_agent.agent.prepare import Prepared, prepare, with_model
+from batch_agent.backends.registry import BACKEND_VARIABLE
+from batch_agent.backends.schemes import PROVIDERS
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json
@@ -84,9 +87,11 @@ class JoinedWorker:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
         self._trust.check(facts)
         KEPT_HOSTFILES.set(self._trust.file(self._store.get_file))
-        prepared = prepare_worker(facts, self._import_from)
+        prepared = prepare_worker(facts, self._import_from, self._trust)
         for spec in cast("dict[str, JsonObject]", facts.get("specs", {})).values():
-            prepare(read_spec(spec, [], self._import_from))  # raises before this worker takes rows of another stage
+            prepare_recorded(
+                spec, self._import_from, self._trust
+            )  # raises before this worker takes rows of another stage
         stages: WorkedStages | None = None
         if names := stage_names(facts):
             backends = SharedBackends()
@@ -215,7 +220,7 @@ class WorkedStages:
         """Work on a stage whenever it has rows, until this worker leaves."""
         while (facts := await self._begun(store)) is not None:
             self._trust.check(facts)
-            prepared = self._backends.share(prepare_worker(facts, self._import_from))
+            prepared = self._backends.share(prepare_worker(facts, self._import_from, self._trust))
             run = self._runs[stage] = worker_run(prepared, store, facts, within=outer, stage=stage)
             if self._leaving.is_set():
                 run.drain()
@@ -275,7 +280,18 @@ def worker_run(
     )
 
 
-def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
+def prepare_recorded(options: JsonObject, import_from: Path | None, trust: Trust) -> Prepared:
+    """Prepare the options in a record. Raises SpecError."""
+    spec = read_spec(options, [], import_from)
+    if not trust.everything and spec.backend is None:
+        # A feeder names its backend, except a login or one with a password. Then the model's name must not name one.
+        provider = (spec.model or "").partition("/")[0]
+        if (spec.runtime is None or provider in PROVIDERS) and not os.environ.get(BACKEND_VARIABLE):
+            raise SpecError(f"the record names no backend: set {BACKEND_VARIABLE} on this worker")
+    return prepare(spec, confined=not trust.everything)
+
+
+def prepare_worker(facts: JsonObject, import_from: Path | None, trust: Trust) -> Prepared:
     """Prepare the feeder's run in this process. Raises SpecError, which names what differs."""
     theirs, ours = cast(JsonObject, facts.get("versions", {})), versions()
     for name in ("batch-agent", "journal"):
@@ -283,7 +299,7 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
             raise SpecError(
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
-    prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
+    prepared = prepare_recorded(cast(JsonObject, facts["spec"]), import_from, trust)
     if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
         prepared = with_model(prepared, str(facts["model"]))
     prepared = under_record(prepared, facts)

@@ -476,7 +476,7 @@ class Run(Generic[T]):
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         self._prepared = prepared = await as_recorded(prepared, self._record, self._function)
         shapes = prepared.shapes
-        shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
+        shared.spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
             shared.lender, shared.journal = self._outer.lender, self._outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None

@@ -22,6 +22,8 @@ from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
 
 FIRST_ANSWER_TOKENS = 512  # expected tokens of an answer before the first one, without max_tokens
+# The same for calls beside others: the first answers of a run are unknown together, and their errors would add up.
+UNKNOWN_ANSWER_TOKENS = 16_384
 TEMPLATE_TOKENS = 64  # tokens that a chat template adds to a prompt, until a server has counted more
 # The same for calls beside others, if the server has counted no prompt with this prefix: errors would add up.
 UNKNOWN_TEMPLATE_TOKENS = 1024
@@ -195,7 +197,7 @@ class Estimator:
             margin = 0.0 if alone else (UNKNOWN_WEIGHT - 1) / max(1, self.weighed)
             prompt += math.ceil(attached * (self.heaviest + margin))
         # Among n answers, the last is the longest with probability 1/n.
-        longest = self.longest + FIRST_ANSWER_TOKENS // max(1, self.answers)
+        longest = self.longest + (FIRST_ANSWER_TOKENS if alone else UNKNOWN_ANSWER_TOKENS) // max(1, self.answers)
         return Usage(prompt_tokens=prompt, completion_tokens=(max_tokens or longest) * choices)
 
     def most(self, prompt_bytes: int, max_tokens: int | None, *, attached: int = 0, choices: int = 1) -> Usage:
