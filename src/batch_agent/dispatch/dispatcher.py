@@ -14,6 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +32,7 @@ from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Tru
 from batch_agent.events import Ended
 from batch_agent.foreign import drop_frames
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import Verdict
+from batch_agent.scheduler.blame import PASSED_OVER, Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.retry import retry_delay
@@ -344,9 +345,10 @@ class Dispatcher:
         if scope == "confirm":
             return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
-            alone = not (endpoint.server.held_until or self.endpoints.is_excessive(endpoint, error))
-            wait = error.retry_after if alone else None
-            return retry_delay(1 + min(row.refused, MOST_DOUBLED), wait, self._chance())
+            held = endpoint.server.held_until and endpoint.server.held_for == inf
+            wait = None if held or self.endpoints.is_excessive(endpoint, error) else error.retry_after
+            refused = max(row.refused, row.passed_over - PASSED_OVER)
+            return retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
         if verdict.move and failures == 1:
             return 0.0
         return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())

@@ -184,6 +184,9 @@ class EndpointMonitor:
         server.learn(seconds, now)
         if slot.sent_at > server.answered_sent:
             server.answered_sent = slot.sent_at
+        if server.held_until and server.held_for <= slot.sent_at:
+            server.held_until = 0.0
+            self._scheduler.touch(endpoint)
         server.refused_since = server.excessive = None
         self._is_alive(endpoint, slot, seconds, now)
         if reply.quota is not None or slot.reservation is not None:
@@ -246,6 +249,8 @@ class EndpointMonitor:
         row = slot.ticket.row
         beside = server.history.has_other_cause(row, slot.sent_at)
         attempt = Attempt(row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, beside, control, excessive)
+        if outcome == "overloaded":
+            row.overloaded(attempt, server.answered_sent)
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
             attempt,
@@ -355,7 +360,7 @@ class EndpointMonitor:
             wait = 0.0
         endpoint.health.doubt(str(error), now)
         if error.overload and wait:
-            endpoint.server.held_until = max(endpoint.server.held_until, now + wait)
+            endpoint.server.held_until, endpoint.server.held_for = max(endpoint.server.held_until, now + wait), inf
         self._scheduler.touch(endpoint)
         if self.control(endpoint) is None:
             self._no_evidence(endpoint)
@@ -478,6 +483,8 @@ class EndpointMonitor:
         excessive = self.is_excessive(endpoint, error)
         if excessive and not self._is_confirmed(endpoint, slot, now):
             return  # the next request shows whether it concerns all rows
+        if slot.ticket.row.is_alone_refused and (server.inflight > 1 or self._slots.has_untested):
+            return
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
@@ -494,6 +501,7 @@ class EndpointMonitor:
         endpoint.health.reason = str(error)
         if wait > 0.0 and now + wait > server.held_until:
             server.held_until = now + wait
+            server.held_for = slot.sent_at if server.inflight > 1 and capacity.tolerates and not excessive else inf
             self._scheduler.touch(endpoint)
             self.arm(endpoint)
         if max(now, server.held_until) - server.refused_since > self._max_outage:
@@ -660,9 +668,12 @@ class EndpointMonitor:
         else:  # too few requests or answers to tell
             looks = health.look(now)
             self.probe(endpoint)
-            if looks and self.controls.can_ask(endpoint):
+            # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
+            occupied = self._scheduler.is_occupied
+            if looks and self.controls.can_ask(endpoint) and not (occupied and health.sounded):
                 self.control(endpoint)
-                if self._scheduler.is_occupied:
+                if occupied:
+                    health.sounded = True
                     self.flights.recall_oldest(endpoint, now, once=True)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
