@@ -194,7 +194,7 @@ async def test_retried_rows_start_again_and_the_estimate_counts_what_will_be_sen
         assert "no row of here failed with RateLimited; those that failed: 1 NotJSON" in stderr
         code, _, stderr = await spec("retry-failed", "here", "--continue")
         assert (code, server.received) == (2, 6)  # its retries are used up
-        assert "where they failed, about" in stderr
+        assert "where they failed, about 0 prompt tokens. Of 1 row max_turns or max_retries is used up" in stderr
         for count in (9, 12):
             code, _, stderr = await spec("retry-failed", "here")
             assert (code, server.received) == (2, count)

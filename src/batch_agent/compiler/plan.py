@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
 from batch_agent.compiler.fields import (
     ALLOWED,
@@ -32,6 +31,7 @@ from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, wit
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
+from batch_agent.compiler.tokens import ContextRoom, estimate_tokens
 from batch_agent.documents.content import DocumentContent
 from batch_agent.errors import InputError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow

@@ -86,7 +86,7 @@ CHECKS: Sequence[Check] = (
     Check("priority", AGENTS, "serves by priority", serving.priority, 40, 1),
     Check("at_once", AGENTS, "answers many requests at once", serving.at_once, 500, 320),
     Check("abort", AGENTS, "frees the slot of a cancelled request", serving.abort, 120, serving.LONG_TOKENS + 16),
-    Check("time_limit", AGENTS, "is fast enough for the usual time limit", serving.time_limit, 40, 128),
+    Check("time_limit", AGENTS, "is fast enough for the usual time limit", serving.time_limit, 40, 32),
     Check("picture", ROUTES, "takes images", answers.picture, 1_100, 4),
     Check("embeddings", ROUTES, "has embeddings", answers.embeddings, 10),
     Check("responses", ROUTES, "has OpenAI's responses API", answers.responses, 40, 16),

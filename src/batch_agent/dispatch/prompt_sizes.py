@@ -17,8 +17,8 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import size_bytes
 from batch_agent.compiler.plan import tool_text
+from batch_agent.compiler.tokens import size_bytes
 from batch_agent.messages import IMAGE_TOKENS, Conversation, Message, Usage
 from batch_agent.scheduler.budget import Counted
 from batch_agent.value_type import value_type

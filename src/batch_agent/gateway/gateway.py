@@ -21,8 +21,8 @@ import orjson
 from aiohttp import web
 
 from batch_agent.backends.http.wire import json_of
-from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.plan import tool_text
+from batch_agent.compiler.tokens import content_tokens, estimate_tokens
 from batch_agent.door import Door, RequestRefused, given_key, json_response, read_body, read_object
 from batch_agent.errors import BackendError, BatchAgentError, Interrupted, RateLimited, Rejected, SpecError, Timeout
 from batch_agent.gateway.chat import ChatDialect

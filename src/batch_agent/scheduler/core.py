@@ -35,14 +35,14 @@ from batch_agent.scheduler.lanes import Lanes
 from batch_agent.scheduler.ordering import (
     FIRST,
     LAST,
-    AgentProgress,
+    AgentForecast,
     KvParts,
     Parking,
     Queue,
     ResidentFirst,
     TurnForecast,
 )
-from batch_agent.scheduler.rates import Lease
+from batch_agent.scheduler.rates import Reservation
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
@@ -59,7 +59,7 @@ State = Literal["waiting", "set aside", "off the queue"]
 class Ticket:
     """One agent's claim to a slot for one turn. It waits in a queue, holds a slot, or backs off before a retry."""
 
-    progress: AgentProgress  # of the agent
+    progress: AgentForecast  # of the agent
     _row: RowHistory | None = None  # made at its first failure
     state: State = "waiting"
     slot: Slot | None = None  # the slot that it holds now
@@ -103,7 +103,7 @@ class Slot:
     recalled: bool = False  # the dispatcher withdrew it
     withdrawn: bool = False  # recalled for good: the run is being drained, and the server has not begun with it
     heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
-    lease: Lease | None = None  # its part of the endpoint's rate limits, while it is in flight
+    reservation: Reservation | None = None  # its part of the endpoint's rate limits, while it is in flight
 
 
 class Scheduler:
@@ -270,7 +270,7 @@ class Scheduler:
         self.agents += 1
         self.forecast.start()
 
-    def end_agent(self, progress: AgentProgress, turns: int) -> None:
+    def end_agent(self, progress: AgentForecast, turns: int) -> None:
         """Record the end of an agent; ``turns`` is its total number of turns."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
@@ -279,7 +279,7 @@ class Scheduler:
         if self.admission.enabled:
             self.admission.end(progress)
 
-    def request(self, progress: AgentProgress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
+    def request(self, progress: AgentForecast, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
         """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
         ``pinned`` it goes only to that endpoint."""
         answered_at = progress.answered_at
@@ -296,7 +296,7 @@ class Scheduler:
 
     def control(self, endpoint: Endpoint) -> Ticket:
         """Return the claim of a control request, which ``grant`` serves before all turns."""
-        ticket = Ticket(AgentProgress(LAST), pinned=endpoint, control=True)
+        ticket = Ticket(AgentForecast(LAST), pinned=endpoint, control=True)
         self.controls[ticket] = endpoint
         return ticket
 
@@ -525,7 +525,7 @@ class Scheduler:
         self.waiting += ticket.state != "waiting"
         ticket.state = "waiting"
 
-    def _best(self, progress: AgentProgress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
+    def _best(self, progress: AgentForecast, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         """Return the free endpoint that will finish the turn soonest; a resting one only if there is no other."""
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)

@@ -20,7 +20,7 @@ from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, RequestReader
 from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
-from batch_agent.scheduler.ordering import FIRST, AgentProgress
+from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.asking import (
     ClientCall,
     envelope,
@@ -98,7 +98,7 @@ class Interactive:
         governor.began(clock(), before)
         turnstile.touch()
         try:
-            progress = AgentProgress(FIRST, model=asked.shape.model)
+            progress = AgentForecast(FIRST, model=asked.shape.model)
             ticket = self._dispatcher.slots.claim(progress, FIRST)
             reply = await self._dispatcher.ask(call, policy, ticket=ticket)
         except JobError as error:

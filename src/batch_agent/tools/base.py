@@ -40,7 +40,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import ToolSpec
 from batch_agent.spec import MCP
 from batch_agent.tools.batching import MAX_BATCH, Batching
-from batch_agent.tools.flight import calls_per_second
+from batch_agent.tools.execution import calls_per_second
 from batch_agent.tools.mcp.address import CONNECT_SECONDS, server_of
 from batch_agent.tools.schema import MAX_TOKENS, Documentation, Function, Signature, is_async, signature_of
 

@@ -16,9 +16,9 @@ from typing import Any, assert_never
 from batch_agent.agent.comparison import Comparison
 from batch_agent.agent.dryrun import HEADLINE, MARKED, DryRun, sample_of
 from batch_agent.agent.prepare import Prepared
-from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.fields import fields_of
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.errors import InputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted, dollars, rows

@@ -20,8 +20,8 @@ from batch_agent.backends.anthropic.models import model_of
 from batch_agent.backends.anthropic.schema import format_schema
 from batch_agent.backends.base import RequestShape, text_only
 from batch_agent.backends.http.wire import echoed_object, objects_of, written, written_options
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.compiler.system import schema_instruction
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.errors import SpecError
 from batch_agent.messages import Attachment, Content, Document, JsonObject, Message, ToolCall, ToolSpec
 
