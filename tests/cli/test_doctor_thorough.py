@@ -16,11 +16,12 @@ from batch_agent.conformance.finding import STATUSES, Finding
 from batch_agent.door import Handler
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer
+from batch_agent.testing.contract.wire import WireServer, stream
 from batch_agent.testing.request import Request
 
 
-async def findings(server: ScriptedServer, *ids: str, seconds: float = 20.0) -> dict[str, Finding]:
-    backend, _ = open_backend(server.backend_url)
+async def findings(server: ScriptedServer | str, *ids: str, seconds: float = 20.0) -> dict[str, Finding]:
+    backend, _ = open_backend(server if isinstance(server, str) else server.backend_url)
     asked = [check for check in CHECKS if check.id in ids]
     async with backend:
         report = await examine(backend, "m", questions=asked, question_seconds=seconds)
@@ -57,6 +58,19 @@ async def test_what_a_bad_server_lacks_is_said_with_the_flag() -> None:
     assert found["schema"].status == "emulated"
     assert "--tool-call-parser" in found["tool_named"].flag
     assert "--enable-prompt-tokens-details" in found["cache_report"].flag
+
+
+async def test_a_stream_without_a_finish_reason_is_a_fault() -> None:
+    async with WireServer(stream({"choices": [{"index": 0, "delta": {"content": "one"}}]})) as server:
+        found = await findings(server.url, "stream_form")
+    assert "no finish_reason" in found["stream_form"].note
+
+
+async def test_a_model_that_talks_about_a_tool_is_no_fault_of_the_server() -> None:
+    async with ScriptedServer(lambda request: Say("Use weather.Paris() {so}.")) as server:
+        assert (await findings(server, "tool_auto"))["tool_auto"].status == "unclear"
+    async with ScriptedServer(lambda request: Say('{"name": "weather", "arguments": {}}')) as server:
+        assert (await findings(server, "tool_auto"))["tool_auto"].status == "missing"
 
 
 @pytest.mark.parametrize(

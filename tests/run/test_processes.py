@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pytest
@@ -215,10 +216,12 @@ async def test_a_worker_joins_a_run_that_was_started_alone(tmp_path: Path, limit
         async with process("-m", "batch_agent", "work", str(run_dir), "--import-from", str(ROOT)) as worker:
             while not looks_joined(run_dir, worker):
                 await asyncio.sleep(0.05)
+            assert S_IMODE((run_dir / "workers.sock").stat().st_mode) == 0o600
             joined.set()
             results = await running
             said, _ = await worker.communicate()
     assert worker.returncode == 0, said.decode()
+    assert not (run_dir / "workers.sock").exists()
     assert max(Counter(map(row_of, server.requests)).values()) == 1
     if limit < 150:
         assert results.summary.statistics.ended == "out of budget"

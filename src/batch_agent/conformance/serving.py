@@ -129,7 +129,7 @@ async def abort(s: Subject) -> Finding:
 
 
 async def time_limit(s: Subject) -> Finding:
-    heard = await s.hear("Write a story of 900 words.", max_tokens=128)
+    heard = await s.hear("Write a story of 900 words.", max_tokens=32)
     tokens = heard.usage.completion_tokens
     if not tokens:
         return unclear("its answers are not counted")

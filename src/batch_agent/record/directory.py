@@ -127,7 +127,9 @@ class DirectoryStore(MemoryStore):
         except (SpecError, StoreError) as error:
             if kept is not None:
                 logger.warning("%s; its copy in the journal is used", error)
-                return cast(JsonObject, from_json(kept.encode()))
+                facts = cast(JsonObject, from_json(kept.encode()))
+                self._dir.write_run(facts)
+                return facts
             if isinstance(error, SpecError) or self._journal.next_agent() == 1:  # run.json is missing
                 return None
             if self._forced:
