@@ -41,8 +41,8 @@ WORTH = 1.15  # agents are held back only if the turns per second grow by this f
 MEMBERS_A_CHANGE = 16  # a projection is computed again when one member in this number has changed,
 MEASURED = 16  # answers after which the size of contexts is computed again while they fit by far
 REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
-SHARE_STEP = 0.05  # weight of a turn in the share of evictions
-JUDGED, MOST_LOST = 64, 0.75  # turns until holding is judged, and the share of evictions that it may leave
+SHARE_STEP = 0.2  # weight of a turn in the share of evictions
+JUDGED, MOST_LOST = 12, 0.75  # turns until holding is judged, and the share of evictions that it may leave
 FIRST_REST = 512  # turns without holding after it did not help; doubled each time
 OVERBOOKED = 1.3  # part of a reported capacity that is used until an eviction confirms it
 CONFIRMS = 2  # contradictions that one eviction outweighs
@@ -241,6 +241,13 @@ class WorkingSet:
     def is_cached(self, progress: AgentForecast) -> bool:
         """Return whether the agent's context is probably in the cache."""
         return not self.tracks or self.residency.holds(progress, self.room)
+
+    def expects(self, progress: AgentForecast) -> bool:
+        """Return whether an eviction of the agent's context, as it was looked up, has another cause than a full cache:
+        the context should fit, or the reported capacity is not that of the whole server."""
+        if self.reported is not None and not self._trusts:
+            return True
+        return progress.distance is not None and progress.distance < FULL * self.room
 
     def look_up(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
@@ -634,7 +641,8 @@ class Admission(Generic[Waiting]):
             if rate := working_set.pace.rate:
                 self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
-            watch.saw(evicted=evicted, held=self._holding)
+            if working_set.expects(progress):
+                watch.saw(evicted=evicted, held=self._holding or bool(self.held))
         progress.tokens = tokens
         growth.learn(progress.turns + 1, tokens)
         if not progress.live:
