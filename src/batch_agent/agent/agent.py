@@ -21,6 +21,7 @@ from batch_agent.agent.dialogue import Dialogue, EarlyCalls, Resources, Send, Ta
 from batch_agent.agent.transcript import transcript
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.blocking import clock_of
 from batch_agent.compiler.pictures import content_of
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import (
@@ -143,7 +144,8 @@ class Work:
         # The latest answer of the tool loop, and the digest of its request, until it is recorded.
         self.answered: tuple[Reply, str] | None = None
         self._loop = resources.dispatcher.slots.loop
-        self._began = self._loop.time()
+        self._clock = clock_of(self._loop)
+        self._began = self._clock()
         self._closed = False
         if callable(worker):
             self._inner = worker
@@ -297,7 +299,7 @@ class Work:
         *,
         writes: bool,
     ) -> None:
-        r, index, turn, began = self.r, self.job.index, self.tally.turns, self._loop.time()
+        r, index, turn, began = self.r, self.job.index, self.tally.turns, self._clock()
         first = 0
         if self.worker is not None:
             first, self._calls = self._calls, self._calls + len(calls)
@@ -339,7 +341,7 @@ class Work:
         finally:
             for waiting in pending.values():
                 waiting.abandon()
-            self.tally.tool_wait += self._loop.time() - began
+            self.tally.tool_wait += self._clock() - began
 
     def _recorded(self, place: int, call: ToolCall) -> tuple[Key | None, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
@@ -518,10 +520,10 @@ class Work:
 
     def seconds(self) -> float:
         """Return how long the agent has worked, in all sessions."""
-        return self.tally.before + (self._loop.time() - self._began if self.trail.fresh else 0.0)
+        return self.tally.before + (self._clock() - self._began if self.trail.fresh else 0.0)
 
     def spent(self) -> Spent:
-        return self.tally.spent(self._loop.time() - self._began)
+        return self.tally.spent(self._clock() - self._began)
 
     def shown(self) -> JsonObject:
         """Return the conversation so far. ``saying``: the answer being streamed; None without a request."""

@@ -257,12 +257,18 @@ class GatewayRow:
 
         def send(question: ModelRequest) -> ModelCall:
             question.shape, question.client = sent, request.client_body
-            if live is None or self._work.r.policy.hedge is not None:  # of two requests, either may be answered first
-                return ModelCall(self._backend, question)
-            live.follow(question)
-            return ModelCall(self._backend, question, lambda call: None)  # the backend streams
+            return client_call(self._work.r, question, live)
 
         return await self._work.answer(asked, Conversation(request.messages), send=send)
+
+
+def client_call(r: Resources, question: ModelRequest, live: LiveAnswer | None) -> ModelCall:
+    """Return a client's request as a call. ``live`` follows its answer, if that is streamed. With hedging it is not:
+    either of two requests may be answered first."""
+    if live is None or r.policy.hedge is not None or not r.backend.capabilities.streaming:
+        return ModelCall(r.backend, question)
+    live.follow(question)
+    return ModelCall(r.backend, question, lambda call: None)  # so that the backend streams
 
 
 class CallRow:
@@ -294,10 +300,7 @@ class CallRow:
             run=r.run,
             client=request.client_body,
         )
-        call, turn = ModelCall(r.backend, question), TurnCall(r, question, self._index, Tally(), None, None)
-        if live is not None and r.policy.hedge is None:
-            live.follow(question)
-            call.on_tool_call = lambda call: None  # the backend streams
+        call, turn = client_call(r, question, live), TurnCall(r, question, self._index, Tally(), None, None)
         progress = AgentForecast(FIRST, model=shape.model)  # a started row waits for the answer
         ticket = r.dispatcher.slots.claim(progress, FIRST)
         return await r.dispatcher.ask(call, r.policy, ticket=ticket, observer=turn)

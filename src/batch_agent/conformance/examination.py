@@ -163,7 +163,12 @@ async def _asked(subject: Subject, question: Check, seconds: float) -> Finding:
     subject.question = question.id
     try:
         async with asyncio.timeout(seconds):
-            return await question.ask(subject)
+            try:
+                return await question.ask(subject)
+            except BackendError as error:
+                if not error.stale:
+                    raise
+                return await question.ask(subject)  # the server had closed the kept connection
     except TimeoutError:
         return unclear(f"no answer in {seconds:g} s")
     except Rejected as error:

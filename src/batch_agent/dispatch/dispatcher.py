@@ -186,8 +186,8 @@ class Dispatcher:
     ) -> Reply:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
         otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
-        loop = self.slots.loop
-        queued, attempts, spending = loop.time(), 0, self.spending
+        clock = self.slots.clock
+        queued, attempts, spending = clock(), 0, self.spending
         if ticket is None:
             ticket = self.slots.claim(AgentForecast(LAST) if progress is None else progress, LAST)
         while True:
@@ -196,7 +196,7 @@ class Dispatcher:
                 slot = await self._hold(ticket, policy)
             if spending is not None and not (spending.is_free and slot.endpoint.server.rates is None):
                 call = await self.reserve(slot, request)
-            sent, attempts = loop.time(), attempts + 1
+            sent, attempts = clock(), attempts + 1
             observer.sent(sent - queued)
             if self.endpoints.controls.unlike:
                 self.endpoints.controls.like(request)
@@ -209,7 +209,8 @@ class Dispatcher:
                     None if spending is None else spending.settle(call, request, reply.usage, reply.saved is not None)
                 )
             except BackendError as failure:
-                error, seconds, queued = failure, loop.time() - sent, loop.time()
+                error, queued = failure, clock()
+                seconds = queued - sent
                 cost = None if spending is None else spending.fail(call, request, error)
                 attempt, verdict = self.endpoints.failed(slot, error, question.request)
                 scope = self.endpoints.scope(slot, error)
@@ -217,7 +218,7 @@ class Dispatcher:
                 self.endpoints.not_sent(slot)
                 raise
             else:
-                observer.answered(reply, loop.time() - sent, cost)
+                observer.answered(reply, clock() - sent, cost)
                 return reply
             finally:
                 if call is not None and not call.settled:

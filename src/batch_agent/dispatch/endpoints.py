@@ -175,7 +175,7 @@ class EndpointMonitor:
             self.arm(slot.endpoint)  # for the next trial, if this one was withdrawn
 
     def answered(self, slot: Slot, began: float, reply: Reply) -> None:
-        endpoint, now = slot.endpoint, self._slots.loop.time()
+        endpoint, now = slot.endpoint, self._slots.clock()
         server, seconds = endpoint.server, now - began
         if slot.ticket.control:
             self._control_answered(slot, reply, now)

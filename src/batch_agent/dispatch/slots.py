@@ -14,6 +14,7 @@ from math import inf
 from types import TracebackType
 from typing import Protocol, Self
 
+from batch_agent.blocking import clock_of
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.policy import Question
 from batch_agent.errors import Interrupted, JobError
@@ -459,13 +460,18 @@ class Slots:
         """The event loop of all its requests. It is found at the first one: a run may be created outside of it."""
         return asyncio.get_running_loop()
 
+    @cached_property
+    def clock(self) -> Callable[[], float]:
+        """The time of the event loop."""
+        return clock_of(self.loop)
+
     # Slots
 
     def claim(
         self, progress: AgentForecast, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
-        now = self.loop.time()
+        now = self.clock()
         ticket = self.scheduler.request(progress, turns, now, pinned)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
@@ -657,7 +663,7 @@ class Slots:
         """Grant every slot that can be granted, then wake the feeds if a new agent may start."""
         scheduler, fed = self.scheduler, False
         if now is None:
-            now = self.loop.time()
+            now = self.clock()
         if not self.refusal:
             while (slot := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(slot.ticket, None)

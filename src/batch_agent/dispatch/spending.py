@@ -98,6 +98,7 @@ class Spending(Account):
         self.is_free = not (self._counting or self._per_second)
         self._tokens, self._cost = 0, 0.0  # spent since the start
         self._shares = TimeShare()
+        self._has_prices = prices is not None
         self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
         self.time_is_up = False
@@ -294,6 +295,7 @@ class Spending(Account):
 
     def set_terms(self, shapes: Iterable[RequestShape], prices: Prices | None, backend: Backend) -> None:
         """Set the prices and the length of answers for requests of these shapes. A nested run may use another model."""
+        self._has_prices = self._has_prices or prices is not None
         for shape in shapes:
             self._prices_of[shape] = prices
             self._sizes.limit(shape, backend.answer_limit(shape))
@@ -327,7 +329,7 @@ class Spending(Account):
             return self._settle(call, usage, cached)
         if request is None:
             return None
-        prices = self._prices_of.get(request.shape, self._prices)
+        prices = self._prices_of.get(request.shape, self._prices) if self._has_prices else None
         cost = None if prices is None else prices.cost(usage)
         answer, prompt, known = usage.completion_tokens, usage.prompt_tokens, self._estimator
         self._tokens += max(prompt, usage.cached_tokens + usage.cache_write_tokens) + answer

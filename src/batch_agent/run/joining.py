@@ -24,6 +24,7 @@ from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.control import NotAlive, Refused, ask
+from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import open_served
@@ -313,6 +314,78 @@ def prepare_worker(facts: JsonObject, import_from: Path | None, trust: Trust) ->
             "Give it the same code and environment (--import-from)"
         )
     return prepared
+
+
+class JoinedWorkers:
+    """Works on all runs of a Redis server whose name has a prefix, as they come. Ends when there was none for ``wait``
+    seconds."""
+
+    def __init__(self, address: StoreAddress, prefix: str, trust: Trust, *, import_from: Path | None, wait: float):
+        self._address, self._prefix, self._trust = address, prefix, trust
+        self._import_from, self._wait = import_from, wait
+        self._leaving = asyncio.Event()
+        self._joining: set[str] = set()
+        self._workers: dict[str, JoinedWorker] = {}
+        self._said: dict[str, str] = {}  # by run: why this worker does not work on it
+        self._rows = 0
+
+    def drain(self) -> None:
+        """Take no more rows, finish the running ones, and leave."""
+        self._leaving.set()
+        for worker in self._workers.values():
+            worker.drain()
+
+    def cancel(self) -> None:
+        """Hand back every row and leave."""
+        self._leaving.set()
+        for worker in self._workers.values():
+            worker.cancel()
+
+    async def work(self) -> WorkReport:
+        """Work on the runs. A run that this process cannot work on is reported; the others continue."""
+        clock = asyncio.get_running_loop().time
+        busy_at = clock()
+        async with asyncio.TaskGroup() as tasks:
+            while not self._leaving.is_set() and clock() - busy_at < self._wait:
+                try:
+                    names = await in_thread(partial(run_names, self._address))
+                except StoreError as error:
+                    self._tell("", error)
+                    names = []
+                for name in names:
+                    if name.startswith(self._prefix) and name not in self._joining:
+                        self._joining.add(name)
+                        tasks.create_task(self._join(name))
+                if any(worker.run is not None for worker in self._workers.values()):
+                    busy_at = clock()
+                await wait_event(self._leaving, STAGE_LOOK)
+        return WorkReport(self._rows, "asked to leave" if self._leaving.is_set() else "done")
+
+    async def _join(self, name: str) -> None:
+        """Work on a run for as long as it has rows."""
+        store, worker = None, None
+        try:
+            store = await in_thread(partial(RedisRunStore.at, self._address.at(name)))
+            self._workers[name] = worker = JoinedWorker(store, self._trust, import_from=self._import_from, wait=0.0)
+            await worker.work()
+        except NoRunCame:
+            pass
+        except (SpecError, StoreError) as error:
+            with suppress(StoreError):
+                if name in await in_thread(partial(run_names, self._address)):  # else it has ended, and was deleted
+                    self._tell(name, error)
+        finally:
+            self._workers.pop(name, None)
+            self._joining.discard(name)
+            if worker is not None and worker.run is not None:
+                self._rows += worker.run.finished
+            if store is not None:
+                store.close()
+
+    def _tell(self, name: str, error: Exception) -> None:
+        if self._said.get(name) != str(error):
+            self._said[name] = str(error)
+            logger.warning("%s: %s", name or self._address, error)
 
 
 async def work(

@@ -39,9 +39,10 @@ SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens p
 QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
 WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
 MEMBERS_A_CHANGE = 16  # a projection is computed again when one member in this number has changed,
+MEASURED = 16  # answers after which the size of contexts is computed again while they fit by far
 REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
-SHARE_STEP = 0.05  # weight of a turn in the share of evictions
-JUDGED, MOST_LOST = 64, 0.75  # turns until holding is judged, and the share of evictions that it may leave
+SHARE_STEP = 0.2  # weight of a turn in the share of evictions
+JUDGED, MOST_LOST = 12, 0.75  # turns until holding is judged, and the share of evictions that it may leave
 FIRST_REST = 512  # turns without holding after it did not help; doubled each time
 OVERBOOKED = 1.3  # part of a reported capacity that is used until an eviction confirms it
 CONFIRMS = 2  # contradictions that one eviction outweighs
@@ -172,7 +173,9 @@ class WorkingSet:
         self._trusts = False  # in the reported capacity
         self._contradictions = 0  # contexts that were found in the cache although they should not fit
         self._confirmed = False  # a context was evicted
-        self.ample = MOST_AGENTS  # number of members that fit with contexts of any size, computed at the last answer
+        self.ample = MOST_AGENTS  # number of members that fit with contexts of any size (``measure``)
+        self._measured_for = 0  # tokens of the largest context then
+        self._unmeasured = 0  # answers since then
         self.queue = 0  # requests in the engine's queue at the last reading
         self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
@@ -239,6 +242,13 @@ class WorkingSet:
         """Return whether the agent's context is probably in the cache."""
         return not self.tracks or self.residency.holds(progress, self.room)
 
+    def expects(self, progress: AgentForecast) -> bool:
+        """Return whether an eviction of the agent's context, as it was looked up, has another cause than a full cache:
+        the context should fit, or the reported capacity is not that of the whole server."""
+        if self.reported is not None and not self._trusts:
+            return True
+        return progress.distance is not None and progress.distance < FULL * self.room
+
     def look_up(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         progress.distance = None
@@ -267,7 +277,9 @@ class WorkingSet:
             self._track()
         if distance is None:
             self.use(progress, tokens)
-            self.measure()
+            self._unmeasured += 1
+            if tokens > self._measured_for or self._unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
+                self.measure()
             return False
         before = self.capacity
         if not self._trusts:
@@ -303,6 +315,7 @@ class WorkingSet:
     def measure(self) -> None:
         """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
         growth, capacity = self._growth, self.capacity
+        self._measured_for, self._unmeasured = growth.largest, 0
         if capacity is None or not growth.is_known:
             self.ample = MOST_AGENTS
             return
@@ -515,9 +528,13 @@ class Admission(Generic[Waiting]):
         """Return whether a new agent's context fits at some endpoint."""
         if not self.is_on:
             return True
-        room = not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
-        self._holding = not room
-        return room
+        if not self.held:
+            for each in self._sets.values():
+                if len(each.members) < each.ample or self._takes(each, now, 0, 0):
+                    self._holding = False
+                    return True
+        self._holding = True
+        return False
 
     def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
         if not self.holds or not working_set.watch.helps or not working_set.members:
@@ -624,7 +641,8 @@ class Admission(Generic[Waiting]):
             if rate := working_set.pace.rate:
                 self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
-            watch.saw(evicted=evicted, held=self._holding)
+            if working_set.expects(progress):
+                watch.saw(evicted=evicted, held=self._holding or bool(self.held))
         progress.tokens = tokens
         growth.learn(progress.turns + 1, tokens)
         if not progress.live:

@@ -94,7 +94,8 @@ class Interactive:
             question.relay = stream.put
         wait_until = clock() + PATIENCE_SECONDS
         policy = Policy(MOST_RETRIES, wait_until=wait_until, wanted=lambda _: stream is None or not stream.begun)
-        governor.began(clock(), turnstile.inflight)
+        before = turnstile.inflight
+        governor.began(clock(), before)
         turnstile.touch()
         try:
             progress = AgentForecast(FIRST, model=asked.shape.model)
@@ -113,7 +114,7 @@ class Interactive:
             raise RequestRefused(*refusal)
         usage = reply.usage
         turnstile.spend(tenant.name, usage.prompt_tokens + usage.completion_tokens)
-        governor.answered(clock() - call.sent_at, usage.completion_tokens, turnstile.inflight, clock())
+        governor.answered(clock() - call.sent_at, usage.completion_tokens, before, turnstile.inflight, clock())
         return reply
 
     async def _streamed(self, request: web.BaseRequest, asked: ClientRequest, tenant: Tenant) -> web.StreamResponse:
