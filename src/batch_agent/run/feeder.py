@@ -167,9 +167,7 @@ class Feeder:
 
     async def refill(self) -> bool:
         """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
-        if self.alone:
-            return await self._read()
-        async with self._reading:  # the worker in this process may ask for rows too
+        async with self._reading:  # for several workers the queue is also filled ahead, by ``_keep_full``
             return await self._read()
 
     async def _read(self) -> bool:
