@@ -31,7 +31,7 @@ from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.errors import BackendError, Unavailable
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server import Endpoint, Server, Terms
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report
@@ -181,7 +181,7 @@ async def play(endpoints: int, agents: int, slots: int) -> Played:
         for number in range(agents):
             feed.expect(agents - number)
             await feed.wait_room()
-            ticket = dispatcher.start_agent(AgentProgress())
+            ticket = dispatcher.start_agent(AgentForecast())
             group.create_task(live(world, dispatcher, number, ticket, policy))
             world.most_live = max(world.most_live, dispatcher.scheduler.agents)
             if number % 1000 == 0:
@@ -234,7 +234,7 @@ def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
     """Slots that the scheduler alone grants in a second of CPU: no event loop, no dispatcher."""
     scheduler = Scheduler(endpoints=[Endpoint(Server(str(n)), Terms(slots)) for n in range(endpoints)])
     running: deque[Slot] = deque()
-    resting: deque[AgentProgress] = deque()
+    resting: deque[AgentForecast] = deque()
     usage = Usage(100, 0, 10)
     granted, now = 0, 0.0
     gc.collect()
@@ -242,7 +242,7 @@ def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
     while granted < turns:
         while scheduler.has_room(now):
             scheduler.start_agent()
-            scheduler.request(AgentProgress(), 0, now)
+            scheduler.request(AgentForecast(), 0, now)
             while (slot := scheduler.grant(now)) is not None:
                 running.append(slot)
                 granted += 1

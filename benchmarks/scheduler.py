@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Slot
-from batch_agent.scheduler.ordering import AgentProgress, KvParts
+from batch_agent.scheduler.ordering import AgentForecast, KvParts
 from benchmarks import report
 
 INFLIGHT = 64
@@ -36,7 +36,7 @@ TURN_BAR, FLAT_BAR = 40e-6, 1.2
 def decisions(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
     running: deque[Slot] = deque()  # requests on their way
-    in_tool: deque[AgentProgress] = deque()
+    in_tool: deque[AgentForecast] = deque()
     to_start, ended, now = agents, 0, 0.0
     while ended < agents:
         while len(in_tool) > TOOL_GRANTS or (in_tool and not to_start):
@@ -46,7 +46,7 @@ def decisions(agents: int) -> None:
             to_start -= 1
             scheduler.forecast.rows = to_start
             scheduler.start_agent()
-            scheduler.request(AgentProgress(), 0, now)
+            scheduler.request(AgentForecast(), 0, now)
             _grant_all(scheduler, running)
         _grant_all(scheduler, running)
         now += 1 / INFLIGHT
@@ -57,11 +57,11 @@ def crowd(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
     scheduler.forecast.rows = 0
     running: deque[Slot] = deque()
-    in_tool: deque[AgentProgress] = deque()
+    in_tool: deque[AgentForecast] = deque()
     now = 0.0
     for _ in range(agents):
         scheduler.start_agent()
-        scheduler.request(AgentProgress(), 0, now)
+        scheduler.request(AgentForecast(), 0, now)
     _grant_all(scheduler, running)
     while running:
         now += 1 / INFLIGHT
@@ -70,7 +70,7 @@ def crowd(agents: int) -> None:
         _grant_all(scheduler, running)
 
 
-def _finish_turn(scheduler: Scheduler, slot: Slot, now: float, in_tool: deque[AgentProgress]) -> bool:
+def _finish_turn(scheduler: Scheduler, slot: Slot, now: float, in_tool: deque[AgentForecast]) -> bool:
     """Whether its agent is done."""
     progress = slot.ticket.progress
     scheduler.give_back(slot)
@@ -94,12 +94,12 @@ def live(agents: int, *, tight: bool) -> float:
     scheduler.admission.has_room = scheduler.admission._takes = lambda *_: True  # type: ignore[method-assign]
     endpoint = scheduler.endpoints[0]
     scheduler.admission.set_capacity(endpoint, agents * (500 if tight else 100_000))
-    waiting: deque[tuple[AgentProgress, int]] = deque()
+    waiting: deque[tuple[AgentForecast, int]] = deque()
     running: deque[Slot] = deque()
     turns, now, spent, counted = max(2 * agents, 4_000), 0.0, 0.0, 0
     for _ in range(agents):
         scheduler.start_agent()
-        progress = AgentProgress()
+        progress = AgentForecast()
         progress.live = True
         waiting.append((progress, 0))
     for turn in range(agents + turns):

@@ -116,7 +116,6 @@ NOTES = (
     "A worker function or a command-line agent is called for a row; the run around it is that of the other rows.",
     "The inputs of unfinished rows are read again with the recorded command, so a run from Python shows only rows that "
     "have begun. In Redis all inputs are in the queue.",
-    "A worker function asks what it wants: its answers are found by content, under any task.",
 )
 # Cells without a test of their own: the number of the note that says why.
 REASONS = {
@@ -124,7 +123,6 @@ REASONS = {
     **{(feature, "reduction"): 2 for feature in FEATURES},
     **{(feature, shape): 3 for feature in FEATURES for shape in ("worker=", "runtime")},
     **{("show with inputs of unfinished rows", shape): 4 for shape in ("processes", "worker=", "runtime")},
-    **{("force_resume", shape): 5 for shape in ("worker=", "runtime")},
 }
 
 

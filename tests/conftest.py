@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.record.redis_servers import RedisServer, redis_server
 
+# The assertions of the contract tell both sides when they fail, as those of test modules do.
+pytest.register_assert_rewrite("batch_agent.testing.contract")
 settings.register_profile(
     "any machine",
     max_examples=50,

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -24,6 +25,7 @@ from batch_agent.door import (
     read_object,
     routes,
 )
+from batch_agent.testing import Say, ScriptedServer
 
 
 async def echo(request: web.BaseRequest) -> web.Response:
@@ -86,7 +88,9 @@ async def test_a_name_of_this_machine_is_let_in(host: str) -> None:
         assert (await ask(port, get("/nothing", host)))[0] == 404
 
 
-@pytest.mark.parametrize("host", ["", "evil.example", "localhost.evil.example", "10.1.2.3", "[::1", "127.0.0.1@evil"])
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "localhost.evil.example", "10.1.2.3", "[::1", "[::1]evil", "127.0.0.1@evil"]
+)
 async def test_another_name_is_refused(host: str) -> None:
     async with door() as port:
         assert (await ask(port, get("/nothing", host)))[0] == 403
@@ -170,6 +174,16 @@ async def test_a_body_is_bounded_in_size_and_in_time() -> None:
         drips = [b" "] * 90  # each in time, and all together far too slow
         status, said = await ask(port, post(b"{", length=100_000), *drips)
     assert status == 408 and "too slowly" in said["why"]
+
+
+async def test_a_body_that_cannot_be_decoded_is_a_400(caplog: pytest.LogCaptureFixture) -> None:
+    async with ScriptedServer(lambda _: Say("ok"), models=["m"]) as server:
+        headers = {"Content-Encoding": "gzip"}
+        async with aiohttp.ClientSession() as session:
+            url = f"http://{server.address}/v1/chat/completions"
+            async with session.post(url, data=b"no gzip", headers=headers) as answer:
+                assert answer.status == 400 and "cannot be decoded" in await answer.text()
+    assert not caplog.records
 
 
 async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:

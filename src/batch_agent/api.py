@@ -296,9 +296,7 @@ async def _results(run: Run[R], spec: BatchSpec) -> AsyncGenerator[AgentResult[R
 
 
 def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:  # outside of an except clause, which tracebacks of workers would show
         return asyncio.run(work)
     # A notebook: its event loop is already running, so the run gets its own thread and loop.
     outcome: Future[R] = Future()  # awaited instead of the thread: an interrupted join marks the thread as ended

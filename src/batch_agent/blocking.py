@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
@@ -42,6 +43,12 @@ _THREADS = _DaemonThreads()
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Returns the result of ``function``, or raises its exception."""
     return asyncio.get_running_loop().run_in_executor(_THREADS, function)
+
+
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """Return the clock of the loop, without the method around it if that is asyncio's own: a turn reads it often."""
+    own = getattr(loop.time, "__func__", None) is asyncio.BaseEventLoop.time
+    return time.monotonic if own else loop.time
 
 
 def on_this_loop(function: Callable[[], None]) -> Callable[[], None]:

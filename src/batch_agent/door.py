@@ -200,8 +200,8 @@ def _allowed_names() -> frozenset[str]:
 def _name_in(host: str) -> str:
     """Return the name in a Host header, without the port."""
     if host.startswith("["):
-        name, closed, _ = host[1:].partition("]")
-        return name.lower() if closed else ""
+        name, closed, port = host[1:].partition("]")
+        return name.lower() if closed and port[:1] in ("", ":") else ""
     return host.partition(":")[0].lower()
 
 
@@ -266,6 +266,8 @@ async def read_body(request: web.BaseRequest, patience: float, most: int = MOST_
                 if len(body) > most:
                     raise too_large
                 limit.reschedule(min(clock(), began + len(body) / LEAST_BYTES_PER_SECOND) + patience)
+    except web.RequestPayloadError:  # broken chunks or compression
+        raise RequestRefused(400, "the body cannot be decoded") from None
     except TimeoutError:
         raise RequestRefused(408, f"the body came too slowly: {len(body)} bytes in {clock() - began:.0f} s") from None
     return bytes(body)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from batch_agent.blocking import clock_of
 from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
@@ -67,7 +68,10 @@ class ModelChosen(RunEvent):
 
 @value_type
 class JobStarted(RowEvent):
+    """``elsewhere``: a worker in another process has done the row, and exported its spans."""
+
     job_id: str
+    elsewhere: bool = False
 
 
 @value_type
@@ -309,7 +313,7 @@ class Clock:
         self._time: Callable[[], float] = float
 
     def start(self) -> None:
-        self._time = asyncio.get_running_loop().time
+        self._time = clock_of(asyncio.get_running_loop())
         self._epoch = time.time() - self._time()
 
     def __call__(self) -> float:

@@ -25,7 +25,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
-from batch_agent.tools.flight import ToolStatistics
+from batch_agent.tools.execution import ToolStatistics
 
 if TYPE_CHECKING:
     import pandas

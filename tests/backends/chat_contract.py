@@ -78,6 +78,7 @@ def chat_history(body: bytes) -> bytes:
 class ChatContract(HttpContract):
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
     lacks: ClassVar[frozenset[str]] = frozenset({"sealed"})
+    combines = None
 
     def backend(self, url: str) -> Backend:
         return OpenAIBackend(url)

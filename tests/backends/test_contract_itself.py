@@ -21,7 +21,7 @@ from batch_agent.backends.http.wire import Naming, json_of, report_calls
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
 from batch_agent.http.connection import Event, SSEParser
 from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
-from batch_agent.testing.contract.backend import BackendContract
+from batch_agent.testing.contract.backend import BackendContract, ask
 from batch_agent.testing.contract.peer import Refuse
 
 
@@ -94,6 +94,14 @@ def forgiving(*kinds: type[BackendError]) -> type[Right]:
             raise error
 
     return Forgiving
+
+
+class OverridesExtraBody(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        shape = request.shape
+        ours = {name for name in shape.extra_body if getattr(shape, name, None) is not None}
+        rest = {name: value for name, value in shape.extra_body.items() if name not in ours}
+        return replace(request, shape=replace(shape, extra_body=rest))
 
 
 class TruthyOptions(Right):
@@ -216,6 +224,13 @@ class KeepsWhatAnEarlierTrySaid(Right):
             request.said[:0] = before
 
 
+class SaysWhatItThinks(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        reply = await super().infer(request, on_tool_call)
+        request.said.append(reply.reasoning)
+        return reply
+
+
 class TakesOthersWords(Right):
     def failed(self, error: BackendError, request: ModelRequest) -> Reply:
         raise Unavailable(str(error), status=error.status)
@@ -314,6 +329,12 @@ class RaisesFromItsProbe(Right):
         return Probe("up")
 
 
+class ProbesWithATurn(Right):
+    async def probe(self, endpoint: str = "") -> Probe:
+        await self.infer(ask())
+        return Probe("up")
+
+
 class MixesShapesOfAModel(Right):
     def write_head(self, shape: RequestShape, streamed: bool) -> Any:
         known = self.__dict__.setdefault("_by_model", {})
@@ -342,6 +363,7 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "top_p is not sent": (without("top_p", None), "an_option_is_sent"),
     "stop is not sent": (without("stop", ()), "an_option_is_sent"),
     "extra_body is not sent": (without("extra_body", {}), "extra_body_is_sent"),
+    "a field of ours overrides extra_body": (OverridesExtraBody, "overrides_a_field"),
     "calls are not echoed": (writing(lambda m: replace(m, tool_calls=())), "in_pairs"),
     "a result does not say what it answers": (writing(lambda m: replace(m, tool_call_id="")), "in_pairs"),
     "a stream without its end is an answer": (forgiving(BadResponse, Unavailable), "breaks_off"),
@@ -353,6 +375,7 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "check is empty": (ChecksNothing, "check_refuses"),
     "what cannot be sent is found out late": (ChecksNothing, "cannot_be_written"),
     "reasoning is lost": (giving(reasoning=""), "reasoning_comes_apart"),
+    "reasoning is part of what was said": (SaysWhatItThinks, "reasoning_comes_apart"),
     "a cut answer has no usage": (TruncatedForFree, "keeps_its_text_and_its_usage"),
     "usage is lost": (giving(usage=Usage()), "a_plain_answer"),
     "texts are trimmed": (TrimsTexts, "a_plain_answer"),
@@ -383,6 +406,7 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "each request has a new connection": (ConnectsForEachRequest, "connections_are_used_again"),
     "a closed port is called up": (SaysUpOfEverything, "a_probe_of_a_closed_port"),
     "a probe raises": (RaisesFromItsProbe, "a_probe_of_a_closed_port"),
+    "a probe asks for a turn": (ProbesWithATurn, "a_probe_finds_it_up"),
     "two shapes of one model are mixed": (MixesShapesOfAModel, "two_shapes_of_one_model"),
     "schema and tools are declared wrongly": (ClaimsNotToCombine, "schema_and_tools_are_combined"),
     "the first who leaves closes it": (ClosesWithTheFirstWhoLeaves, "until_its_last_user_leaves"),
@@ -469,6 +493,17 @@ async def test_a_backend_that_leaves_connections_open_fails() -> None:
 async def test_what_is_declared_and_not_so_fails(kind: str, names: set[str], test: str) -> None:
     declared = {kind: getattr(MessagesContract, kind) | names}
     assert await failures(type("Contract", (TestRight,), declared), test)
+
+
+async def test_a_schema_that_is_sent_to_a_server_that_cannot_combine_it_with_tools_fails() -> None:
+    class Contract(MessagesContract):
+        combines = False
+
+        def backend(self, url: str) -> Backend:
+            return ClaimsNotToCombine(url)
+
+    [told] = await failures(Contract, "schema_and_tools_are_combined")
+    assert "the schema was sent" in told
 
 
 async def test_a_refusal_of_the_wrong_type_is_told_in_words() -> None:

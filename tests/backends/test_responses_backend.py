@@ -49,6 +49,7 @@ class TestResponsesBackend(HttpContract):
     refuses: ClassVar[frozenset[str]] = frozenset({"seed", "stop"})
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
     reserved: ClassVar[tuple[str, ...]] = ("input", "stream")
+    combines = None
 
     def backend(self, url: str) -> Backend:
         return ResponsesBackend(url)

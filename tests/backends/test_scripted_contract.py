@@ -75,6 +75,7 @@ class TestScriptedBackend(BackendContract):
     model: ClassVar[str] = "scripted"
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
     lacks: ClassVar[frozenset[str]] = frozenset({"sealed", "holding"})
+    combines = None
 
     @asynccontextmanager
     async def peer(self, *script: Item) -> AsyncIterator[ScriptedPeer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 
 import pytest
 from tests.cli.thorough_requests import FOLDER, KEY, MODELS, examined, recorded, well
@@ -12,13 +13,15 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.cli.main import main
 from batch_agent.conformance.examination import CHECKS, examine
 from batch_agent.conformance.finding import STATUSES, Finding
+from batch_agent.door import Handler
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer
+from batch_agent.testing.contract.wire import WireServer, stream
 from batch_agent.testing.request import Request
 
 
-async def findings(server: ScriptedServer, *ids: str, seconds: float = 20.0) -> dict[str, Finding]:
-    backend, _ = open_backend(server.backend_url)
+async def findings(server: ScriptedServer | str, *ids: str, seconds: float = 20.0) -> dict[str, Finding]:
+    backend, _ = open_backend(server if isinstance(server, str) else server.backend_url)
     asked = [check for check in CHECKS if check.id in ids]
     async with backend:
         report = await examine(backend, "m", questions=asked, question_seconds=seconds)
@@ -55,6 +58,49 @@ async def test_what_a_bad_server_lacks_is_said_with_the_flag() -> None:
     assert found["schema"].status == "emulated"
     assert "--tool-call-parser" in found["tool_named"].flag
     assert "--enable-prompt-tokens-details" in found["cache_report"].flag
+
+
+async def test_a_stream_without_a_finish_reason_is_a_fault() -> None:
+    async with WireServer(stream({"choices": [{"index": 0, "delta": {"content": "one"}}]})) as server:
+        found = await findings(server.url, "stream_form")
+    assert "no finish_reason" in found["stream_form"].note
+
+
+async def test_a_model_that_talks_about_a_tool_is_no_fault_of_the_server() -> None:
+    async with ScriptedServer(lambda request: Say("Use weather.Paris() {so}.")) as server:
+        assert (await findings(server, "tool_auto"))["tool_auto"].status == "unclear"
+    async with ScriptedServer(lambda request: Say('{"name": "weather", "arguments": {}}')) as server:
+        assert (await findings(server, "tool_auto"))["tool_auto"].status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Fail(500, "out of memory"), "an error of the server (500)"),
+        (Say("yes", usage=Usage(4_000, completion_tokens=1)), "to 4,000 and reported no error"),
+    ],
+)
+async def test_a_prompt_that_is_too_long_and_not_refused_is_a_fault(answer: Say | Fail, words: str) -> None:
+    async with ScriptedServer(lambda request: answer) as server:
+        found = await findings(server, "overflow")
+    assert found["overflow"].status == "missing"
+    assert words in found["overflow"].note
+
+
+async def test_a_server_without_metrics_lacks_its_load_and_nothing_else() -> None:
+    class WithoutMetrics(ScriptedServer):
+        def table(self) -> dict[str, Mapping[str, Handler]]:
+            return {path: handlers for path, handlers in super().table().items() if path != "/metrics"}
+
+    async with WithoutMetrics(well, models=["m"]) as server:
+        found = await findings(server, "load", "load_counts", "kv_size", "priority")
+    assert {id: finding.status for id, finding in found.items()} == {
+        "load": "missing",
+        "load_counts": "not asked",
+        "kv_size": "emulated",
+        "priority": "unclear",
+    }
+    assert "--disable-log-stats" in found["load"].flag
 
 
 async def test_a_question_without_an_answer_ends_and_the_others_are_not_asked() -> None:

@@ -85,6 +85,16 @@ def test_the_traceback_of_a_worker_is_shown(capsys: pytest.CaptureFixture[str]) 
     assert 'return row["missing"]' in text
 
 
+def test_what_a_worker_returns_and_keeps_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(row: str, ctx: AgentContext) -> str:  # as a command-line agent with a login of its own does
+        ctx.save("events.jsonl", '{"type": "edit"}')
+        return f"did {row}"
+
+    BatchAgent.run_sync(worker=work, inputs=["a"], backend=ScriptedBackend(), run_dir="runs/worker")
+    text = shown(capsys, "show", "runs/worker")
+    assert "output\n    did a" in text and "events.jsonl" in text and '    {"type": "edit"}' in text
+
+
 def test_failed_rows_and_slow_ones_are_found(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = shown(capsys, "show", str(recorded), "--failed")
     assert failed.startswith("row 1 (m1): failed") and "failed\n    Rejected: " in failed

@@ -17,11 +17,12 @@ from tests.record.redis_servers import needs_redis
 
 from batch_agent import BatchAgent, Pipeline, SpecError
 from batch_agent.cli.commands.work import named_things
+from batch_agent.errors import InputError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import connect
-from batch_agent.run.joining import open_store
+from batch_agent.run.joining import open_store, prepare_recorded
 from batch_agent.run.joining import work as join
-from batch_agent.run.spec_json import FEEDERS
+from batch_agent.run.spec_json import FEEDERS, read_spec
 from batch_agent.run.trust import DIRECTORIES, NAMES, PLACES, Trust, fingerprint_of_things, sign, sign_file, things_of
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import Say, ScriptedServer
@@ -156,6 +157,37 @@ def test_a_hostfile_of_the_record_names_only_servers_that_are_allowed() -> None:
     assert trust(environ=SECRET).file(files.get)("signed") == text
     with pytest.raises(SpecError, match="is not signed"):
         trust(environ=SECRET).file(files.get)("plain")
+
+
+def test_options_that_only_a_feeder_has_are_refused_in_a_record() -> None:
+    for name in sorted(FEEDERS - {"no_hoist"}):
+        with pytest.raises(SpecError, match=f"the record sets {name}, and only a feeder"):
+            read_spec({"task": "Do {row}", name: "/tmp/written"}, [], None)
+
+
+def test_a_worker_reads_only_files_below_a_directory_that_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"--allow 'image_root=\.'"):
+        trust().check({"spec": {"images": ["picture"]}})
+    inside = tmp_path / "rows"
+    inside.mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (inside / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (inside / "text.txt").write_text("fine")
+    spec = {"task": "Sum up {text}", "document_column": "file", "backend": "vllm://gpu", "model": "m"}
+    options = {**spec, "image_root": str(inside)}
+    for each in (trust(), trust(environ=SECRET)):
+        plan = prepare_recorded(options, None, each).plan
+        assert "fine" in plan.job(0, {"file": "text.txt"}).prompt
+        for outside in ("../secret.txt", "link.txt", str(tmp_path / "secret.txt")):
+            with pytest.raises(InputError, match="outside of"):
+                plan.job(0, {"file": outside})
+
+
+def test_a_record_without_a_backend_names_none_by_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATCH_AGENT_BACKEND", raising=False)
+    for options in ({"model": "openai/gpt-5"}, {}, {"model": "openai/gpt-5", "runtime": "codex"}):
+        with pytest.raises(SpecError, match="the record names no backend: set BATCH_AGENT_BACKEND"):
+            prepare_recorded({"task": "Do {row}", **options}, None, trust())
 
 
 def test_a_spec_file_of_the_workers_own_allows_what_it_names(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel, RootModel, computed_field, field_serializer
 
 from batch_agent import spec as spec_module
-from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.errors import InputError, Oversized, SpecError
 from batch_agent.messages import Message, ToolSpec
 

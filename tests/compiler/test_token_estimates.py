@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_agent.compiler.budget import content_tokens, estimate_tokens
+from batch_agent.compiler.tokens import content_tokens, estimate_tokens
 from batch_agent.messages import IMAGE_TOKENS, Image
 
 

@@ -19,7 +19,7 @@ from batch_agent.errors import BackendError, Timeout
 from batch_agent.messages import Reply
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server import FRESH, Terms
 from batch_agent.testing import VirtualClockLoop
 from dispatch.world import MODES, Kind, Mode, Row, SimulatedServer, World
@@ -36,7 +36,7 @@ class Asked(Row):
         super().__init__(machine.world, kind)
         self.machine, self.dispatcher = machine, dispatcher
         self.blamed = 0  # times that a server changed when it was there
-        self.progress = AgentProgress()
+        self.progress = AgentForecast()
         self.ticket: Ticket = dispatcher.start_agent(self.progress)
 
     async def send(self, endpoint: str) -> Reply:

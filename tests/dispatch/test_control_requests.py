@@ -92,6 +92,27 @@ def test_a_row_that_alone_is_too_much_for_its_rate_limit_fails(rows: int) -> Non
     scenario()
 
 
+@pytest.mark.parametrize("retry_after", [None, 1, 30])
+def test_a_row_that_alone_is_refused_for_load_does_not_slow_the_others_down(retry_after: int | None) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+        def script(request: Request) -> Say | Fail:
+            return Fail(429, headers=headers) if request.text == "7" else Say("ok", latency=0.3)
+
+        inputs, ended = [str(n) for n in range(100)], []
+        async for result in BatchAgent.stream(
+            task="{input}", inputs=inputs, backend=ScriptedBackend(script), max_inflight=8
+        ):
+            ended.append((now(), result.ok))
+        assert [ok for _, ok in ended] == [True] * 99 + [False]
+        assert ended[-2][0] < 10, "without the row it takes 4 s"
+        assert ended[-1][0] < 200
+
+    scenario()
+
+
 @virtual_clock
 async def test_without_control_requests_none_is_sent() -> None:
     backend = ScriptedBackend(lambda request: Fail(500))

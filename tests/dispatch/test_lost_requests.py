@@ -75,13 +75,18 @@ class Named(ScriptedBackend):
         return f"scripted://{self._own}"
 
 
-@virtual_clock
-async def test_long_answers_are_not_taken_for_lost_ones_before_any_answer_is_known() -> None:
-    backend = ScriptedBackend(lambda request: Say("ok", latency=0.5 if request.is_control else 300.0))
-    _, statistics = await finish(backend, 20)
-    assert (statistics.ok, now() < 340) == (20, True)
-    rows = [request for request in backend.requests if not request.is_control]
-    assert len(rows) == 21, "one is sent twice, to find out how long a row takes"
+@pytest.mark.parametrize(("rows", "max_inflight"), [(1, 64), (20, 64), (8, 8)])
+def test_long_answers_are_not_taken_for_lost_ones_before_any_answer_is_known(rows: int, max_inflight: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = ScriptedBackend(lambda request: Say("ok", latency=0.5 if request.is_control else 300.0))
+        _, statistics = await finish(backend, rows, max_inflight=max_inflight)
+        assert (statistics.ok, now() < 340) == (rows, True)
+        controls = sum(request.is_control for request in backend.requests)
+        assert len(backend.requests) - controls == rows + 1, "one is sent twice, to find out how long a row takes"
+        assert controls < 7
+
+    scenario()
 
 
 class Silent(ScriptedBackend):

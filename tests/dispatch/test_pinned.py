@@ -14,7 +14,7 @@ from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.errors import BackendError, Timeout, Unavailable
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.server import Endpoint, Server
 from batch_agent.testing import virtual_clock
 
@@ -50,7 +50,7 @@ def two(max_inflight: int = 8, **options: object) -> tuple[Dispatcher, Endpoint,
 
 
 def claim(dispatcher: Dispatcher, endpoint: Endpoint) -> Ticket:
-    return dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=endpoint)
+    return dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=endpoint)
 
 
 async def ask(dispatcher: Dispatcher, endpoint: Endpoint, answer: Answer, policy: Policy | None = None) -> str:

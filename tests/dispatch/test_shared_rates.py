@@ -10,7 +10,7 @@ from batch_agent.backends.base import Probe
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy
 from batch_agent.job import AgentResult
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server import Terms
 from batch_agent.testing import Cut, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
@@ -90,7 +90,7 @@ async def test_a_server_that_comes_back_when_the_rate_limit_is_used_up_is_asked_
 async def test_a_request_that_waited_after_it_had_its_slot_is_counted_when_it_is_sent() -> None:
     world = World([SimulatedServer("s")])
     dispatcher = Dispatcher(world, servers=world.servers, terms=Terms(rpm=1))
-    slot = await dispatcher.slots.hold(dispatcher.slots.claim(AgentProgress(), 0))
+    slot = await dispatcher.slots.hold(dispatcher.slots.claim(AgentForecast(), 0))
     await asyncio.sleep(100)
     await dispatcher.attempt(Row(world), slot, Policy(3))
     rates, now = world.servers["s"].rates, asyncio.get_running_loop().time()

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Slot
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server import Server, Terms
 from batch_agent.testing import virtual_clock
 
 
 async def hold(dispatcher: Dispatcher, turns: int = 0) -> Slot:
     dispatcher.scheduler.start_agent()
-    return await dispatcher.slots.hold(dispatcher.slots.claim(AgentProgress(), turns))
+    return await dispatcher.slots.hold(dispatcher.slots.claim(AgentForecast(), turns))
 
 
 async def settle() -> None:
@@ -51,7 +51,7 @@ async def test_a_slot_granted_in_the_moment_of_cancellation_is_not_lost() -> Non
 
 async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
     dispatcher = Dispatcher(None, 1)
-    ticket = dispatcher.start_agent(AgentProgress())
+    ticket = dispatcher.start_agent(AgentForecast())
     feed = asyncio.create_task(dispatcher.feed(lambda: None).wait_room())
     await settle()
     assert not feed.done()
@@ -64,12 +64,12 @@ async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_waits_for_a_s
     servers = {name: Server(name) for name in ("own", "other")}
     dispatcher = Dispatcher(None, 3, servers=servers, terms=Terms(2))
     own, other = dispatcher.scheduler.endpoints
-    busy = [dispatcher.slots.claim(AgentProgress(), 0, pinned=endpoint) for endpoint in (own, own, other)]
+    busy = [dispatcher.slots.claim(AgentForecast(), 0, pinned=endpoint) for endpoint in (own, own, other)]
     dispatcher.slots.withdraw(busy.pop())
-    progress = AgentProgress()
+    progress = AgentForecast()
     progress.home, progress.tokens = own, 10_000
     turn = asyncio.create_task(dispatcher.slots.hold(ticket := dispatcher.slots.claim(progress, 0)))
-    busy.append(dispatcher.slots.claim(AgentProgress(), 0, pinned=other))
+    busy.append(dispatcher.slots.claim(AgentForecast(), 0, pinned=other))
     await asyncio.sleep(60)  # longer than its prefix is worth; the clock stands still while something is due
     dispatcher.slots.withdraw(busy[0])
     assert (await turn).ticket is ticket
@@ -77,7 +77,7 @@ async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_waits_for_a_s
 
 async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
     dispatcher = Dispatcher(None, 1)
-    dispatcher.start_agent(AgentProgress())
+    dispatcher.start_agent(AgentForecast())
     feed = asyncio.create_task(dispatcher.feed(lambda: None).wait_room())
     await settle()
     dispatcher.slots.drain()
@@ -98,7 +98,7 @@ async def test_a_paused_dispatcher_grants_nothing_until_resumed() -> None:
 async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_rings_no_alarm_while_paused() -> None:
     dispatcher = Dispatcher(None, servers={"a": Server("a"), "b": Server("b")}, terms=Terms(1))
     home = dispatcher.scheduler.endpoints[0]
-    progress = [AgentProgress(), AgentProgress()]
+    progress = [AgentForecast(), AgentForecast()]
     for each in progress:
         dispatcher.scheduler.start_agent()
         each.home, each.tokens = home, 100_000  # its prefix is worth some seconds

@@ -14,6 +14,7 @@ from batch_agent.dispatch.dispatcher import ModelCall
 from batch_agent.errors import BackendError
 from batch_agent.gateway.client_request import ClientRequest
 from batch_agent.gateway.gateway import Gateway
+from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, JsonObject, Reply
 
 
@@ -33,10 +34,12 @@ class BackendRow:
     async def models(self) -> Sequence[str]:
         return await self.backend.models()
 
-    async def answer(self, request: ClientRequest) -> Reply:
+    async def answer(self, request: ClientRequest, live: LiveAnswer | None = None) -> Reply:
         self.asked.append(request)
         asked = ModelRequest(request.shape, Conversation(request.messages), "row", client=request.client_body)
-        call = ModelCall(self.backend, asked)
+        if live is not None:
+            live.follow(asked)
+        call = ModelCall(self.backend, asked, None if live is None else lambda call: None)
         try:
             return await call.send("")
         except BackendError as error:
@@ -59,7 +62,7 @@ class FixedRow:
     async def models(self) -> Sequence[str]:
         return []
 
-    async def answer(self, request: ClientRequest) -> Reply:
+    async def answer(self, request: ClientRequest, live: LiveAnswer | None = None) -> Reply:
         self.waiting.set()
         try:
             await asyncio.sleep(self.seconds)

@@ -13,7 +13,7 @@ import pytest
 from batch_agent import AgentContext, BatchAgent, BlockingContext
 from batch_agent.backends.registry import open_backend
 from batch_agent.messages import JsonObject
-from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing import CallTools, Cut, Fail, Hang, Request, Say, ScriptedServer, ToolUse, virtual_clock
 
 DIALECTS = ("chat/completions", "responses", "messages")
 
@@ -32,6 +32,39 @@ async def ask(ctx: AgentContext, text: str, dialect: str = "chat/completions", *
 
 def words(request: Request) -> Say:
     return Say(f"to {request.text}")
+
+
+@virtual_clock
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_text_is_streamed_while_the_model_speaks_and_calls_follow_when_they_are_recorded(dialect: str) -> None:
+    async def work(row: str, ctx: AgentContext) -> list[tuple[str, int]]:
+        body = {"model": "m", "input": row, "messages": [{"role": "user", "content": row}], "max_tokens": 50}
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {ctx.api_key}"}) as session,
+            session.post(f"{ctx.base_url}/{dialect}", json={**body, "stream": True}) as answer,
+        ):
+            return [(chunk.decode(), server.inflight) async for chunk in answer.content.iter_any()]
+
+    said = CallTools(ToolUse("look_up", {"word": "x"}), text="I look it up. One moment.", chunk_delay=5.0)
+    async with ScriptedServer(lambda _: said, models=["m"]) as server:
+        [result] = await BatchAgent.run(worker=work, inputs=["a"], backend=server.backend_url)
+    early, late = ("".join(text for text, busy in result.output if busy is known) for known in (1, 0))
+    assert "I look" in early and "look_up" not in early
+    assert "look_up" in late
+    assert result.usage.prompt_tokens > 0
+
+
+@virtual_clock
+@pytest.mark.parametrize(("second", "end"), [("one two three and more", "and more"), ("another text", "other words")])
+async def test_after_a_break_a_stream_goes_on_or_says_that_the_next_answer_differs(second: str, end: str) -> None:
+    async def work(row: str, ctx: AgentContext) -> str:
+        return str((await ask(ctx, row, stream=True))[1]["text"])
+
+    script = [Cut(Say("one two three"), after_chunks=2), Say(second)]
+    async with ScriptedServer(script, models=["m"]) as server:
+        [result] = await BatchAgent.run(worker=work, inputs=["a"], backend=server.backend_url)
+    assert result.output.count('"one') == 1
+    assert end in result.output.replace('"}', "")
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

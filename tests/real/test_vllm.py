@@ -108,10 +108,12 @@ async def test_a_prompt_over_the_context_is_a_context_overflow() -> None:
 
 
 async def test_an_answer_that_runs_into_its_limit_is_truncated() -> None:
-    [result] = await BatchAgent.run(task="Count: {input}", inputs=["1 2 3 4 5"], backend=URL, max_tokens=3)
-    assert result.error is not None
-    assert result.error.type == "Truncated"
-    assert result.raw_text
+    asked = {"task": "Count: {input}", "inputs": ["1 2 3 4 5"], "backend": URL, "max_tokens": 3}
+    [kept] = await BatchAgent.run(**asked)
+    assert kept.truncated and kept.output
+    [failed] = await BatchAgent.run(**asked, truncated="fail")
+    assert failed.error is not None
+    assert failed.error.type == "Truncated"
 
 
 # The adapter alone

@@ -16,7 +16,7 @@ from redis_servers import RedisServer, needs_redis, redis_server
 
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.redis.connection import RedisConnection
+from batch_agent.record.redis.connection import RedisConnection, connect
 
 redis = pytest.importorskip("redis")
 pytestmark = needs_redis
@@ -121,3 +121,20 @@ def test_a_call_waits_while_the_server_refuses(
         assert script.result(PATIENCE) == b"written" and is_back.wait(PATIENCE)
         assert says in caplog.text and "No request is sent meanwhile" in caplog.text
         connection.close()
+
+
+def test_a_blocking_call_that_a_failover_ends_is_repeated(tmp_path: Path) -> None:
+    blocking = ("XREAD", "BLOCK", 30_000, "STREAMS", "a", "$")
+    with redis_server(tmp_path, "--appendonly", "no") as server, ThreadPoolExecutor() as threads:
+        address = StoreAddress.parse(f"{server.url}/run")
+        connection, other = RedisConnection(address), connect(address)
+        waiting = threads.submit(connection.call, lambda client: client.execute_command(*blocking))
+        ended = 0
+        while ended < 2:  # as a server does that becomes a replica
+            blocked = [each["id"] for each in other.client_list() if each["cmd"] == "xread" and each["flags"] == "b"]
+            ended += sum(other.client_unblock(int(each), error=True) for each in blocked)
+        while not waiting.done():
+            other.execute_command("XADD", "a", "*", "b", "c")
+        assert waiting.result(PATIENCE)
+        connection.close()
+        other.close()

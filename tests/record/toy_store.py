@@ -204,7 +204,7 @@ class ToyStore:
                 self.stages[name] = type(self)(self.folder / name, clock=self.clock, sync=self.sync, whole=self.whole)
             return self.stages[name]
 
-    def listen(self, changed: Callable[[], None]) -> None: ...
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None: ...
 
     def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
         with self.changed:

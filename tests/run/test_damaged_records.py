@@ -93,5 +93,12 @@ async def test_a_record_that_was_given_to_another_row_is_not_its_answer(
     assert caplog.text.count("is unreadable and is ignored") == 2
 
 
+async def test_damaged_statistics_of_calls_are_learnt_again(tmp_path: Path) -> None:
+    outputs, _ = await run(tmp_path, max_total_tokens=1_000_000)
+    for damaged in ("[1, 2,", '"x"', "7", "[null]"):
+        change(tmp_path, "UPDATE session SET learnt = ?", damaged)
+        assert (await run(tmp_path, resume=True, max_total_tokens=1_000_000))[0] == outputs
+
+
 def row_of(request: Request) -> str:
     return request.text

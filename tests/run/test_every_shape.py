@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the stand-ins of command-line agents
+sys.path.insert(0, str(Path(__file__).parents[1] / "observe"))
+from collector import collecting
 from redis_servers import SERVER
 
 from batch_agent import BatchAgent, Pipeline, Tool
@@ -198,7 +202,7 @@ async def test_failed_rows_are_tried_again_or_kept(scene: Scene) -> None:
     assert scene.asked["row-1"] == asked + 1 and scene.asked["row-0"] == 1
 
 
-@pytest.mark.covers("force_resume", "local", "processes", "Redis", "pipeline", "reduction")
+@pytest.mark.covers("force_resume", "local", "processes", "Redis", "pipeline", "reduction", "worker=", "runtime")
 async def test_forced_rows_keep_their_answers_under_another_task(scene: Scene) -> None:
     first = await scene.run(2)
     again = await scene.run(2, "Do it well: {input}", force_resume=True)
@@ -238,7 +242,7 @@ async def test_a_repeated_request_is_answered_from_the_cache(scene: Scene) -> No
     assert scene.server.received == asked
 
 
-@pytest.mark.covers("retry-row", "local", "processes", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("retry-row", "local", "processes", "Redis", "pipeline", "reduction", "worker=", "runtime")
 async def test_a_running_row_is_started_again(scene: Scene) -> None:
     scene.held.add("row-1")
     async with scene.running(2) as task:
@@ -248,7 +252,7 @@ async def test_a_running_row_is_started_again(scene: Scene) -> None:
         assert all(await task)
 
 
-@pytest.mark.covers("control", "local", "processes", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("control", "local", "processes", "Redis", "pipeline", "reduction", "worker=", "runtime")
 async def test_a_run_is_paused_and_goes_on_and_a_row_is_cancelled(scene: Scene) -> None:
     scene.held |= {"row-0", "row-1"}
     async with scene.running(2, max_inflight=2) as task:
@@ -257,14 +261,14 @@ async def test_a_run_is_paused_and_goes_on_and_a_row_is_cancelled(scene: Scene) 
             await asyncio.sleep(0.05)
         await scene.steer(do="resume")
         await scene.steer(do="cancel-row", row=scene.name(1))
-        await asyncio.sleep(1.5 if scene.shape == "processes" else 0.0)  # the next report of the worker
+        await asyncio.sleep(1.5 if scene.shape in ("processes", "Redis") else 0.0)  # the next report of the worker
         scene.go.set()
         results = await task
     assert [result.ok for result in results] == [True, False]
     assert results[1].error is not None and results[1].error.type == "Cancelled"
 
 
-@pytest.mark.covers("events", "local", "processes", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("events", "local", "processes", "Redis", "pipeline", "reduction", "worker=", "runtime")
 async def test_the_file_of_events_has_the_end_of_each_row(scene: Scene) -> None:
     path = scene.folder / "events.jsonl"
     await scene.run(3, events=path)
@@ -273,23 +277,20 @@ async def test_the_file_of_events_has_the_end_of_each_row(scene: Scene) -> None:
     assert len(ends) >= 3 and all(end["error"] is None for end in ends)
 
 
-@pytest.mark.covers("metrics", "local", "processes", "worker=")
+@pytest.mark.covers("metrics", "local", "processes", "Redis", "pipeline", "worker=", "runtime")
 async def test_the_numbers_for_prometheus_count_every_row(scene: Scene) -> None:
-    found: list[str] = []
-
-    def read(result: AgentResult[Any]) -> None:
-        found.append(str(result.index))
-
     scene.held.add("row-1")
     port = free_port()
-    async with scene.running(2, metrics_port=port, on_result=read) as task:
-        while not found:
-            await asyncio.sleep(0.02)
-        address = f"http://127.0.0.1:{port}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(address).read().decode())
+    address, text = f"http://127.0.0.1:{port}/metrics", ""
+    async with scene.running(2, metrics_port=port) as task:
+        while not re.search(
+            "^batch_agent_row_duration_seconds_count [12]$", text, re.MULTILINE
+        ):  # also of the next stage
+            await asyncio.sleep(0.05)
+            text = await asyncio.to_thread(lambda: urllib.request.urlopen(address).read().decode())
+            assert not task.done()
         scene.go.set()
         await task
-    assert "batch_agent_row_duration_seconds_count 1" in text.splitlines(), text
 
 
 @pytest.mark.covers("streamed text in the page", "local", "processes", "pipeline", "reduction")
@@ -331,8 +332,8 @@ async def test_the_page_counts_the_rows_of_a_run_at_work(scene: Scene) -> None:
         assert all(await task)
 
 
-@pytest.mark.covers("report", "local", "processes", "pipeline", "reduction", "worker=")
-@pytest.mark.covers("compare", "local", "processes", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("report", "local", "processes", "Redis", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("compare", "local", "processes", "Redis", "pipeline", "reduction", "worker=")
 async def test_a_report_has_the_rows_of_one_run_or_of_two(scene: Scene) -> None:
     await scene.run(2)
     first = scene.place
@@ -345,6 +346,21 @@ async def test_a_report_has_the_rows_of_one_run_or_of_two(scene: Scene) -> None:
         assert await asyncio.to_thread(main, command) == 0
         text = page.read_text()
         assert ("said row-0" in text, "answered row-0" in text) == (True, len(places) == 2)
+
+
+@pytest.mark.skipif(find_spec("opentelemetry.sdk") is None, reason="needs the extra otel")
+@pytest.mark.covers("traces", "processes", "Redis")
+async def test_the_rows_and_requests_of_workers_are_spans(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        assert all(await scene.run(2))
+    rows, requests = collector.named("invoke_agent"), collector.named("chat m")
+    assert len(rows) == len(requests) == 2
+    assert {span.parent_span_id for span in requests} == {span.span_id for span in rows}
+    runs = {span.span_id for span in collector.named("invoke_workflow")}
+    assert {span.links[0].span_id for span in rows} <= runs
+    durations = [each.histogram for each in collector.metrics if each.name == "gen_ai.client.operation.duration"]
+    assert sum(point.count for histogram in durations for point in histogram.data_points) == 2
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from batch_agent.messages import Usage
 from batch_agent.record.reader import look
 from batch_agent.run.joining import prepare_worker
 from batch_agent.run.recording import facts_for_workers, versions
+from batch_agent.run.trust import Trust
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 ROOT = Path(__file__).parents[2]
@@ -214,10 +216,12 @@ async def test_a_worker_joins_a_run_that_was_started_alone(tmp_path: Path, limit
         async with process("-m", "batch_agent", "work", str(run_dir), "--import-from", str(ROOT)) as worker:
             while not looks_joined(run_dir, worker):
                 await asyncio.sleep(0.05)
+            assert S_IMODE((run_dir / "workers.sock").stat().st_mode) == 0o600
             joined.set()
             results = await running
             said, _ = await worker.communicate()
     assert worker.returncode == 0, said.decode()
+    assert not (run_dir / "workers.sock").exists()
     assert max(Counter(map(row_of, server.requests)).values()) == 1
     if limit < 150:
         assert results.summary.statistics.ended == "out of budget"
@@ -326,4 +330,4 @@ def test_a_worker_has_the_embedded_model_that_the_feeder_found(monkeypatch: pyte
     monkeypatch.delenv("BATCH_AGENT_BACKEND", raising=False)
     feeders = with_model(prepare(BatchSpec(task="Sum up {input}", inputs=["a"])), "smollm2")
     facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), "model": feeders.model}
-    assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None).model == "smollm2"
+    assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None, Trust()).model == "smollm2"

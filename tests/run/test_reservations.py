@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import aiohttp
+import orjson
 import pytest
 
 from batch_agent import AgentContext, BatchAgent, Image
 from batch_agent.backends.base import ClientBody, ModelRequest, RequestShape
+from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.prices import Prices, TokenPrices
 from batch_agent.dispatch.prompt_sizes import PromptSizes, client_size
 from batch_agent.messages import IMAGE_TOKENS, Conversation, Message, Sealed, Usage
@@ -76,6 +79,35 @@ async def test_a_limit_that_extra_body_lifts_makes_the_run_learn_the_longest_ans
         max_total_tokens=9_000,
     )
     assert statistics.ended == "out of budget" and tokens <= 9_000
+
+
+@pytest.mark.parametrize(
+    ("each", "options"),
+    [
+        (6_000, {}),  # without max_tokens
+        (700, {"extra_body": {"n": 8}}),
+        (0, {"max_tokens": 100, "extra_body": {"web_search_options": {}}}),  # the search adds to the prompt
+    ],
+    ids=["long answers", "many answers", "a search at the server"],
+)
+@virtual_clock
+async def test_a_limit_on_tokens_holds_for_what_nothing_bounds(each: int, options: dict[str, Any]) -> None:
+    choices = options.get("extra_body", {}).get("n", 1)
+    usage = Usage(100, completion_tokens=each * choices) if each else Usage(6_000, completion_tokens=100)
+    tokens, statistics = await spent(lambda _: Say("ok", latency=1, usage=usage), max_total_tokens=30_000, **options)
+    assert statistics.ended == "out of budget" and 15_000 < tokens <= 30_000
+
+
+async def test_the_limit_that_a_backend_sends_by_itself_is_reserved() -> None:
+    backend, _ = open_backend("anthropic://127.0.0.1:1", model="claude-sonnet-4-5", api_key="k")
+    shape = RequestShape("claude-sonnet-4-5")
+    request, sizes = ModelRequest(shape, Conversation([Message("user", "hi")]), "1"), PromptSizes()
+    sizes.limit(shape, backend.answer_limit(shape))
+    sent = orjson.loads(cast(Any, backend).body_of(request))["max_tokens"]
+    assert sizes.measure(request).max_tokens == sent > 1_000
+    own = replace(shape, extra_body={"max_tokens": 7})
+    sizes.limit(own, backend.answer_limit(own))
+    assert sizes.measure(replace(request, shape=own)).max_tokens == 7
 
 
 @pytest.mark.parametrize("each", [300, 7_000, 25_000])

@@ -166,7 +166,7 @@ async def test_never_an_old_answer_for_a_new_question(
         results, backend = await run(tmp_path, lambda _: Say('"new"'), on_change="resend", **change)
     assert len(backend.requests) == 3
     assert not any(result.resumed for result in results)
-    assert "rows are processed again" in caplog.text
+    assert "rows without an answer to the new request are sent" in caplog.text
 
 
 async def test_a_tool_of_another_version_is_another_question(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ async def test_only_what_may_have_been_computed_counts(error: BackendError | Non
     call = await budget.reserve(REQUEST)
     reserved = call.amount.tokens
     assert reserved > 200
-    assert budget.fail(call, error) is None
+    assert budget.fail(call, REQUEST, error) is None
     assert budget.so_far() == (reserved if costs else 0, None)
     budget.close()
 
@@ -69,6 +69,6 @@ async def test_when_time_is_up_the_run_is_told_and_every_call_is_refused() -> No
                     await call
         assert "max_wall_time" in str(budget.refusal())
         assert budget.refused == (3 if limits else 2)
-        budget.settle(in_flight, Usage(10, completion_tokens=10))
+        budget.settle(in_flight, REQUEST, Usage(10, completion_tokens=10))
         assert told == ["max_wall_time, 10 s, is over", "time is up"]
         budget.close()

@@ -503,6 +503,11 @@ async def test_the_error_of_a_worker_says_where_it_was_raised_and_has_its_traceb
     assert "return broken(row)" in (tmp_path / "failures.jsonl").read_text()
 
 
+def test_a_traceback_of_run_sync_shows_only_the_workers_code() -> None:
+    [result] = BatchAgent.run_sync(worker=lambda row, ctx: broken(row), inputs=["a"], backend=ScriptedBackend())
+    assert "KeyError: 'a'" in result.error.traceback and "batch_agent" not in result.error.traceback
+
+
 async def test_a_write_of_the_tool_loop_is_not_made_again_by_a_worker_that_takes_over_its_record(
     tmp_path: Path,
 ) -> None:

@@ -106,7 +106,8 @@ async def test_a_spec_file_names_a_runtime_and_its_directory_is_beside_the_file(
     assert json.loads((tmp_path / "out.jsonl").read_text())["output"] == "write it"
 
 
-async def test_an_agent_is_a_tool_that_a_model_gives_a_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+async def test_an_agent_is_a_tool_that_a_model_gives_a_task(tmp_path: Path, own: bool) -> None:
     def script(request: Request) -> Say:
         if not request.tools:  # it is the agent that asks
             return Say(f"write {request.text}")
@@ -114,14 +115,14 @@ async def test_an_agent_is_a_tool_that_a_model_gives_a_task(tmp_path: Path) -> N
         return Say(results[0]) if results else CallTools(ToolUse("helper", {"task": "sweep"}))
 
     async with ScriptedServer(script, models=["m"]) as server:
-        agent = runtime("opencode", tmp_path, backend=server.backend_url, model="m", permissions="write")
-        helper = Tool.agent(agent, name="helper")
+        given = {"backend": server.backend_url, "model": "m"} if own else {}
+        helper = Tool.agent(runtime("opencode", tmp_path, permissions="write", **given), name="helper")
         results = await BatchAgent.run(task="{input}", inputs=["a"], tools=[helper], backend=server.backend_url)
+        sent = server.received
     assert helper.effect == "write"
     assert "write sweep" in str(results[0].output), results[0].error
     assert "+sweep" in str(results[0].output)
-    with pytest.raises(SpecError, match="its own backend"):
-        Tool.agent(CodexRuntime())
+    assert (sent, results.summary.statistics.turns) == (3, 2 if own else 3)  # the run counts what its gateway sent
 
 
 LOGINS = {

@@ -12,7 +12,7 @@ from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import FIRST_REST, JUDGED, Admission, HoldWatch, kv_tokens_left
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.ordering import AgentProgress, KvParts
+from batch_agent.scheduler.ordering import AgentForecast, KvParts
 from batch_agent.scheduler.server import Endpoint, Server, Terms
 from batch_agent.testing import run_virtual
 
@@ -42,8 +42,8 @@ class Agents:
         self.rest = rest
         self.now = 0.0
 
-    def start(self) -> tuple[AgentProgress, Ticket]:
-        progress = AgentProgress()
+    def start(self) -> tuple[AgentForecast, Ticket]:
+        progress = AgentForecast()
         self.scheduler.start_agent()
         progress.live = True
         return progress, self.scheduler.request(progress, 0, self.now)
@@ -199,7 +199,7 @@ def test_a_turn_that_waits_for_its_own_endpoint_has_to_be_admitted_too() -> None
     scheduler.use(KvParts())
     scheduler.router.prefix.learn(100, 100.0)  # computing it again takes so long that it is worth the wait
     scheduler.router.prefix.learn(100_000, 100_000.0)
-    first, second = AgentProgress(1), AgentProgress(1)
+    first, second = AgentForecast(1), AgentForecast(1)
     for progress in (first, second):
         progress.home, progress.tokens, progress.live = home, 5_000, True
         scheduler.start_agent()

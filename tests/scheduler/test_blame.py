@@ -409,3 +409,21 @@ class Judging(RuleBasedStateMachine):
 
 TestJudging = Judging.TestCase
 TestJudging.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("refused", "answered_sent", "alone"),
+    [
+        ([0.0, 1.0, 2.0], -1.0, False),  # nothing was answered
+        ([0.0, 1.0], 5.0, False),  # it was passed over once
+        ([0.0, 1.0, 2.0], 1.0, True),
+        ([0.0, 1.0, 2.0], 0.5, False),  # once: the answered request was sent before the second refusal
+    ],
+)
+def test_refusals_for_load_concern_a_row_alone_if_later_requests_are_answered_each_time(
+    refused: list[float], answered_sent: float, alone: bool
+) -> None:
+    row = RowHistory()
+    for sent in refused:
+        row.overloaded(Attempt(row, sent, sent + 0.1, "overloaded"), answered_sent)
+    assert row.is_alone_refused is alone

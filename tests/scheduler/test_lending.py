@@ -209,3 +209,15 @@ def test_workers_that_send_only_in_paid_time_stay_within_the_budget_whenever_the
             del paid[name]
             names[number] = name.partition("-")[0] + f"-{now}"
     assert used * RATE_OF_TIME <= table.spent_of(TIME) + 1e-6 and used * RATE_OF_TIME <= limit + 1e-6
+
+
+def test_workers_of_a_new_session_are_not_those_of_the_session_before() -> None:
+    table, second = Table(), 1_000
+    time = Claim(limit=60 * second, held=0, want=second, part=0, spent=0, rate=second)
+    tokens = Claim(limit=10_000, held=0, want=500, part=100, spent=0)
+    table.beat("2", 100.0, 15.0, {f"{BUDGET} cost": time, f"{BUDGET} tokens": tokens}, {})
+    spent = table.spent_of(f"{BUDGET} cost")
+    table.forget_members(5_000.0)  # all processes were killed, and a later session begins
+    table.beat("2", 5_000.0, 15.0, {f"{BUDGET} cost": time, f"{BUDGET} tokens": tokens}, {})
+    assert table.spent_of(f"{BUDGET} cost") == spent + second  # nothing for the time between the sessions
+    assert table.spent_of(f"{BUDGET} tokens") == 500  # what the killed worker held

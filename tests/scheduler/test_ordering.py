@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.ordering import LAST, PATIENCE, AgentProgress, Queue, TurnForecast
+from batch_agent.scheduler.ordering import LAST, PATIENCE, AgentForecast, Queue, TurnForecast
 
 
 def outlook_of(ended: Iterable[int], *, turn: float = 1.0, tool: float = 0.0) -> TurnForecast:
     """What is known when agents have ended that took so many turns each, one after the other."""
     forecast, now = TurnForecast(), 0.0
     for turns in ended:
-        progress = AgentProgress()
+        progress = AgentForecast()
         forecast.start()
         for taken in range(turns):
             forecast.go_on(progress, taken, now)
@@ -27,9 +27,9 @@ def outlook_of(ended: Iterable[int], *, turn: float = 1.0, tool: float = 0.0) ->
     return forecast
 
 
-def start(forecast: TurnForecast, turns: int = 0) -> AgentProgress:
+def start(forecast: TurnForecast, turns: int = 0) -> AgentForecast:
     """An agent under way that has taken so many turns and asks for another."""
-    progress = AgentProgress()
+    progress = AgentForecast()
     forecast.start()
     forecast.go_on(progress, turns, now=0.0)
     return progress
@@ -69,7 +69,7 @@ def test_agents_under_way_teach_that_others_go_on() -> None:
 
 
 def test_a_turn_that_is_asked_for_again_teaches_nothing() -> None:
-    forecast, progress = outlook_of([3] * 8), AgentProgress()
+    forecast, progress = outlook_of([3] * 8), AgentForecast()
     forecast.start()
     before = forecast.live_turns
     for _ in range(50):
@@ -79,7 +79,7 @@ def test_a_turn_that_is_asked_for_again_teaches_nothing() -> None:
 
 
 def test_an_agent_that_failed_in_its_first_turn_took_one() -> None:
-    forecast, progress = TurnForecast(), AgentProgress()
+    forecast, progress = TurnForecast(), AgentForecast()
     forecast.start()
     forecast.go_on(progress, 0, now=0.0)
     forecast.end(progress, 0)
@@ -94,7 +94,7 @@ lives = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60)
 @given(lives)
 def test_what_is_expected_of_all_is_the_sum_of_what_is_expected_of_each(steps: list[tuple[int, bool]]) -> None:
     forecast = TurnForecast()
-    live: list[AgentProgress] = []
+    live: list[AgentForecast] = []
     for number, ends in steps:
         if not live or number == 0:
             live.append(start(forecast))

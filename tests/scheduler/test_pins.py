@@ -6,7 +6,7 @@ from batch_agent.scheduler.ordering import (
     LATE,
     SLACK_SECONDS,
     UNKNOWN_SECONDS,
-    AgentProgress,
+    AgentForecast,
     TurnForecast,
     pin_seconds,
 )
@@ -16,7 +16,7 @@ def forecast(turns: int, request: float, tool: float, agents: int = 4) -> TurnFo
     """After some agents that each took ``turns`` turns with a tool between them."""
     learnt, now = TurnForecast(), 0.0
     for _ in range(agents):
-        progress = AgentProgress()
+        progress = AgentForecast()
         learnt.start()
         for taken in range(turns):
             learnt.go_on(progress, taken, now)

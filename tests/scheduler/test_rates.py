@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.messages import Allowance, Quota, Usage
-from batch_agent.scheduler.rates import MINUTE, RESET_SLACK, SLACK, Lease, Rates, is_spent
+from batch_agent.scheduler.rates import MINUTE, RESET_SLACK, SLACK, Rates, Reservation, is_spent
 
 
-def begin(rates: Rates, now: float) -> Lease:
+def begin(rates: Rates, now: float) -> Reservation:
     return rates.unreserve(rates.begin(now))
 
 

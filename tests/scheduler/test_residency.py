@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.ordering import EVICTED_TURN, AgentProgress, ResidentFirst, TurnForecast
+from batch_agent.scheduler.ordering import EVICTED_TURN, AgentForecast, ResidentFirst, TurnForecast
 from batch_agent.scheduler.residency import PLACES, LearntCapacity, Residency
 
 
 def test_the_contexts_used_longest_ago_are_evicted_first() -> None:
     residency = Residency()
-    first, second, third = AgentProgress(), AgentProgress(), AgentProgress()
+    first, second, third = AgentForecast(), AgentForecast(), AgentForecast()
     for progress in (first, second):
         residency.answered(progress, 400)
     residency.answered(first, 450)  # used again
@@ -22,7 +22,7 @@ def test_the_contexts_used_longest_ago_are_evicted_first() -> None:
 
 def test_a_context_in_flight_is_not_evicted() -> None:
     residency = Residency()
-    flying, other, new = AgentProgress(), AgentProgress(), AgentProgress()
+    flying, other, new = AgentForecast(), AgentForecast(), AgentForecast()
     residency.sent(flying, 400)
     residency.answered(other, 400)
     residency.answered(new, 400)
@@ -32,21 +32,21 @@ def test_a_context_in_flight_is_not_evicted() -> None:
 
 def test_the_distance_counts_contexts_used_since_and_those_in_flight() -> None:
     residency = Residency()
-    flying, agent, later = AgentProgress(), AgentProgress(), AgentProgress()
+    flying, agent, later = AgentForecast(), AgentForecast(), AgentForecast()
     residency.sent(flying, 100)  # before the agent's turn, and it may be computed after it
     residency.answered(agent, 10)
     residency.answered(later, 1)
     assert residency.distance(agent) == 111
     residency.end(flying)
     assert residency.distance(agent) == 11
-    assert residency.distance(AgentProgress()) is None
+    assert residency.distance(AgentForecast()) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["sent", "answered", "end"]), st.integers(0, 5), st.integers(0, 50))))
 def test_the_distance_is_the_sum_that_a_walk_over_the_list_gives(steps: list[tuple[str, int, int]]) -> None:
-    agents, residency = [AgentProgress() for _ in range(6)], Residency()
-    order: dict[AgentProgress, int] = {}
-    flying: set[AgentProgress] = set()
+    agents, residency = [AgentForecast() for _ in range(6)], Residency()
+    order: dict[AgentForecast, int] = {}
+    flying: set[AgentForecast] = set()
     for what, number, tokens in steps:
         progress = agents[number]
         if what == "end":
@@ -65,11 +65,11 @@ def test_the_distance_is_the_sum_that_a_walk_over_the_list_gives(steps: list[tup
 
 
 def test_places_are_numbered_again_and_the_oldest_contexts_forgotten() -> None:
-    residency, first = Residency(), AgentProgress()
+    residency, first = Residency(), AgentForecast()
     residency.answered(first, 1)
     for _ in range(PLACES):
-        residency.answered(AgentProgress(), 1)
-    last = AgentProgress()
+        residency.answered(AgentForecast(), 1)
+    last = AgentForecast()
     residency.answered(last, 1)
     assert residency.distance(first) is None
     assert residency.distance(last) == 1

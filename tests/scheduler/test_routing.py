@@ -9,7 +9,7 @@ from tests.scheduler.held import slot_of
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.routing import PrefixCost, Router
 from batch_agent.scheduler.server import Endpoint, Server, Terms
 
@@ -29,9 +29,9 @@ def fleet(count: int, ceiling: int | None = 4, **limits: int) -> Scheduler:
     return Scheduler(endpoints=[serving(f"e{number}", ceiling) for number in range(count)], **limits)
 
 
-def ask(scheduler: Scheduler, progress: AgentProgress | None = None, turns: int = 0) -> Ticket:
+def ask(scheduler: Scheduler, progress: AgentForecast | None = None, turns: int = 0) -> Ticket:
     if progress is None:
-        progress = AgentProgress()
+        progress = AgentForecast()
         scheduler.start_agent()
     return scheduler.request(progress, turns, now=0.0)
 
@@ -89,7 +89,7 @@ def test_a_weight_is_a_share() -> None:
 
 def test_an_agents_turns_stay_on_one_endpoint() -> None:
     scheduler = fleet(8)
-    progress = AgentProgress()
+    progress = AgentForecast()
     scheduler.start_agent()
     first = ask(scheduler, progress)
     assert granted(scheduler) == [first]
@@ -102,9 +102,9 @@ def test_an_agents_turns_stay_on_one_endpoint() -> None:
         answer(scheduler, again)
 
 
-def a_full_home(scheduler: Scheduler, *, seconds: float, tokens: int) -> tuple[AgentProgress, Ticket]:
+def a_full_home(scheduler: Scheduler, *, seconds: float, tokens: int) -> tuple[AgentForecast, Ticket]:
     """An agent that was answered at the first endpoint, whose slots are then all taken."""
-    progress = AgentProgress()
+    progress = AgentForecast()
     scheduler.start_agent()
     first = ask(scheduler, progress)
     granted(scheduler)
@@ -113,7 +113,7 @@ def a_full_home(scheduler: Scheduler, *, seconds: float, tokens: int) -> tuple[A
     assert home.capacity.limit is not None
     last = first
     for _ in range(home.capacity.limit):
-        other = AgentProgress()
+        other = AgentForecast()
         other.home = home
         scheduler.start_agent()
         last = ask(scheduler, other)
@@ -191,7 +191,7 @@ def test_agents_with_one_key_share_an_endpoint_and_keys_are_spread() -> None:
     homes: dict[str, set[str]] = {}
     for number in range(400):
         scheduler.start_agent()
-        ticket = ask(scheduler, AgentProgress(key=f"site {number % 100}"))
+        ticket = ask(scheduler, AgentForecast(key=f"site {number % 100}"))
         granted(scheduler)
         homes.setdefault(f"site {number % 100}", set()).add(slot_of(ticket).endpoint.name)
     assert all(len(found) == 1 for found in homes.values())
@@ -227,15 +227,15 @@ def test_a_model_goes_only_where_it_is_served() -> None:
     scheduler = Scheduler(endpoints=endpoints)
     for _ in range(6):
         scheduler.start_agent()
-        ask(scheduler, AgentProgress(model="large"))
+        ask(scheduler, AgentForecast(model="large"))
     assert set(places(granted(scheduler))) == {"b", "c"}
 
 
 def test_a_turn_that_waits_for_a_model_without_a_free_endpoint_holds_up_no_other() -> None:
     endpoints = [serving("a", 2, models=frozenset({"small"})), serving("b", 1, models=frozenset({"large"}))]
     scheduler = Scheduler(endpoints=endpoints)
-    first, second = (ask(scheduler, AgentProgress(model="large")) for _ in range(2))
-    small = ask(scheduler, AgentProgress(model="small"))
+    first, second = (ask(scheduler, AgentForecast(model="large")) for _ in range(2))
+    small = ask(scheduler, AgentForecast(model="small"))
     assert granted(scheduler) == [first, small]
     scheduler.give_back(slot_of(first))
     assert granted(scheduler) == [second]
@@ -244,7 +244,7 @@ def test_a_turn_that_waits_for_a_model_without_a_free_endpoint_holds_up_no_other
 
 def test_a_long_conversation_goes_where_the_context_is_long_enough() -> None:
     scheduler = Scheduler(endpoints=[serving("short", None, context=1000), serving("long", None, context=9000)])
-    progress = AgentProgress()
+    progress = AgentForecast()
     progress.tokens = 5000
     scheduler.start_agent()
     ticket = ask(scheduler, progress)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 
 
 def request(scheduler: Scheduler, turns: int = 0) -> Ticket:
     """Of a new agent that has taken so many turns, as one that follows its record has."""
     scheduler.start_agent()
-    return scheduler.request(AgentProgress(), turns, now=0.0)
+    return scheduler.request(AgentForecast(), turns, now=0.0)
 
 
 def granted(scheduler: Scheduler) -> list[Slot]:
@@ -64,20 +64,20 @@ def test_max_agents_counts_agents_that_hold_no_slot() -> None:
     scheduler.start_agent()
     scheduler.start_agent()
     assert not scheduler.has_room()
-    scheduler.end_agent(AgentProgress(), 1)
+    scheduler.end_agent(AgentForecast(), 1)
     assert scheduler.has_room()
 
 
 def test_an_agent_cannot_end_twice() -> None:
     with pytest.raises(InternalError):
-        Scheduler().end_agent(AgentProgress(), 0)
+        Scheduler().end_agent(AgentForecast(), 0)
 
 
 def an_ending_batch(**limits: int) -> Scheduler:
     """Nine agents took five turns of a second each; one is under way, and one more row is to be started."""
     scheduler = Scheduler(**limits)
     for _ in range(9):
-        progress = AgentProgress()
+        progress = AgentForecast()
         scheduler.start_agent()
         scheduler.forecast.answered(progress, seconds=1.0, now=1.0)
         scheduler.end_agent(progress, 5)

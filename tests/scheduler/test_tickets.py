@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from batch_agent.messages import Usage
 from batch_agent.scheduler.blame import SUSPECT
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server import Endpoint, Server, Terms
 
 CEILING, MOST = 2, 5  # requests in flight: at one endpoint, and in all
@@ -29,7 +29,7 @@ class Tickets(RuleBasedStateMachine):
         self.waiting: list[Ticket] = []  # those that are set aside too
         self.held: list[Slot] = []
         self.failed: list[Slot] = []  # they back off
-        self.resting: list[AgentProgress] = []
+        self.resting: list[AgentForecast] = []
 
     @initialize(endpoints=st.integers(1, 3), models=st.sampled_from(MODELS))
     def start(self, endpoints: int, models: frozenset[str] | None) -> None:
@@ -51,7 +51,7 @@ class Tickets(RuleBasedStateMachine):
         for number in range(count):
             endpoint = self._one(number) if number % 2 and not self._one(number).leaving else None
             self.scheduler.start_agent()
-            self.waiting.append(self.scheduler.request(AgentProgress(key=key, model=model), 0, self.now, endpoint))
+            self.waiting.append(self.scheduler.request(AgentForecast(key=key, model=model), 0, self.now, endpoint))
 
     @precondition(lambda self: self.resting)
     @rule(number=NUMBER)
@@ -180,7 +180,7 @@ class Tickets(RuleBasedStateMachine):
 def test_a_pinned_ticket_that_was_set_aside_waits_with_the_others_when_an_endpoint_joins() -> None:
     scheduler = Scheduler()
     (only,) = scheduler.endpoints
-    ticket = scheduler.request(AgentProgress(), 0, 0.0, only)
+    ticket = scheduler.request(AgentForecast(), 0, 0.0, only)
     only.health.go_down(0.0)
     slot = scheduler.grant(10.0)
     assert slot is not None and slot.ticket is ticket and slot.trial

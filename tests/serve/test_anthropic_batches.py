@@ -29,20 +29,21 @@ async def results_of(client: Client, id: str) -> dict[str, dict[str, object]]:
 
 async def test_requests_succeed_or_are_errored(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
-        batch = await client.post(ROUTE, {"requests": [ask("a"), ask("b", "refuse"), ask("c", messages=[])]})
+        wrong = [ask("b", "refuse"), ask("c", messages=[]), ask("d", model="unknown")]
+        batch = await client.post(ROUTE, {"requests": [ask("a"), *wrong]})
         assert batch["type"] == "message_batch" and batch["processing_status"] == "in_progress"
-        assert batch["request_counts"]["processing"] == 3 and batch["results_url"] is None
+        assert batch["request_counts"]["processing"] == 4 and batch["results_url"] is None
         done = await client.wait_messages(batch["id"])
-        counts = {"processing": 0, "succeeded": 1, "errored": 2, "canceled": 0, "expired": 0}
+        counts = {"processing": 0, "succeeded": 1, "errored": 3, "canceled": 0, "expired": 0}
         assert done["request_counts"] == counts and done["ended_at"]
         assert done["results_url"].endswith(f"{ROUTE}/{batch['id']}/results")
         results = await results_of(client, batch["id"])
         message = results["a"]["message"]
         assert isinstance(message, dict)
         assert message["content"] == [{"type": "text", "text": "echo hello"}] and message["type"] == "message"
-        for name in ("b", "c"):
+        for name, kind in (("b", "invalid_request_error"), ("c", "invalid_request_error"), ("d", "not_found_error")):
             error = results[name]["error"]
-            assert isinstance(error, dict) and error["error"]["type"] == "invalid_request_error"
+            assert isinstance(error, dict) and error["error"]["type"] == kind
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ async def test_requests_succeed_or_are_errored(tmp_path: Path) -> None:
         ({"requests": [ask("a"), ask("a")]}, "unique"),
         ({"requests": [{"params": {}}]}, "custom_id"),
         ({"requests": [{"custom_id": "x" * 65, "params": {}}]}, "custom_id"),
+        ({"requests": [{"custom_id": "a b", "params": {}}]}, "custom_id"),
         ({"requests": [{"custom_id": "a"}]}, "params"),
         ({"requests": [{**ask("a"), "more": 1}]}, "more"),
         ({"requests": [ask("a")], "more": 1}, "expecting"),
@@ -110,7 +112,7 @@ async def test_what_is_not_done_in_the_window_expires(tmp_path: Path) -> None:
     def script(request: Request) -> ScriptedReply:
         return Hang() if "never" in request.text else Say("done")
 
-    async with backend(script) as model, serving(tmp_path, model, anthropic_window=0.5) as client:
+    async with backend(script) as model, serving(tmp_path, model, anthropic_window=1.0) as client:
         batch = await client.post(ROUTE, {"requests": [ask("a"), ask("b", "never")]})
         done = await client.wait_messages(batch["id"])
         assert done["request_counts"]["expired"] == 1

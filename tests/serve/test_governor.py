@@ -9,7 +9,7 @@ def idle(governor: Governor, seconds: float = 0.5, tokens: int = 100) -> None:
     governor.began(0.0, 0)
     governor.admitted()
     governor.ended(0.5)
-    governor.answered(seconds, tokens, 0, 0.5)
+    governor.answered(seconds, tokens, 0, 0, 0.5)
 
 
 def test_without_people_there_is_no_limit() -> None:
@@ -42,7 +42,7 @@ def test_the_limit_shrinks_until_the_target_is_met_and_grows_when_there_is_room(
         seconds = 0.5 * (1 + lines / 40)
         now += 0.2
         governor.ended(now)
-        governor.answered(seconds, 100, lines, now)
+        governor.answered(seconds, 100, lines, lines, now)
         met.append(seconds / 0.5)
     settled = met[100:]
     assert sum(settled) / len(settled) < 2.6 and max(settled) < 3.5
@@ -54,7 +54,7 @@ def test_a_limit_that_met_the_target_is_used_again_when_people_return() -> None:
     idle(governor)
     governor.began(1.0, 200)
     governor.admitted()
-    governor.answered(5.0, 100, 200, 10.0)
+    governor.answered(5.0, 100, 200, 200, 10.0)
     governor.ended(10.0)
     limit = governor.limit(10.0)
     assert governor.limit(10.0 + 2 * QUIET_SECONDS) is None
@@ -66,3 +66,21 @@ def test_the_reason_for_giving_the_target_up_is_shown() -> None:
     governor = Governor(2.5)
     governor.give_up("2 batches would miss their deadline")
     assert "deadline" in governor.reason
+
+
+def test_a_pace_beside_lines_is_not_taken_for_that_of_an_idle_engine() -> None:
+    """People come for the first time while a batch fills the engine: its lines end before more start."""
+    governor, tokens, now = Governor(2.5), 92, 10.0
+    governor.learn_line(8.0, tokens, 255)
+    governor.began(now, 256)
+    governor.admitted()
+    assert governor.limit(now) == 0
+    governor.ended(now + 5)
+    governor.answered(5.0, tokens, 256, 0, now + 5)  # it began beside 256 lines
+    assert governor.limit(now + 5) == 0
+    governor.began(now + 5, 0)
+    governor.admitted()
+    governor.ended(now + 6)
+    governor.answered(1.0, tokens, 0, 0, now + 6)
+    limit = governor.limit(now + 6)
+    assert limit is not None and 30 < limit < 60  # 255 lines made it 8 times slower

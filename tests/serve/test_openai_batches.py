@@ -52,6 +52,7 @@ async def test_every_line_has_its_outcome_in_one_of_the_two_files(tmp_path: Path
         (orjson.dumps(chat("a")) + b"\n" + orjson.dumps(chat("a")), "duplicate_custom_id", 2),
         (orjson.dumps({**chat("a"), "url": "/v1/embeddings"}), "invalid_url", 1),
         (orjson.dumps({**chat("a"), "method": "GET"}), "invalid_method", 1),
+        (orjson.dumps({**chat("a"), "method": None}), "missing_required_parameter", 1),
         (orjson.dumps(chat("a", model="unknown")), "model_not_found", 1),
         (b"\n".join(orjson.dumps(chat(str(number))) for number in range(4)), "too_many_lines", None),
         (b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions"}', "missing_required_parameter", 1),

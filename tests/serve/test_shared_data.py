@@ -6,18 +6,28 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.record.redis_servers import RedisServer
 from tests.serve.served import chat, serving
 from tests.serve.test_openai_batches import backend
 
-from batch_agent.cli.main import main
+from batch_agent.backends.registry import open_backend
+from batch_agent.errors import SpecError
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.reading import run_names
+from batch_agent.run.joining import JoinedWorkers
+from batch_agent.run.trust import Trust
 from batch_agent.serve import server
-from batch_agent.testing import Hang, Request, Say
+from batch_agent.serve.models import ServedModels, open_models
+from batch_agent.serve.server import BatchService, ServeOptions
+from batch_agent.testing import Fail, Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
 
+@pytest.mark.parametrize("in_redis", [False, True])
 async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_redis: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis: RedisServer
 ) -> None:
+    options: dict[str, object] = {"store": redis.url} if in_redis else {"shared": True}
     monkeypatch.setattr(server, "BOOKS_SECONDS", 0.02)
     monkeypatch.setattr(server, "LEASE_SECONDS", 0.5)
     is_late = True
@@ -25,8 +35,8 @@ async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
     def script(request: Request) -> ScriptedReply:
         return Hang() if is_late and "late" in request.text else Say("done")
 
-    async with backend(script) as model, serving(tmp_path, model, shared=True) as other:
-        async with serving(tmp_path, model, shared=True) as client:
+    async with backend(script) as model, serving(tmp_path, model, **options) as other:
+        async with serving(tmp_path, model, **options) as client:
             batch = await client.create([chat("early"), chat("late")])
             running = client.server.batches.running
             while batch["id"] not in running or running[batch["id"]].lines.left > 1:
@@ -54,8 +64,39 @@ async def test_a_batch_is_cancelled_through_any_server(tmp_path: Path, monkeypat
             await asyncio.sleep(0.01)
 
 
-def test_another_store_is_refused_with_what_to_use_instead(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--backend", "vllm://x:1", "--data", str(tmp_path), "--store", "redis://localhost/0"])
-    told = capsys.readouterr().err
-    assert "redis://localhost/0" in told and "use --shared" in told
+async def test_workers_of_other_processes_answer_lines_of_a_batch_in_redis(tmp_path: Path, redis: RedisServer) -> None:
+    joined = asyncio.Event()
+
+    async def script(request: Request) -> ScriptedReply:
+        await joined.wait()
+        return Fail(400) if "refuse" in request.text else Say("done", latency=0.01)
+
+    options: dict[str, object] = {"store": redis.url, "max_inflight": 4}
+    async with backend(script) as model, serving(tmp_path, model, **options) as client:
+        trust = Trust(fingerprint=client.server.joining.rpartition(" ")[2], environ={})
+        workers = JoinedWorkers(StoreAddress.parse(redis.url, named=False), "serve-", trust, import_from=None, wait=60)
+        working = asyncio.create_task(workers.work())
+        lines = [*(chat(f"line-{number}") for number in range(60)), chat("bad", "refuse this")]
+        batch = await client.create(lines)
+        while not any(worker.run is not None for worker in workers._workers.values()):
+            await asyncio.sleep(0.01)
+        joined.set()
+        done = await client.wait(batch["id"])
+        assert done["request_counts"] == {"total": 61, "completed": 60, "failed": 1}, done
+        assert done["usage"]["output_tokens"] > 0
+        output, errors = await client.outcomes(done)
+        assert {line["custom_id"] for line in output} == {f"line-{number}" for number in range(60)}
+        assert [line["response"]["status_code"] for line in errors] == [400]
+        assert len(model.requests) == 61
+        assert not [name for name in run_names(StoreAddress.parse(redis.url, named=False)) if done["id"] in name]
+        workers.drain()
+        assert (await working).rows > 0
+
+
+def test_the_key_of_a_model_does_not_go_to_the_store(tmp_path: Path) -> None:
+    models = open_models(None, {"m": {"url": "vllm://x:1", "api_key": "secret"}})
+    with pytest.raises(SpecError, match="environment"):
+        BatchService(ServeOptions(tmp_path, store="redis://localhost/0"), models)
+    named = open_models("vllm://every:1", {"m": {"url": "vllm://x:1?priority=true", "model": "inner"}})
+    again, _ = open_backend(named.url)
+    assert isinstance(again, ServedModels) and again.url == named.url

@@ -132,3 +132,12 @@ async def test_a_wait_that_is_shorter_than_a_step_of_the_clock_passes() -> None:
     while loop.time() - began < goal:  # as one does who waits for a part of a token
         await asyncio.sleep(goal - (loop.time() - began))
     assert loop.time() > began
+
+
+@virtual_clock
+async def test_a_timer_that_is_due_now_fires_after_years() -> None:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(1e9)
+    fired = loop.create_future()
+    loop.call_at(loop.time(), fired.set_result, None)
+    await fired

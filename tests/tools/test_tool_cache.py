@@ -1,4 +1,4 @@
-from batch_agent.tools.flight import ResultCache
+from batch_agent.tools.execution import ResultCache
 
 
 def test_a_result_is_kept_until_its_time_is_over() -> None:

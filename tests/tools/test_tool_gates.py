@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.testing.clock import run_virtual
-from batch_agent.tools.flight import CallSlots
+from batch_agent.tools.execution import CallSlots
 
 
 async def test_slots_are_given_in_the_order_they_were_asked_for() -> None:

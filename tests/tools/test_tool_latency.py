@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.tools.flight import REASON_CHARACTERS, REASONS, Latency, ToolTally
+from batch_agent.tools.execution import REASON_CHARACTERS, REASONS, Latency, ToolTally
 
 
 def test_quantiles_are_right_within_a_percent() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from batch_agent.errors import SpecError
 from batch_agent.testing.clock import VirtualClockDeadlock, run_virtual, virtual_clock
-from batch_agent.tools.flight import SLACK_SECONDS, RateGate, Window, calls_per_second
+from batch_agent.tools.execution import SLACK_SECONDS, RateGate, Window, calls_per_second
 
 
 @pytest.mark.parametrize(

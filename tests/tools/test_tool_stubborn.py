@@ -9,7 +9,7 @@ from tool_calls import call, settle
 from batch_agent import BatchAgent
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, run_virtual, virtual_clock
 from batch_agent.tools import Tool
-from batch_agent.tools.flight import ENDING_SECONDS
+from batch_agent.tools.execution import ENDING_SECONDS
 from batch_agent.tools.pool import ASYNC_CALLS
 
 

@@ -226,7 +226,13 @@ def test_in_any_order_of_events_limits_hold_and_nobody_is_forgotten(
         async with ToolPool([look], timeout=None, spawn=spawn, on_waiting=watch) as pool:
             texts = await asyncio.gather(*(agent(pool, *row) for row in plan))
             await asyncio.sleep(20)
-            assert (pool.waiting, pool._traffic.stuck, running, len(pool._tasks), len(pool._flights)) == (0, 0, 0, 0, 0)
+            assert (pool.waiting, pool._traffic.stuck, running, len(pool._tasks), len(pool._executions)) == (
+                0,
+                0,
+                0,
+                0,
+                0,
+            )
             fresh = [pool.start(call("look", n=100 + number)) for number in range(limit if rate is None else 1)]
             await settle()
             assert (running, pool.waiting) == (len(fresh), 0)

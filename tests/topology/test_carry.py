@@ -68,6 +68,18 @@ async def test_a_stage_carries_its_own_fields_and_those_that_it_was_given() -> N
 
 
 @virtual_clock
+async def test_repeated_ids_are_made_unique_and_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    same = [{"mail_id": "m7", "text": "tea-milk"}, {"mail_id": "m7", "text": "salt"}, {"mail_id": "m8", "text": "oil"}]
+    outcome = await mails(same).run(backend=ScriptedBackend(answer), **OPTIONS)
+    assert [result.job_id for result in outcome.results["read"]] == ["m7", "m7~2", "m8"]
+    assert [result.job_id for result in outcome.results["check"]] == ["m7.0", "m7.1", "m7~2.0", "m8.0"]
+    filtered = Pipeline(same).filter(lambda row: True).map(name="read", task="Read {text}")
+    outcome = await filtered.run(backend=ScriptedBackend(answer), **OPTIONS)
+    assert [result.job_id for result in outcome.results["read"]] == ["m7", "m7~2", "m8"]
+    assert caplog.text.count("more than one row has the id 'm7'") == 2
+
+
+@virtual_clock
 async def test_inputs_that_a_function_reads_first_keep_their_ids() -> None:
     rows = Pipeline(MAILS).filter(lambda row: row["text"] != "bad").map(name="read", task="Read {text}")
     outcome = await rows.run(backend=ScriptedBackend(answer), **OPTIONS)

@@ -21,6 +21,7 @@ from batch_agent.agent.dialogue import Dialogue, EarlyCalls, Resources, Send, Ta
 from batch_agent.agent.transcript import transcript
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.blocking import clock_of
 from batch_agent.compiler.pictures import content_of
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import (
@@ -60,7 +61,7 @@ from batch_agent.record.steps import (
     conversation_of_ask,
 )
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.tools.pool import ToolOutcome
 from batch_agent.value_type import value_type
 
@@ -133,7 +134,7 @@ class Work:
         self.job, self.r, self.trail = job, resources, trail
         self.worker: UserWorker | None = None
         self.tally = Tally()
-        self.progress = AgentProgress(key=job.affinity, model=resources.shapes.first.model)
+        self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = self.truncated = False
         self.failure: JobError | StoreError | None = None
@@ -143,7 +144,8 @@ class Work:
         # The latest answer of the tool loop, and the digest of its request, until it is recorded.
         self.answered: tuple[Reply, str] | None = None
         self._loop = resources.dispatcher.slots.loop
-        self._began = self._loop.time()
+        self._clock = clock_of(self._loop)
+        self._began = self._clock()
         self._closed = False
         if callable(worker):
             self._inner = worker
@@ -152,7 +154,7 @@ class Work:
             self.worker = worker
             own = (Message("user", content_of(job)),) if job.prompt else ()
             self.conversation = Conversation(own, parent=resources.shared)
-            self._progress_of: dict[str, AgentProgress] = {}  # for models other than the run's
+            self._progress_of: dict[str, AgentForecast] = {}  # for models other than the run's
             self._tasks: set[asyncio.Task[Any]] = set()
             self._writing: set[asyncio.Future[None]] = set()  # calls that may write
             self._calls = 0
@@ -237,8 +239,8 @@ class Work:
             if self.worker is None:
                 progress.model = model  # a built-in worker has one conversation
             else:
-                progress = self._progress_of.setdefault(model, AgentProgress(key=self.job.affinity, model=model))
-        if slots.scheduler.admission.enabled:
+                progress = self._progress_of.setdefault(model, AgentForecast(key=self.job.affinity, model=model))
+        if slots.scheduler.admission.is_on:
             progress.expected = dialogue.foreseen() or 0
         return slots.claim(progress, self.tally.turns)
 
@@ -297,7 +299,7 @@ class Work:
         *,
         writes: bool,
     ) -> None:
-        r, index, turn, began = self.r, self.job.index, self.tally.turns, self._loop.time()
+        r, index, turn, began = self.r, self.job.index, self.tally.turns, self._clock()
         first = 0
         if self.worker is not None:
             first, self._calls = self._calls, self._calls + len(calls)
@@ -339,7 +341,7 @@ class Work:
         finally:
             for waiting in pending.values():
                 waiting.abandon()
-            self.tally.tool_wait += self._loop.time() - began
+            self.tally.tool_wait += self._clock() - began
 
     def _recorded(self, place: int, call: ToolCall) -> tuple[Key | None, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
@@ -518,10 +520,10 @@ class Work:
 
     def seconds(self) -> float:
         """Return how long the agent has worked, in all sessions."""
-        return self.tally.before + (self._loop.time() - self._began if self.trail.fresh else 0.0)
+        return self.tally.before + (self._clock() - self._began if self.trail.fresh else 0.0)
 
     def spent(self) -> Spent:
-        return self.tally.spent(self._loop.time() - self._began)
+        return self.tally.spent(self._clock() - self._began)
 
     def shown(self) -> JsonObject:
         """Return the conversation so far. ``saying``: the answer being streamed; None without a request."""
@@ -653,7 +655,7 @@ class Agent:
         return cast("AgentResult[object]", result)
 
     @property
-    def progress(self) -> AgentProgress:
+    def progress(self) -> AgentForecast:
         return self._work.progress
 
     @property

@@ -27,7 +27,7 @@ from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.record.steps import Compacted
 from batch_agent.scheduler.capacity import START
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 
 if TYPE_CHECKING:
     from batch_agent.agent.dialogue import Dialogue
@@ -140,7 +140,7 @@ class Compactor:
         steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))
         request = ModelRequest(shape, Conversation([SUMMARISE, Message("user", steps)]), job.job_id)
         own_tally = Tally(turns=tally.turns)
-        progress = AgentProgress(LAST, model=shape.model)
+        progress = AgentForecast(LAST, model=shape.model)
         try:
             turn = TurnCall(r, request, job.index, own_tally, None, None)
             reply = await r.dispatcher.ask(turn, r.policy, progress=progress, observer=turn)

@@ -22,8 +22,9 @@ from batch_agent.agent.prefix_leader import PrefixLeader
 from batch_agent.agent.shapes import Shapes
 from batch_agent.agent.tool_prewarm import ToolPrewarm
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
-from batch_agent.compiler.compaction import Cut, history_tokens
+from batch_agent.compiler.compaction import MESSAGE_TOKENS, Cut, history_tokens, message_tokens
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.errors import (
@@ -377,7 +378,7 @@ class Dialogue:
             if reply is None:
                 self._leave_record()
                 fitted, compactor, overflows = shape, self._compactor, 0
-                if compactor is not None:
+                if compactor is not None and compactor.context is not None:
                     if excess := compactor.excess(self):
                         await self._compact(excess, digest)
                     if shape.max_tokens is not None:
@@ -659,7 +660,14 @@ class Dialogue:
         """Return the server's count of tokens, plus an estimate of later messages; None without a count."""
         if self._measured is None:
             return None
-        return self._measured + history_tokens(self.asked.messages[self._measured_at :])
+        tokens, new = self._measured, self.asked.messages[self._measured_at :]
+        for message in new:
+            text = message.content
+            if message.tool_calls or not isinstance(text, str) or not text.isascii():
+                tokens += message_tokens(message)
+            else:
+                tokens += MESSAGE_TOKENS - (-len(text) // BYTES_PER_TOKEN)
+        return tokens
 
     def estimated(self) -> int | None:
         """Return the estimated tokens of the next prompt without its fixed part. None before an answer."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO, cast
 
 from batch_agent.agent.prepare import Prepared
-from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.plan import Description
 from batch_agent.compiler.prices import Prices
 from batch_agent.compiler.template import Piece
+from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.files.read import LazyRows
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage

@@ -118,8 +118,9 @@ class Prepared:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
-    """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key."""
+def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> Prepared:
+    """Resolve and check all options. Raises SpecError; sends nothing. ``sends=False`` needs no API key. ``confined``:
+    rows may name files below ``image_root`` only."""
     # A worker does not see all rows, so it cannot know what they share.
     fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
     if is_store_url(spec.run_dir) or spec.cluster is not None or spec.processes is not None or fed:
@@ -150,14 +151,14 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
-    look = _look(spec, backend)
+    look = _look(spec, backend, confined=confined)
     plan = compile_plan(
         spec,
         schema=asked_for,
         inject_schema=shapes.schema_in_prompt,
         tools=specs,
         look=look,
-        read=_reader(spec, backend, look),
+        read=_reader(spec, backend, look, confined=confined),
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     sought = inflight is None and not spec.given("max_inflight")
@@ -243,11 +244,12 @@ def stored_place(where: object, name: str) -> JsonValue:
     return {HIDDEN: name}
 
 
-def _look(spec: BatchSpec, backend: Backend) -> Look:
+def _look(spec: BatchSpec, backend: Backend, *, confined: bool) -> Look:
     """Return the function that prepares images for sending. It raises for a backend without image input."""
     blind = f"{backend.name} cannot be shown images"
     if backend.capabilities.images:
-        return partial(read_image, root=None if spec.image_root is None else Path(spec.image_root))
+        root = None if spec.image_root is None else Path(spec.image_root)
+        return partial(read_image, root=root, confined=confined)
     if spec.images:
         raise SpecError(f"images: {blind}")
 
@@ -257,7 +259,7 @@ def _look(spec: BatchSpec, backend: Backend) -> Look:
     return look
 
 
-def _reader(spec: BatchSpec, backend: Backend, look: Look) -> Read:
+def _reader(spec: BatchSpec, backend: Backend, look: Look, *, confined: bool) -> Read:
     """Return the function that reads documents. Raises SpecError for a form that the backend does not accept."""
     how, able = spec.documents, backend.capabilities
     if how == "images" and not able.images:
@@ -268,7 +270,7 @@ def _reader(spec: BatchSpec, backend: Backend, look: Look) -> Read:
     if how != "text" and spec.oversized != "fail":
         raise SpecError(f'oversized={spec.oversized!r} cuts text: it needs documents="text", not {how!r}')
     root = None if spec.image_root is None else Path(spec.image_root)
-    return partial(read_document, how=how, root=root, native=able.documents, picture=look)
+    return partial(read_document, how=how, root=root, confined=confined, native=able.documents, picture=look)
 
 
 def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:

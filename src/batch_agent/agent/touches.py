@@ -21,7 +21,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import JobError, Truncated
 from batch_agent.messages import Conversation, Message, Reply, Usage
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.tools.pool import ToolPool
 
@@ -43,7 +43,7 @@ class Touches:
 
     @asynccontextmanager
     async def during(
-        self, tools: ToolPool, names: Iterable[str], progress: AgentProgress, asked: Conversation
+        self, tools: ToolPool, names: Iterable[str], progress: AgentForecast, asked: Conversation
     ) -> AsyncIterator[None]:
         """Touch the agent's history shortly before these tools are expected to end, unless they end sooner."""
         usual = [tools.usual_seconds(name) for name in names]
@@ -69,7 +69,7 @@ class Touches:
                 touching.cancel()
                 await asyncio.gather(touching, return_exceptions=True)
 
-    async def _touch(self, progress: AgentProgress, history: Conversation) -> None:
+    async def _touch(self, progress: AgentForecast, history: Conversation) -> None:
         endpoint = progress.home or self._dispatcher.scheduler.endpoints[0]
         usage = await self.send(endpoint, history)
         if usage is not None:
@@ -86,10 +86,10 @@ class Touches:
         dispatcher = self._dispatcher
         request = ModelRequest(self._shape, history, "touch", priority=AFTER_ALL)
         spending = dispatcher.spending
-        if endpoint.server.rates is not None or (spending is not None and spending.reserve_nowait(request) is None):
+        if endpoint.server.rates is not None or (spending is not None and not spending.is_free):
             return None
         policy = Policy(0, wait_out=False, timeout=LONGEST_SECONDS)
-        ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=endpoint)
+        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=endpoint)
         try:
             reply = await dispatcher.ask(TouchCall(self._backend, request), policy, ticket=ticket)
         except JobError:

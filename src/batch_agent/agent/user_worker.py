@@ -12,13 +12,14 @@ import inspect
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from batch_agent.agent.agent import InnerWorker, Work, tool_loop
 from batch_agent.agent.context import AgentContext, AskOptions, BlockingContext
+from batch_agent.agent.dialogue import Resources, Tally, TurnCall
 from batch_agent.agent.fingerprint import fingerprint_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.shapes import Shapes, build_shapes
@@ -33,10 +34,13 @@ from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import InputError, Invalid, OutputError, SpecError, WorkerFailed
 from batch_agent.foreign import boundary, describe, is_async
 from batch_agent.gateway.client_request import ClientRequest
+from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
 from batch_agent.outputs.validate import parse_output
+from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import resolve_tools
+from batch_agent.tools.context import ModelKey, ToolContext
 from batch_agent.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -192,7 +196,7 @@ class UserWorker:
         for shape in every:
             backend.check(shape)
         if self._spending is not None:
-            self._spending.set_prices(every, self._prices(model))
+            self._spending.set_terms(every, prices_of(self._prepared, model), backend)
         return AskShapes(shapes, schema, output_schema)
 
     def client_shapes(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
@@ -203,19 +207,12 @@ class UserWorker:
             if len(self._client_shapes) >= SHAPES:
                 self._client_shapes.clear()
             if self._spending is not None:
-                self._spending.set_prices((request.shape,), self._prices(request.shape.model))
+                self._spending.set_terms(
+                    (request.shape,), prices_of(self._prepared, request.shape.model), self._prepared.backend
+                )
             asked = replace(request.shape, extra_body={"client": request.head.hex()})
             shapes = self._client_shapes[request.head] = asked, request.shape
         return shapes
-
-    def _prices(self, model: str) -> Prices | None:
-        prepared = self._prepared
-        if model == prepared.model or prepared.spec.prices is not None:
-            return prepared.prices
-        prices = find_prices(None, model=model, backend=prepared.backend.name)
-        if prices is None and prepared.spec.max_cost is not None:
-            raise SpecError(f"max_cost: no price of {model} at {prepared.backend.name} is known; give prices")
-        return None if prices is None else prices.times(prepared.backend.capabilities.price)
 
     def _find_tool(self, tool: object, pool: ToolPool) -> str:
         """Return the name of a tool. A function or a Tool that the run does not have is added to the pool."""
@@ -255,14 +252,98 @@ class GatewayRow:
     async def models(self) -> Sequence[str]:
         return await self._backend.models()
 
-    async def answer(self, request: ClientRequest) -> Reply:
+    async def answer(self, request: ClientRequest, live: LiveAnswer | None = None) -> Reply:
         asked, sent = self._worker.client_shapes(request)
 
         def send(question: ModelRequest) -> ModelCall:
             question.shape, question.client = sent, request.client_body
-            return ModelCall(self._backend, question)
+            return client_call(self._work.r, question, live)
 
         return await self._work.answer(asked, Conversation(request.messages), send=send)
+
+
+def client_call(r: Resources, question: ModelRequest, live: LiveAnswer | None) -> ModelCall:
+    """Return a client's request as a call. ``live`` follows its answer, if that is streamed. With hedging it is not:
+    either of two requests may be answered first."""
+    if live is None or r.policy.hedge is not None or not r.backend.capabilities.streaming:
+        return ModelCall(r.backend, question)
+    live.follow(question)
+    return ModelCall(r.backend, question, lambda call: None)  # so that the backend streams
+
+
+class CallRow:
+    """A tool call as the gateway uses it. Its requests have the run's slots, rate limits and budget, and belong to no
+    conversation: the record has the result of the call."""
+
+    def __init__(self, r: Resources, prepared: Prepared, spending: Spending, index: int, job_id: str) -> None:
+        self._r, self._prepared, self._spending, self._index, self._job_id = r, prepared, spending, index, job_id
+
+    @property
+    def model(self) -> str:
+        return self._prepared.model or ""
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return self._r.backend.wires
+
+    async def models(self) -> Sequence[str]:
+        return await self._r.backend.models()
+
+    async def answer(self, request: ClientRequest, live: LiveAnswer | None = None) -> Reply:
+        r, shape = self._r, request.shape
+        self._spending.set_terms((shape,), prices_of(self._prepared, shape.model), r.backend)
+        question = ModelRequest(
+            shape,
+            Conversation(request.messages),
+            self._job_id,
+            agent=self._index,
+            run=r.run,
+            client=request.client_body,
+        )
+        call, turn = client_call(r, question, live), TurnCall(r, question, self._index, Tally(), None, None)
+        progress = AgentForecast(FIRST, model=shape.model)  # a started row waits for the answer
+        ticket = r.dispatcher.slots.claim(progress, FIRST)
+        return await r.dispatcher.ask(call, r.policy, ticket=ticket, observer=turn)
+
+
+class RunModels:
+    """Keys for the programs that tools start. The gateway opens with the first key."""
+
+    def __init__(self, r: Resources, prepared: Prepared, spending: Spending) -> None:
+        self._r, self._prepared, self._spending = r, prepared, spending
+        self._stack, self._opening = AsyncExitStack(), asyncio.Lock()
+        self._gateway: Gateway | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def opened(self, context: ToolContext) -> AsyncIterator[ModelKey]:
+        async with self._opening:
+            if self._gateway is None:
+                from batch_agent.gateway.gateway import Gateway  # it includes an HTTP server
+
+                self._gateway = await self._stack.enter_async_context(Gateway())
+        gateway = self._gateway
+        row = CallRow(self._r, self._prepared, self._spending, context.index, context.job_id)
+        key = gateway.admit(row)
+        try:
+            yield ModelKey(f"{gateway.url}/v1", key, gateway.env(key), row.model)
+        finally:
+            gateway.dismiss(key)
+
+
+def prices_of(prepared: Prepared, model: str) -> Prices | None:
+    """Return the prices of a model at the run's backend. Raises SpecError if they are unknown and max_cost is set."""
+    if model == prepared.model or prepared.spec.prices is not None:
+        return prepared.prices
+    prices = find_prices(None, model=model, backend=prepared.backend.name)
+    if prices is None and prepared.spec.max_cost is not None:
+        raise SpecError(f"max_cost: no price of {model} at {prepared.backend.name} is known; give prices")
+    return None if prices is None else prices.times(prepared.backend.capabilities.price)
 
 
 def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[object, C], Awaitable[object]]:

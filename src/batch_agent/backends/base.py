@@ -186,6 +186,11 @@ class Backend(ABC):
     def check(self, shape: RequestShape) -> None:
         """Raise SpecError for a shape that this backend can never send. Called before anything is sent."""
 
+    def answer_limit(self, shape: RequestShape) -> int | None:
+        """Return the most tokens of an answer, as requests of this shape say it; None: they do not. A budget reserves
+        them."""
+        return shape.max_tokens
+
     @abstractmethod
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         """Return the answer to one turn. With ``on_tool_call`` the answer is streamed, and each tool call is reported

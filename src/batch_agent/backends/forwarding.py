@@ -50,6 +50,9 @@ class ForwardingBackend(Backend):
     def check(self, shape: RequestShape) -> None:
         self.inner.check(shape)
 
+    def answer_limit(self, shape: RequestShape) -> int | None:
+        return self.inner.answer_limit(shape)
+
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         return await self.inner.infer(request, on_tool_call)
 

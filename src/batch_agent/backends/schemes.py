@@ -162,6 +162,14 @@ _LINES = (
         KEY_VARIABLE,
     ),
     Scheme(
+        "models",
+        "batch_agent.serve.models:from_address",
+        "models://?NAME=vllm://host:8000",
+        "several models, each with the URL of its backend (`serve`)",
+        listed=False,
+        in_process=True,
+    ),
+    Scheme(
         "simulated",
         "batch_agent.backends.simulated:from_address",
         "simulated://",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 
 OVERLAP = 0.04  # of a piece
 # The kinds of border, best first, and how far before the end of a piece each is acceptable. All are ASCII, so that

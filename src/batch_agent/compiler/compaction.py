@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from itertools import pairwise
 
-from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.shorten import shorten
+from batch_agent.compiler.tokens import content_tokens, estimate_tokens
 from batch_agent.messages import Message, ToolCall, content_text
 from batch_agent.value_type import value_type
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.fields import fields_of, text_of, value_of
 from batch_agent.compiler.template import Template
+from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.errors import InputError
 
 LONG_TOKENS = 300  # below this the reference costs more than it saves

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.compiler.tokens import estimate_tokens
 
 AROUND_TOKENS = 8  # the text around one answer
 INSTRUCTION = """\

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.chunks import head, split
+from batch_agent.compiler.tokens import ContextRoom, estimate_tokens
 
 How = Literal["fail", "chunk", "truncate"]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from batch_agent.compiler.budget import ContextRoom, estimate_tokens
 from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
 from batch_agent.compiler.fields import (
     ALLOWED,
@@ -32,6 +31,7 @@ from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, wit
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
+from batch_agent.compiler.tokens import ContextRoom, estimate_tokens
 from batch_agent.documents.content import DocumentContent
 from batch_agent.errors import InputError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
@@ -112,8 +112,9 @@ class Plan:
         return _has_document(self.spec, value)
 
     def job(self, index: int, value: object, name: str | None = None) -> Job:
-        """Return one input as a job. ``name`` is the id that it has from an earlier stage. Raises InputError or
-        Oversized, which concern only this input; also if ``check_first`` was not called and a field is missing."""
+        """Return one input as a job. ``name`` is its id in an earlier stage, or its own id made unique. Raises
+        InputError or Oversized, which concern only this input; also if ``check_first`` was not called and a field is
+        missing."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self.template
@@ -122,7 +123,7 @@ class Plan:
         value, fields, images = self._seen(value)
         check_same(self.hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
-        if name is None or (own is not None and self.spec.id_column is not None):
+        if name is None or (own is not None and self.spec.id_column is not None and not name.startswith(f"{own}~")):
             name = own
         job = Job(index, str(index) if name is None else name, value, prompt, own, images=images)
         if self.spec.affinity is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from batch_agent.compiler.budget import BYTES_PER_TOKEN, estimate_tokens
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN, estimate_tokens
 
 HEAD = 2 / 3  # of what is left: the start of a text is the most informative
 SHOWN_ITEMS = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import JsonValue
+
 from batch_agent.backends.engines.engine import at
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.conformance.finding import Finding, emulated, missing, not_asked, unclear, works
@@ -158,7 +160,11 @@ async def overflow(s: Subject) -> Finding:
         return works(f"refused with {error.status}, as too long")
     except Rejected as error:
         return missing(f"refused, but not as too long, so no run shortens its context: {error}")
-    if heard.usage.prompt_tokens and heard.usage.prompt_tokens < tokens // 2:
+    except BackendError as error:
+        if error.status is None:
+            raise
+        return missing(f"a prompt that is too long is an error of the server ({error.status}), not a refusal")
+    if heard.usage.prompt_tokens and heard.usage.prompt_tokens < tokens:
         note = f"it cut a prompt of about {tokens:,} tokens to {heard.usage.prompt_tokens:,} and reported no error"
         return missing(note, flag(s, "overflow") or "model_max_context=N in the run")
     return unclear(f"it accepted a prompt of {heard.usage.prompt_tokens:,} tokens")
@@ -192,6 +198,8 @@ async def stream_form(s: Subject) -> Finding:
     answer = await s.raw(STORY, streamed=True)
     if not answer.events:
         return missing("a stream was requested, and one document came")
+    if not any(at(choice, "finish_reason") for event in answer.events for choice in _choices(event)):
+        return missing("a stream has no finish_reason, so a complete answer looks like one that broke off")
     if not answer.done:
         return emulated("the stream has no [DONE]; finish_reason ends it")
     return works(f"{len(answer.events)} events, [DONE]")
@@ -232,13 +240,18 @@ async def first_token(s: Subject) -> Finding:
     if not s.backend.capabilities.streaming:
         return not_asked("the backend does not stream")
     heard = await s.hear("Reply with the single word yes.", streamed=True, max_tokens=64)
-    return works(f"{heard.first_token:.3f} s") if heard.first_token is not None else unclear("the answer was cut")
+    if heard.first_token is not None:
+        return works(f"{heard.first_token:.3f} s")
+    return unclear("the answer was cut") if heard.finish == "length" else missing("the whole answer comes at once")
+
+
+def _choices(event: JsonObject) -> list[JsonValue]:
+    choices = event.get("choices")
+    return choices if isinstance(choices, list) else []
 
 
 def _delta(event: JsonObject) -> JsonObject:
-    choices = event.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    delta = at(first, "delta")
+    delta = at(next(iter(_choices(event)), None), "delta")
     return delta if isinstance(delta, dict) else {}
 
 
@@ -320,7 +333,9 @@ async def picture(s: Subject) -> Finding:
             raise
         return missing(f"an image is an error of the server ({error.status}), not a refusal: {error}")
     blind = await s.hear(words, max_tokens=4)
-    if shown.usage.prompt_tokens and shown.usage.prompt_tokens <= blind.usage.prompt_tokens + IMAGE_TOKENS:
+    if not shown.usage.prompt_tokens:
+        return unclear("accepted; tokens are not counted, so it is not known whether the model sees it")
+    if shown.usage.prompt_tokens <= blind.usage.prompt_tokens + IMAGE_TOKENS:
         return missing("it accepted an image and ignored it: the prompt has no more tokens with it")
     return works(f"{shown.usage.prompt_tokens - blind.usage.prompt_tokens} tokens")
 

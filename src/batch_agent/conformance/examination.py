@@ -86,7 +86,7 @@ CHECKS: Sequence[Check] = (
     Check("priority", AGENTS, "serves by priority", serving.priority, 40, 1),
     Check("at_once", AGENTS, "answers many requests at once", serving.at_once, 500, 320),
     Check("abort", AGENTS, "frees the slot of a cancelled request", serving.abort, 120, serving.LONG_TOKENS + 16),
-    Check("time_limit", AGENTS, "is fast enough for the usual time limit", serving.time_limit, 40, 128),
+    Check("time_limit", AGENTS, "is fast enough for the usual time limit", serving.time_limit, 40, 32),
     Check("picture", ROUTES, "takes images", answers.picture, 1_100, 4),
     Check("embeddings", ROUTES, "has embeddings", answers.embeddings, 10),
     Check("responses", ROUTES, "has OpenAI's responses API", answers.responses, 40, 16),
@@ -163,7 +163,12 @@ async def _asked(subject: Subject, question: Check, seconds: float) -> Finding:
     subject.question = question.id
     try:
         async with asyncio.timeout(seconds):
-            return await question.ask(subject)
+            try:
+                return await question.ask(subject)
+            except BackendError as error:
+                if not error.stale:
+                    raise
+                return await question.ask(subject)  # the server had closed the kept connection
     except TimeoutError:
         return unclear(f"no answer in {seconds:g} s")
     except Rejected as error:

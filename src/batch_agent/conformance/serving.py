@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+from batch_agent.backends.base import Load
 from batch_agent.backends.engines.advice import SHARED
 from batch_agent.backends.engines.engine import EngineBackend
 from batch_agent.conformance.answers import STORY
@@ -41,20 +43,20 @@ async def cache_report(s: Subject) -> Finding:
 async def load(s: Subject) -> Finding:
     if not s.backend.capabilities.reports_load:
         return emulated("no load: the number of requests at once is found from answer times")
-    told = await s.backend.load(next(iter(s.backend.servers)))
+    told = await _load(s)
     if told is None:
         return missing("it reports no load", flag(s, "load"))
     return works(f"{told.running} running, {told.waiting} waiting")
 
 
 async def load_counts(s: Subject) -> Finding:
-    if not s.backend.capabilities.reports_load:
+    if await _load(s) is None:
         return not_asked("it reports no load")
     begun = asyncio.Event()
     asking = asyncio.create_task(s.hear(STORY, streamed=True, on_begin=begun.set, max_tokens=LONG_TOKENS))
     try:
         await _either(begun, asking)
-        told = await s.backend.load()
+        told = await _load(s)
     finally:
         await _ended(asking)
     if told is not None and told.running >= 1:
@@ -65,7 +67,7 @@ async def load_counts(s: Subject) -> Finding:
 async def kv_size(s: Subject) -> Finding:
     if not s.backend.capabilities.reports_load:
         return emulated("unknown: contexts are admitted by what answers show of evictions")
-    told = await s.backend.load()
+    told = await _load(s)
     if told is not None and told.kv_tokens:
         return works(f"{told.kv_tokens:,} tokens")
     return emulated("not reported: contexts are admitted by what answers show of evictions", flag(s, "load"))
@@ -73,9 +75,11 @@ async def kv_size(s: Subject) -> Finding:
 
 async def priority(s: Subject) -> Finding:
     if isinstance(s.backend, EngineBackend):
-        state = await s.backend.state(await s.sharing())
-        if state is not None and state.by_priority is not None:
-            return works() if state.by_priority else missing("requests are served in their order", flag(s, "priority"))
+        with suppress(BackendError):  # a server without metrics
+            state = await s.backend.state(await s.sharing())
+            if state is not None and state.by_priority is not None:
+                lack = missing("requests are served in their order", flag(s, "priority"))
+                return works() if state.by_priority else lack
     if not s.is_chat:
         return not_asked("this wire has no priorities")
     try:
@@ -113,8 +117,11 @@ async def abort(s: Subject) -> Finding:
         await _ended(asking)
     if idle is None or busy is None:
         after = await s.hear(STORY, max_tokens=8)
+        took = f"the next answer took {after.seconds:.2f} s, {before.seconds:.2f} s before"
+        if after.seconds > before.seconds + FREED_SECONDS:
+            return missing(f"{took}: a cancelled request keeps its slot")
         why = "it reports no load" if idle is None else "its load did not show the request"
-        return unclear(f"{why}; the next answer took {after.seconds:.2f} s, {before.seconds:.2f} s before")
+        return unclear(f"{why}; {took}")
     left = time.perf_counter()
     if await _reading(s, lambda running: running <= idle) is not None:
         return works(f"after {time.perf_counter() - left:.1f} s at most")
@@ -122,7 +129,7 @@ async def abort(s: Subject) -> Finding:
 
 
 async def time_limit(s: Subject) -> Finding:
-    heard = await s.hear("Write a story of 900 words.", max_tokens=128)
+    heard = await s.hear("Write a story of 900 words.", max_tokens=32)
     tokens = heard.usage.completion_tokens
     if not tokens:
         return unclear("its answers are not counted")
@@ -145,13 +152,18 @@ async def _reading(s: Subject, wanted: Callable[[int], bool]) -> int | None:
 
 
 async def _running(s: Subject) -> int | None:
+    told = await _load(s)
+    return None if told is None else told.running
+
+
+async def _load(s: Subject) -> Load | None:
+    """Return the load; None for a server without that page."""
     if not s.backend.capabilities.reports_load:
         return None
     try:
-        told = await s.backend.load()
+        return await s.backend.load(next(iter(s.backend.servers)))
     except BackendError:
         return None
-    return None if told is None else told.running
 
 
 async def _either(begun: asyncio.Event, asking: asyncio.Task[object]) -> None:

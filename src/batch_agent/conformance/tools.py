@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jsonschema_rs
 import orjson
 
@@ -14,6 +16,7 @@ from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import JsonObject, Message, ToolCall
 
 CALL_TOKENS, SCHEMA_TOKENS = 256, 256
+CALL_AS_TEXT = re.compile(r'<tool_call>|<function|"(name|function)"\s*:\s*"weather"')  # forms of the usual templates
 ASK_WEATHER = "What is the weather in Paris for the next 3 days? Use the tool weather."
 ASK_BOTH = "Call the tool weather for Paris for 2 days, and the tool clock for Tokyo, both at once."
 SCHEMA: JsonObject = {
@@ -43,7 +46,7 @@ async def tool_auto(s: Subject) -> Finding:
         return missing(f"refused with {error.status}: {error}", flag(s, "tools"))
     if heard.calls:
         return works(heard.calls[0].arguments[:60])
-    if "weather" in heard.text and "{" in heard.text:
+    if CALL_AS_TEXT.search(heard.text):
         return missing(f"the call came as text, not as a call: {heard.text[:60]!r}", flag(s, "tools"))
     return unclear(f"the model did not call the tool: {heard.text[:60]!r}", flag(s, "tools"))
 

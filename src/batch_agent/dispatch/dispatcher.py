@@ -14,6 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,9 +32,9 @@ from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Tru
 from batch_agent.events import Ended
 from batch_agent.foreign import drop_frames
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import Verdict
+from batch_agent.scheduler.blame import PASSED_OVER, Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import CONFIRM_AFTER, Endpoint, Scope, Server, Terms
 
@@ -180,25 +181,22 @@ class Dispatcher:
         policy: Policy,
         *,
         ticket: Ticket | None = None,
-        progress: AgentProgress | None = None,
+        progress: AgentForecast | None = None,
         observer: Observer = SILENT,
     ) -> Reply:
         """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
         otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
-        loop = self.slots.loop
-        queued, attempts = loop.time(), 0
+        clock = self.slots.clock
+        queued, attempts, spending = clock(), 0, self.spending
         if ticket is None:
-            ticket = self.slots.claim(AgentProgress(LAST) if progress is None else progress, LAST)
+            ticket = self.slots.claim(AgentForecast(LAST) if progress is None else progress, LAST)
         while True:
             slot, call, request = ticket.slot, None, question.request
             if slot is None or self.slots.stopped:
                 slot = await self._hold(ticket, policy)
-            if request is not None and self.spending is not None:
-                if slot.endpoint.server.rates is None:
-                    call = self.spending.reserve_nowait(request)
-                if call is None:
-                    call = await self.reserve(slot, request)
-            sent, attempts = loop.time(), attempts + 1
+            if spending is not None and not (spending.is_free and slot.endpoint.server.rates is None):
+                call = await self.reserve(slot, request)
+            sent, attempts = clock(), attempts + 1
             observer.sent(sent - queued)
             if self.endpoints.controls.unlike:
                 self.endpoints.controls.like(request)
@@ -207,17 +205,20 @@ class Dispatcher:
                     reply = await self.attempt(question, slot, policy, sent)
                 else:
                     reply = await hedged(self, question, slot, policy)
-                cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
+                cost = (
+                    None if spending is None else spending.settle(call, request, reply.usage, reply.saved is not None)
+                )
             except BackendError as failure:
-                error, seconds, queued = failure, loop.time() - sent, loop.time()
-                cost = None if call is None else call.fail(error)
+                error, queued = failure, clock()
+                seconds = queued - sent
+                cost = None if spending is None else spending.fail(call, request, error)
                 attempt, verdict = self.endpoints.failed(slot, error, question.request)
                 scope = self.endpoints.scope(slot, error)
             except Exception:
                 self.endpoints.not_sent(slot)
                 raise
             else:
-                observer.answered(reply, loop.time() - sent, cost)
+                observer.answered(reply, clock() - sent, cost)
                 return reply
             finally:
                 if call is not None and not call.settled:
@@ -266,8 +267,8 @@ class Dispatcher:
         """Send the question once in this slot, and learn from the outcome. ``began``: the time now."""
         if began is None:
             began = self.slots.loop.time()
-        if slot.lease is not None:
-            self.endpoints.budgets.leaves(slot)
+        if slot.reservation is not None:
+            self.endpoints.rate_limits.leaves(slot)
         deadline = self.endpoints.flights.begin(slot, question, policy.timeout, began)
         try:
             with deadline:
@@ -291,7 +292,7 @@ class Dispatcher:
         if reply.saved is None:
             self.endpoints.answered(slot, began, reply)
         else:
-            self.endpoints.budgets.settle(slot, asked=False)
+            self.endpoints.rate_limits.settle(slot, asked=False)
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> Slot:
@@ -321,7 +322,7 @@ class Dispatcher:
             return None
         try:
             if slot.endpoint.server.rates is not None:
-                await self.endpoints.budgets.afford(slot, partial(spending.expect, request))
+                await self.endpoints.rate_limits.afford(slot, partial(spending.expect, request))
             if (call := spending.reserve_nowait(request)) is not None:
                 return call
             bought = isinstance(self.backend, Backend) and self.backend.has_bought(request)
@@ -344,9 +345,10 @@ class Dispatcher:
         if scope == "confirm":
             return retry_delay(1, CONFIRM_AFTER, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
-            alone = not (endpoint.server.held_until or self.endpoints.is_excessive(endpoint, error))
-            wait = error.retry_after if alone else None
-            return retry_delay(1 + min(row.refused, MOST_DOUBLED), wait, self._chance())
+            held = endpoint.server.held_until and endpoint.server.held_for == inf
+            wait = None if held or self.endpoints.is_excessive(endpoint, error) else error.retry_after
+            refused = max(row.refused, row.passed_over - PASSED_OVER)
+            return retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
         if verdict.move and failures == 1:
             return 0.0
         return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
@@ -400,13 +402,13 @@ class Dispatcher:
     def feed(self, on_close: Callable[[], None]) -> Feed:
         return self.slots.feed(on_close)
 
-    def start_agent(self, progress: AgentProgress) -> Ticket:
+    def start_agent(self, progress: AgentForecast) -> Ticket:
         """Register a new agent and claim the slot of its first turn now, so that the room it takes is counted."""
         self.scheduler.start_agent()
         progress.live = True
         return self.slots.claim(progress, 0)
 
-    def end_agent(self, progress: AgentProgress, turns: int) -> None:
+    def end_agent(self, progress: AgentForecast, turns: int) -> None:
         self.scheduler.end_agent(progress, turns)
         self.slots.pump()
 
@@ -433,7 +435,7 @@ class Dispatcher:
 
     def refuse(self, why: str) -> None:
         """Grant no more slots. Requests in flight finish, unless their endpoint is down."""
-        self.slots.refuse(why, self.endpoints.budgets.short)
+        self.slots.refuse(why, self.endpoints.rate_limits.short)
         self.endpoints.interrupt(self.slots.refusal)
 
     def refuse_now(self, why: str) -> None:

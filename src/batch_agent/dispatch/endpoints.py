@@ -13,10 +13,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import ModelRequest, Probe
-from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.control import Ask, ControlRequests
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.probing import Probed, Probes
+from batch_agent.dispatch.rate_limits import RateLimits
 from batch_agent.dispatch.slots import Flights
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
@@ -123,7 +123,7 @@ class EndpointMonitor:
         self._quiet: dict[Endpoint, float] = {}  # time of the last byte, as seen at the first check
         self._alarms = Alarms(self._look)
         self.flights = Flights(scheduler.router, self._pump)
-        self.budgets = Budgets(self.arm)
+        self.rate_limits = RateLimits(self.arm)
         self._probes = Probes(backend, self.found)
         self.controls = ControlRequests(backend, ask_control, self._no_evidence, enabled=control_requests)
         self.decisions = Decisions(
@@ -163,19 +163,19 @@ class EndpointMonitor:
             endpoint.capacity.ramp(endpoint.server.inflight, slot.sent_at)
             self.arm(endpoint)
         if endpoint.server.rates is not None:
-            self.budgets.begin(slot)
+            self.rate_limits.begin(slot)
         elif slot.trial or endpoint not in self._alarms:
             self.arm(endpoint)
 
     def released(self, slot: Slot) -> None:
         """Called when a slot was given back that was a trial or has a part of the rate limits."""
-        if slot.lease is not None:
-            self.budgets.settle(slot)
+        if slot.reservation is not None:
+            self.rate_limits.settle(slot)
         if slot.trial:
             self.arm(slot.endpoint)  # for the next trial, if this one was withdrawn
 
     def answered(self, slot: Slot, began: float, reply: Reply) -> None:
-        endpoint, now = slot.endpoint, self._slots.loop.time()
+        endpoint, now = slot.endpoint, self._slots.clock()
         server, seconds = endpoint.server, now - began
         if slot.ticket.control:
             self._control_answered(slot, reply, now)
@@ -184,12 +184,15 @@ class EndpointMonitor:
         server.learn(seconds, now)
         if slot.sent_at > server.answered_sent:
             server.answered_sent = slot.sent_at
+        if server.held_until and server.held_for <= slot.sent_at:
+            server.held_until = 0.0
+            self._scheduler.touch(endpoint)
         server.refused_since = server.excessive = None
         self._is_alive(endpoint, slot, seconds, now)
-        if reply.quota is not None or slot.lease is not None:
+        if reply.quota is not None or slot.reservation is not None:
             counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
-            self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
-            self.budgets.settle(slot, reply.usage if counted else None)
+            self.rate_limits.learn(endpoint, slot, reply.quota, reply.usage)
+            self.rate_limits.settle(slot, reply.usage if counted else None)
         server.refusals.answered(slot.sent_at)
         if server.history.open or server.history.alone:
             server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial), _GOOD)
@@ -206,8 +209,8 @@ class EndpointMonitor:
         nothing about the time that rows take."""
         endpoint, server = slot.endpoint, slot.endpoint.server
         server.refused_since = server.excessive = None
-        self.budgets.learn(endpoint, slot, reply.quota, reply.usage)
-        self.budgets.settle(slot, reply.usage)
+        self.rate_limits.learn(endpoint, slot, reply.quota, reply.usage)
+        self.rate_limits.settle(slot, reply.usage)
         endpoint.health.slowest_control = max(endpoint.health.slowest_control, now - slot.sent_at)
         self._is_alive(endpoint, slot, 0.0, now)
         server.refusals.answered(slot.sent_at)
@@ -219,9 +222,9 @@ class EndpointMonitor:
         """Judge a failed attempt and apply the verdict. Called before the slot is given back."""
         endpoint, now = slot.endpoint, self._slots.loop.time()
         server, health = endpoint.server, endpoint.health
-        self.budgets.learn(endpoint, slot, error.quota, error.usage or Usage())
+        self.rate_limits.learn(endpoint, slot, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
-        self.budgets.settle(slot, Usage() if free else error.usage)
+        self.rate_limits.settle(slot, Usage() if free else error.usage)
         control = slot.ticket.control
         if not control:
             self.controls.like(request)
@@ -246,6 +249,8 @@ class EndpointMonitor:
         row = slot.ticket.row
         beside = server.history.has_other_cause(row, slot.sent_at)
         attempt = Attempt(row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, beside, control, excessive)
+        if outcome == "overloaded":
+            row.overloaded(attempt, server.answered_sent)
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
             attempt,
@@ -355,7 +360,7 @@ class EndpointMonitor:
             wait = 0.0
         endpoint.health.doubt(str(error), now)
         if error.overload and wait:
-            endpoint.server.held_until = max(endpoint.server.held_until, now + wait)
+            endpoint.server.held_until, endpoint.server.held_for = max(endpoint.server.held_until, now + wait), inf
         self._scheduler.touch(endpoint)
         if self.control(endpoint) is None:
             self._no_evidence(endpoint)
@@ -478,6 +483,8 @@ class EndpointMonitor:
         excessive = self.is_excessive(endpoint, error)
         if excessive and not self._is_confirmed(endpoint, slot, now):
             return  # the next request shows whether it concerns all rows
+        if slot.ticket.row.is_alone_refused and (server.inflight > 1 or self._slots.has_untested):
+            return
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
@@ -494,6 +501,7 @@ class EndpointMonitor:
         endpoint.health.reason = str(error)
         if wait > 0.0 and now + wait > server.held_until:
             server.held_until = now + wait
+            server.held_for = slot.sent_at if server.inflight > 1 and capacity.tolerates and not excessive else inf
             self._scheduler.touch(endpoint)
             self.arm(endpoint)
         if max(now, server.held_until) - server.refused_since > self._max_outage:
@@ -607,7 +615,7 @@ class EndpointMonitor:
         now = self._slots.loop.time()
         for endpoint in due:
             self._look_at(endpoint, now)
-        self.budgets.serve()
+        self.rate_limits.serve()
         self._slots.pump()
         for endpoint in due:
             self.arm(endpoint)
@@ -629,7 +637,7 @@ class EndpointMonitor:
             if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
-        elif endpoint.inflight and not self.budgets.short:
+        elif endpoint.inflight and not self.rate_limits.short:
             if now >= self._silent_at(endpoint):
                 self._look_into(endpoint, now)
             if not health.is_down and now >= self.flights.lost_at(endpoint):
@@ -660,9 +668,12 @@ class EndpointMonitor:
         else:  # too few requests or answers to tell
             looks = health.look(now)
             self.probe(endpoint)
-            if looks and self.controls.can_ask(endpoint):
+            # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
+            occupied = self._scheduler.is_occupied
+            if looks and self.controls.can_ask(endpoint) and not (occupied and health.sounded):
                 self.control(endpoint)
-                if self._scheduler.is_occupied:
+                if occupied:
+                    health.sounded = True
                     self.flights.recall_oldest(endpoint, now, once=True)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:

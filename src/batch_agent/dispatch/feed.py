@@ -29,7 +29,7 @@ class Feed:
     async def wait_room(self, is_over: Callable[[], object] = lambda: False) -> bool:
         """Wait until another agent may start. Returns False if none will: ``is_over`` is asked again after ``wake``."""
         while not self.closed and not is_over():
-            if self.paced or self._slots.scheduler.has_room(self._slots.loop.time()):
+            if self.paced or self._slots.scheduler.has_room(self._slots.clock()):
                 return True
             self.room = self._slots.loop.create_future()
             await self.room

@@ -17,8 +17,8 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import size_bytes
 from batch_agent.compiler.plan import tool_text
+from batch_agent.compiler.tokens import size_bytes
 from batch_agent.messages import IMAGE_TOKENS, Conversation, Message, Usage
 from batch_agent.scheduler.budget import Counted
 from batch_agent.value_type import value_type
@@ -35,6 +35,7 @@ FILE_FIELDS = frozenset(
     ("data", "file_data", "file_id", "file_url", "url", "image_url", "audio_url", "video_url", "image", "video")
 )
 STORED = ("previous_response_id", "conversation", "prompt", "container")  # refer to text that the server keeps
+SERVER_TOOLS = ("web_search_options", "plugins", "search_parameters", "mcp_servers", "data_sources", "enable_search")
 CLIENT_TOOLS = (None, "function", "custom", "namespace")  # all others run at the server, and add to the prompt
 BYTES_PER_FILE_TOKEN = 16  # of a file that is not text: a guess, corrected by the server's counts
 
@@ -65,11 +66,17 @@ class _Shape:
 class PromptSizes:
     def __init__(self) -> None:
         self._shapes: WeakKeyDictionary[RequestShape, _Shape] = WeakKeyDictionary()
+        self._limits: WeakKeyDictionary[RequestShape, int | None] = WeakKeyDictionary()
+
+    def limit(self, shape: RequestShape, max_tokens: int | None) -> None:
+        """Set the limit of an answer that requests of this shape have, unless the user's own fields have one."""
+        self._limits[shape] = max_tokens
 
     def measure(self, request: ModelRequest) -> RequestSize:
         shape = self._shape(request.shape)
         if request.client is not None:
-            return client_size(request.client.fields, request.shape.max_tokens)
+            fields = request.client.fields
+            return client_size(fields, self._max_tokens(request.shape, fields))
         size, text, attached = shape.size, shape.size.prompt_bytes, shape.size.attached
         # An answer's sealed parts are sent back. Later turns know what the server counted for them.
         sealed = request.conversation not in shape.latest
@@ -117,9 +124,14 @@ class PromptSizes:
     def _shape(self, shape: RequestShape) -> _Shape:
         known = self._shapes.get(shape)
         if known is None:
-            known = _Shape(_shape_size(shape), WeakKeyDictionary(), WeakKeyDictionary())
+            size = _shape_size(shape, self._max_tokens(shape, shape.extra_body))
+            known = _Shape(size, WeakKeyDictionary(), WeakKeyDictionary())
             self._shapes[shape] = known
         return known
+
+    def _max_tokens(self, shape: RequestShape, fields: Mapping[str, JsonValue]) -> int | None:
+        """Return the limit of an answer beside those in ``fields``: a backend's own applies if no other does."""
+        return self._limits.get(shape, shape.max_tokens) if fields.keys().isdisjoint(LIMITS) else shape.max_tokens
 
 
 def _messages_size(messages: Iterable[Message]) -> tuple[int, int]:
@@ -145,14 +157,14 @@ def _message_size(message: Message, *, sealed: bool) -> tuple[int, int]:
     return size, attached
 
 
-def _shape_size(shape: RequestShape) -> RequestSize:
+def _shape_size(shape: RequestShape, max_tokens: int | None) -> RequestSize:
     """Return the size of the tools, the schema and the user's own fields. Providers write an enforced schema into the
     prompt too."""
     size = 0 if shape.schema is None else len(to_json(shape.schema))
     size += sum(size_bytes(tool_text(tool)) for tool in shape.tools)
     if not shape.extra_body:
-        return RequestSize(size, max_tokens=shape.max_tokens)
-    extra = client_size(shape.extra_body, shape.max_tokens)
+        return RequestSize(size, max_tokens=max_tokens)
+    extra = client_size(shape.extra_body, max_tokens)
     return RequestSize(size + extra.prompt_bytes, extra.attached, extra.max_tokens, extra.choices)
 
 
@@ -166,7 +178,7 @@ def client_size(fields: Mapping[str, JsonValue], max_tokens: int | None) -> Requ
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, dict) and tool.get("type") not in CLIENT_TOOLS:
             files += IMAGE_TOKENS
-    files += IMAGE_TOKENS * sum(fields.get(name) is not None for name in STORED)
+    files += IMAGE_TOKENS * sum(fields.get(name) is not None for name in (*STORED, *SERVER_TOOLS))
     size = max(0, len(to_json(fields)) - payload_bytes)
     inner = fields.get("additionalModelRequestFields")
     given = {**fields, **inner} if isinstance(inner, dict) else fields

@@ -14,12 +14,13 @@ from math import inf
 from types import TracebackType
 from typing import Protocol, Self
 
+from batch_agent.blocking import clock_of
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.policy import Question
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
@@ -459,13 +460,18 @@ class Slots:
         """The event loop of all its requests. It is found at the first one: a run may be created outside of it."""
         return asyncio.get_running_loop()
 
+    @cached_property
+    def clock(self) -> Callable[[], float]:
+        """The time of the event loop."""
+        return clock_of(self.loop)
+
     # Slots
 
     def claim(
-        self, progress: AgentProgress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
+        self, progress: AgentForecast, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
-        now = self.loop.time()
+        now = self.clock()
         ticket = self.scheduler.request(progress, turns, now, pinned)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
@@ -499,7 +505,7 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """Give the slot back. A second call is harmless."""
-        if self.scheduler.give_back(slot) and (slot.lease is not None or slot.trial):
+        if self.scheduler.give_back(slot) and (slot.reservation is not None or slot.trial):
             self._watcher.released(slot)
         if len(slot.endpoint.server.endpoints) > 1:
             slot.endpoint.tell_others()
@@ -657,7 +663,7 @@ class Slots:
         """Grant every slot that can be granted, then wake the feeds if a new agent may start."""
         scheduler, fed = self.scheduler, False
         if now is None:
-            now = self.loop.time()
+            now = self.clock()
         if not self.refusal:
             while (slot := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(slot.ticket, None)

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.compiler.prices import Prices
 from batch_agent.dispatch.prompt_sizes import NOT_MEASURED, PromptSizes, RequestSize
 from batch_agent.errors import BackendError, Interrupted, StoreError
@@ -57,13 +57,10 @@ class Call:
     share: float = 0.0  # share of the run's seconds, when the call began
     settled: bool = False
 
-    def settle(self, usage: Usage, *, cached: bool = False) -> float | None:
-        """Settle an answered call. Returns its cost in $, if known."""
-        return self.spending.settle(self, usage, cached=cached)
-
-    def fail(self, error: BackendError | None = None) -> float | None:
+    def fail(self, error: BackendError | None = None) -> None:
         """Settle a call that failed or was cancelled. Does nothing if it is already settled."""
-        return None if self.settled else self.spending.fail(self, error)
+        if not self.settled:
+            self.spending.fail(self, self.request, error)
 
 
 class Spending(Account):
@@ -97,7 +94,11 @@ class Spending(Account):
         self._estimator = Estimator()
         self._sizes = PromptSizes()
         self._measuring = False  # an observer needs estimates of calls
+        # No limit, no price of time, no rate limit: nothing is reserved, and answers are only counted.
+        self.is_free = not (self._counting or self._per_second)
+        self._tokens, self._cost = 0, 0.0  # spent since the start
         self._shares = TimeShare()
+        self._has_prices = prices is not None
         self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
         self.time_is_up = False
@@ -107,7 +108,7 @@ class Spending(Account):
         self._paid_until = self._next_paid = math.inf  # loop time up to which running time is recorded as spent
         self._is_shared = False
         self._time_alone = 0.0  # $ of running time before this run was shared, that the table does not have
-        self._before = self._moved = NOTHING
+        self._before = NOTHING  # what earlier sessions spent
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when a lease was last claimed
         self._next_lease = NOTHING  # the lease of the pending commit
@@ -122,10 +123,9 @@ class Spending(Account):
 
     def so_far(self) -> tuple[int, float | None]:
         """Return tokens and $ spent since the start; None if no price is known."""
-        spent = self._ledger.spent - self._before + self._moved
         if self._per_second:
-            return spent.tokens, self._seconds() * self._per_second
-        return spent.tokens, None if self._prices is None else spent.cost
+            return self._tokens, self._seconds() * self._per_second
+        return self._tokens, None if self._prices is None else self._cost
 
     def _seconds(self) -> float:
         if self._started is None:
@@ -169,7 +169,7 @@ class Spending(Account):
         words = f"max_cost ${self._max_cost or 0.0:g} is spent on GPU time"
         seconds = max(0.0, left / self._per_second)
         if not seconds and self._cost_timer is None:  # earlier sessions spent it: only what is recorded is delivered
-            self.time_is_up, self._time_limit, seconds = True, words, TICK
+            self.time_is_up, self._time_limit, seconds, self.is_free = True, words, TICK, False
         self._cost_timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock, words)
 
     def _tick(self) -> None:
@@ -181,7 +181,7 @@ class Spending(Account):
     def share(self, moved: Amount, commit: Callable[[], None]) -> None:
         """Use shares of a budget from now on: other workers have joined the run. ``moved`` is what the table of shares
         has taken over of what this session has spent. ``commit`` requests a new share."""
-        self._is_shared, self._moved = True, moved
+        self._is_shared = True
         self._time_alone = max(0.0, self._seconds() * self._per_second - moved.cost)
         self._ledger.spent = self._ledger.spent - self._before - moved
         self._before = NOTHING
@@ -213,7 +213,7 @@ class Spending(Account):
         ledger = self._ledger
         if ledger.lease is None:
             return self._time_lease(0)
-        known = bool(self._estimator.learnt[0])
+        known = bool(self._estimator.answers)
         template = Usage(prompt_tokens=0 if known else LEASED_TEMPLATE_TOKENS)
         more = _amount(template, None if self._prices is None else self._prices.most(template))
         lease = self._next_lease = ledger.next_lease(self._awaited(), more)
@@ -262,7 +262,11 @@ class Spending(Account):
         self._serve()
 
     def learnt(self) -> Learnt | None:
-        return self._estimator.learnt if self._estimator.learnt[0] else None
+        """Return the statistics of answers, for a later session; None before the first answer."""
+        known = self._estimator
+        if not known.answers:
+            return None
+        return known.answers, known.longest, known.least, known.weighed, math.ceil(1000 * known.heaviest)
 
     def leased(self, error: StoreError | None = None) -> None:
         """Called when the commit with the latest lease is on disk, or with the error that ended all commits."""
@@ -289,17 +293,19 @@ class Spending(Account):
 
     # Calls
 
-    def set_prices(self, shapes: Iterable[RequestShape], prices: Prices | None) -> None:
-        """Set the prices for requests of these shapes. A nested run may use another model."""
+    def set_terms(self, shapes: Iterable[RequestShape], prices: Prices | None, backend: Backend) -> None:
+        """Set the prices and the length of answers for requests of these shapes. A nested run may use another model."""
+        self._has_prices = self._has_prices or prices is not None
         for shape in shapes:
             self._prices_of[shape] = prices
+            self._sizes.limit(shape, backend.answer_limit(shape))
 
     def reserve_nowait(self, request: ModelRequest) -> Call | None:
         """Return a reservation if the request need not wait; None: use ``reserve``."""
         if self._counting or self.time_is_up or self._per_second:
             return None
         prices = self._prices_of.get(request.shape, self._prices)
-        return Call(self, prices, request, self._sizes.measure(request) if self._measuring else NOT_MEASURED)
+        return Call(self, prices, request, self._sizes.measure(request))
 
     async def reserve(self, request: ModelRequest, *, bought: bool = False) -> Call:
         """Wait until the request fits the budget. Raises Interrupted if it never will. ``bought``: an earlier session
@@ -314,8 +320,29 @@ class Spending(Account):
             call.share = self._shares.begin(asyncio.get_running_loop().time())
         return call
 
-    def settle(self, call: Call, usage: Usage, *, cached: bool = False) -> float | None:
-        """Settle an answered call. Returns its cost in $, if known."""
+    def settle(
+        self, call: Call | None, request: ModelRequest | None, usage: Usage, cached: bool = False
+    ) -> float | None:
+        """Settle an answered request, with its reservation; None: nothing is limited, and it is only counted. Returns
+        its cost in $, if known."""
+        if call is not None:
+            return self._settle(call, usage, cached)
+        if request is None:
+            return None
+        prices = self._prices_of.get(request.shape, self._prices) if self._has_prices else None
+        cost = None if prices is None else prices.cost(usage)
+        answer, prompt, known = usage.completion_tokens, usage.prompt_tokens, self._estimator
+        self._tokens += max(prompt, usage.cached_tokens + usage.cache_write_tokens) + answer
+        self._cost += cost or 0.0
+        if not cached and (prompt or answer):  # a budget may be set later, by a session that resumes the run
+            known.answers += 1
+            if answer > known.longest:
+                known.longest = answer
+            if prompt and (prompt < known.least or not known.least):
+                known.least = prompt
+        return cost
+
+    def _settle(self, call: Call, usage: Usage, cached: bool) -> float | None:
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
         if not cached:  # also without an observer: a budget may be set later
@@ -333,24 +360,25 @@ class Spending(Account):
         if new.attached:
             self._estimator.learn_attached(new.prompt_bytes, new.tokens, new.attached)
 
-    def fail(self, call: Call, error: BackendError | None = None) -> float | None:
+    def fail(self, call: Call | None, request: ModelRequest | None, error: BackendError | None = None) -> float | None:
         """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for
         costs nothing. In all other cases the cost is mostly unknown, and the reservation counts as spent."""
         if error is not None and error.usage is not None:
-            return self.settle(call, error.usage)
+            return self.settle(call, request, error.usage)
+        if call is None:
+            return None
         free = error is not None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self._finish(call, NOTHING if free else call.amount)
         return None
 
     def _finish(self, call: Call, spent: Amount) -> float:
         call.settled = True
-        if call.bought:
-            pass
-        elif self._counting:
-            self._ledger.settle(call.amount, spent)
-            self._serve()
-        else:
-            self._ledger.spent += spent
+        if not call.bought:
+            self._tokens += spent.tokens
+            self._cost += spent.cost
+            if self._counting:
+                self._ledger.settle(call.amount, spent)
+                self._serve()
         return self._shares.end(call.share, asyncio.get_running_loop().time()) if self._per_second else 0.0
 
     async def _wait(self, call: Call) -> None:
@@ -404,7 +432,7 @@ class Spending(Account):
 
     def expect(self, request: ModelRequest) -> Usage:
         """Return the most that the call is expected to use, for rate limits."""
-        self._measuring = True
+        self._measuring, self.is_free = True, False
         size = self._sizes.measure(request)
         return self._estimator.most(size.prompt_bytes, size.max_tokens, attached=size.attached, choices=size.choices)
 
@@ -435,7 +463,7 @@ class Spending(Account):
             self._on_exhausted(limit)
 
     def _stop_the_clock(self, limit: str) -> None:
-        self.time_is_up, self._time_limit = True, limit
+        self.time_is_up, self._time_limit, self.is_free = True, limit, False
         self.exhaust(limit)
         self._serve()
         if self._on_time_up is not None:

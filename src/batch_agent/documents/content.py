@@ -41,14 +41,16 @@ def read_document(
     *,
     how: Literal["text", "images", "native"],
     root: Path | None = None,
+    confined: bool = False,
     native: Collection[str] = (),
     picture: Callable[[Image], Image] = lambda image: image,
 ) -> DocumentContent:
-    """Return the content of a file; relative paths are below ``root``. Raises InputError. ``native`` are the formats
-    that the backend accepts as files. ``picture`` prepares a page picture for sending."""
-    path = Path(document.url).expanduser() if root is None else root / Path(document.url).expanduser()
-    kind = format_of_document(path)
+    """Return the content of a file; see ``place_of`` for ``root`` and ``confined``. Raises InputError. ``native`` are
+    the formats that the backend accepts as files. ``picture`` prepares a page picture for sending."""
+    path = Path(document.url)
     try:
+        path = place_of(document.url, root, confined=confined)
+        kind = format_of_document(path)
         if kind is None:
             return DocumentContent(plain_text(path), 1)
         with _opened(path) as file:
@@ -61,6 +63,15 @@ def read_document(
         raise InputError(str(error) if error.missing else f"{path} {error}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def place_of(name: str, root: Path | None, *, confined: bool) -> Path:
+    """Return the path of a file that a row names; a relative one is below ``root``, or the working directory.
+    ``confined``: raises InputError for a file outside, because others can change the rows."""
+    path = Path(name).expanduser() if root is None else root / Path(name).expanduser()
+    if confined and not path.resolve().is_relative_to((root or Path.cwd()).resolve()):
+        raise InputError(f"{path} is outside of {root or Path.cwd()}, and a worker reads no other files")
+    return path
 
 
 def page_mark(number: int) -> str:

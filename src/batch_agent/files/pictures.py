@@ -11,6 +11,7 @@ from base64 import b64decode
 from hashlib import sha256
 from pathlib import Path
 
+from batch_agent.documents.content import place_of
 from batch_agent.errors import InputError
 from batch_agent.messages import IMAGE_TOKENS, Image
 
@@ -24,16 +25,17 @@ KINDS = (
 PIXELS_PER_TOKEN, LEAST_TOKENS, MOST_TOKENS = 750, 85, 1600
 
 
-def read_image(image: Image, root: Path | None = None) -> Image:
-    """Return the image as it is sent: an http URL, else a ``data:`` URL. A relative path is below ``root``."""
+def read_image(image: Image, root: Path | None = None, *, confined: bool = False) -> Image:
+    """Return the image as it is sent: an http URL, else a ``data:`` URL. See ``place_of`` for its file."""
     if image.is_address:
         return image
     if image.is_data:
         data, where = _decoded(image.url), "the image"
     else:
-        path = Path(image.url).expanduser() if root is None else root / Path(image.url).expanduser()
-        where = f"the image {path}"
+        where = f"the image {image.url}"
         try:
+            path = place_of(image.url, root, confined=confined)
+            where = f"the image {path}"
             data = path.read_bytes()
         except (OSError, ValueError) as error:
             raise InputError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -285,6 +285,10 @@ class Fleet(Backend):
         for backend in kinds.values():
             backend.check(shape)
 
+    def answer_limit(self, shape: RequestShape) -> int | None:
+        limits = [server.backend.answer_limit(shape) for server in self._present]
+        return None if None in limits else max(filter(None, limits), default=None)
+
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         if request.endpoint:
             return await self._infer(self._named(request.endpoint), request, on_tool_call)

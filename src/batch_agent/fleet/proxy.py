@@ -32,7 +32,7 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, page
 from batch_agent.observe.metrics_server import metrics_response
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 
 logger = logging.getLogger("batch_agent")
 
@@ -136,7 +136,7 @@ class Proxy:
         body = await read_body(request, self._patience)
         key, model = read_ask(request.headers, body)
         model = model or request.path.partition("/v1/models/")[2]
-        progress = AgentProgress(LAST, model=model)
+        progress = AgentForecast(LAST, model=model)
         progress.home = self._homes.find(key, model)
         ticket = self._dispatcher.slots.claim(progress, LAST)
         forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)

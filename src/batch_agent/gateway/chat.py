@@ -38,7 +38,6 @@ KINDS = {
     401: "authentication_error",
     402: "insufficient_quota",
     403: "permission_error",
-    404: "not_found_error",
     429: "rate_limit_error",
 }
 

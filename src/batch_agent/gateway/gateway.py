@@ -2,8 +2,9 @@
 key.
 
 A request is read in its dialect, sent through the row (``RowAccess.answer``: slot, order, outages, budget, record) and
-answered in the same dialect. An answer, even a streamed one, is sent only when it is complete and recorded. So a retry
-never repeats text that a client has read, and a client never has an answer that a resumed run would not know.
+answered in the same dialect. The text of a streamed answer is written while it arrives (``live.py``). Everything else
+is sent only when the answer is complete and recorded, so a client never acts on an answer that a resumed run would not
+know.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import orjson
 from aiohttp import web
 
 from batch_agent.backends.http.wire import json_of
-from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.plan import tool_text
+from batch_agent.compiler.tokens import content_tokens, estimate_tokens
 from batch_agent.door import Door, RequestRefused, given_key, json_response, read_body, read_object
 from batch_agent.errors import BackendError, BatchAgentError, Interrupted, RateLimited, Rejected, SpecError, Timeout
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
+from batch_agent.gateway.live import LiveAnswer, may_stream
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.gateway.waiting import Waiting
@@ -58,8 +60,9 @@ class RowAccess(Protocol):
 
     async def models(self) -> Sequence[str]: ...
 
-    async def answer(self, request: ClientRequest) -> Reply:
-        """Return the recorded answer. Raises JobError or SpecError."""
+    async def answer(self, request: ClientRequest, live: LiveAnswer | None) -> Reply:
+        """Return the recorded answer. ``live`` follows the request while its answer arrives, if it is sent. Raises
+        JobError or SpecError."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,9 +157,15 @@ class Gateway:
             asked.messages = [_as_answered(message, guest.answers) for message in asked.messages]
         failure: tuple[int, str] | None = None
         reply: Reply | None = None
+        envelope, live = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model), None
+        own = dialect.wire in guest.row.wires
         async with Waiting(request, streamed=asked.stream) as waiting:
+            if may_stream(asked, own=own):
+                live = LiveAnswer(asked, envelope, waiting.put, own=own)
             try:
-                reply = await guest.row.answer(asked)
+                reply = await guest.row.answer(asked, live)
+                if live is not None:
+                    live.finish(reply)
             except BatchAgentError as error:
                 failure = _status(error), str(error)
         if reply is None:
@@ -166,7 +175,8 @@ class Gateway:
             return await _fail_late(waiting.response, request, asked, failure)
         if reply.tool_calls:
             guest.answers[reply.tool_calls[0].id] = reply.message()
-        envelope = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model)
+        if live is not None and waiting.response is not None:
+            return waiting.response
         document = dialect.document(reply, asked, envelope)
         body = b"".join(dialect.events(document, asked)) if asked.stream else orjson.dumps(document)
         if waiting.response is None:

@@ -14,6 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from yarl import URL
 
+from batch_agent.blocking import clock_of
 from batch_agent.errors import InternalError, SpecError
 from batch_agent.http.connection import WRITE_BYTES, Beat, Connection, ResponseParser
 from batch_agent.http.connector import Connector
@@ -72,6 +73,7 @@ class Pool:
         self, loop: asyncio.AbstractEventLoop, limit: int, keepalive_seconds: float = KEEPALIVE_SECONDS
     ) -> None:
         self._loop, self._limit, self._keepalive = loop, limit, keepalive_seconds
+        self._clock = clock_of(loop)
         self.beat = Beat(loop)
         self._connector = Connector(loop)
         self._slots = asyncio.Semaphore(limit) if limit else None  # one per connection in use
@@ -102,7 +104,7 @@ class Pool:
             raise
 
     def idle(self, connection: Connection) -> None:
-        connection.idle_since = self._loop.time()
+        connection.idle_since = self._clock()
         idle = self._idle.get(connection.origin)
         if idle is None:
             self._idle[connection.origin] = [connection]
@@ -156,7 +158,7 @@ class Pool:
             connection.close()
 
     def _first_open(self, idle: list[Connection]) -> Connection | None:
-        now = self._loop.time()
+        now = self._clock()
         while idle:
             connection = idle.pop()
             if now - (connection.idle_since or 0.0) < self._keepalive and not connection.transport.is_closing():
@@ -192,7 +194,7 @@ class Pool:
 
     def _close_old(self) -> None:
         self._sweep = None
-        now = self._loop.time()
+        now = self._clock()
         for origin, idle in [*self._idle.items()]:
             # The same comparison as the timer's, to the last bit.
             while idle and _idle_since(idle[0]) + self._keepalive <= now:

@@ -15,13 +15,13 @@ from typing import Self
 
 from batch_agent.blocking import in_thread
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.terminal import TerminalView
+from batch_agent.observe.terminal import TerminalDisplay
 
 PATIENCE = 1.0  # seconds that the end of a run waits for a drawing that does not finish
 
 
 class Display:
-    def __init__(self, view: TerminalView, statistics: Callable[[], Statistics]) -> None:
+    def __init__(self, view: TerminalDisplay, statistics: Callable[[], Statistics]) -> None:
         self._view, self._statistics = view, statistics
         self._timer: asyncio.TimerHandle | None = None
         self._drawing: asyncio.Future[None] | None = None

@@ -30,7 +30,7 @@ def publisher() -> Publish:
     return show
 
 
-class NotebookView:
+class NotebookDisplay:
     interval = 0.5
 
     def __init__(self, publish: Publish) -> None:

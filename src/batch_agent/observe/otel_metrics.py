@@ -14,7 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.events import Event, ListSink, ModelChosen, RunStarted, TurnFailed, TurnFinished
+from batch_agent.events import (
+    Event,
+    JobFinished,
+    JobStarted,
+    ListSink,
+    ModelChosen,
+    RunStarted,
+    TurnFailed,
+    TurnFinished,
+)
 from batch_agent.observe.spans import provider_of, server_of
 from batch_agent.version import __version__
 
@@ -59,8 +68,11 @@ class OtelMetrics(ListSink):
         self._series: dict[Key, _Series] = {}
         self._common: dict[str, dict[str, str | int]] = {}  # by run
         self._answered: list[TurnFinished] = []  # not yet counted
+        self._elsewhere: set[tuple[str, int]] = set()  # rows whose worker exports them
         self.handlers = {
-            TurnFinished: self._answered.append,
+            JobStarted: self._row_started,
+            TurnFinished: self._turn_ended,
+            JobFinished: self._row_ended,
             TurnFailed: self._turn_failed,
             RunStarted: self._run_started,
             ModelChosen: self._model_chosen,
@@ -81,6 +93,17 @@ class OtelMetrics(ListSink):
             self._one(DURATION, run, "").add([turn.seconds for turn in turns])
             self._one(TOKENS, run, "input").add([turn.usage.prompt_tokens for turn in turns])
             self._one(TOKENS, run, "output").add([turn.usage.completion_tokens for turn in turns])
+
+    def _row_started(self, event: JobStarted) -> None:
+        if event.elsewhere:
+            self._elsewhere.add((event.run, event.index))
+
+    def _turn_ended(self, event: TurnFinished) -> None:
+        if (event.run, event.index) not in self._elsewhere:
+            self._answered.append(event)
+
+    def _row_ended(self, event: JobFinished) -> None:
+        self._elsewhere.discard((event.run, event.index))
 
     def _turn_failed(self, event: TurnFailed) -> None:
         self._one(DURATION, event.run, event.error_type).add([event.seconds])

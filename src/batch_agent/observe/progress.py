@@ -53,17 +53,17 @@ class ProgressDisplay:
 
     def _begin(self) -> None:
         """Start the view. Only now is the terminal checked, and the drawing packages are imported."""
-        from batch_agent.observe.notebook import NotebookView, publisher
-        from batch_agent.observe.terminal import LiveView, PlainView, TerminalView
+        from batch_agent.observe.notebook import NotebookDisplay, publisher
+        from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
 
-        view: TerminalView
+        view: TerminalDisplay
         if _in_notebook():
-            view = notebook = NotebookView(publisher())
+            view = notebook = NotebookDisplay(publisher())
             self._conclude = lambda summary: notebook.conclude(summary.partition("\n")[0])
         elif sys.stderr is None or _taken(sys.stderr):
             return
         else:
-            view = LiveView(sys.stderr) if _has_terminal() else PlainView(sys.stderr)
+            view = LiveDisplay(sys.stderr) if _has_terminal() else PlainDisplay(sys.stderr)
             self._conclude = _say
         self._display = Display(view, self._statistics)
         self._display.begin()

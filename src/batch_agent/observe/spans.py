@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from batch_agent.events import (
     AnswerRejected,
     JobFinished,
+    JobStarted,
     ListSink,
     ModelChosen,
     RunFinished,
@@ -108,11 +109,13 @@ class RowSpans(ListSink):
         self._rows = defaultdict[tuple[str, int], list[Told]](list)  # events of running rows
         self._outermost: tuple[int, int] | None = None  # trace and span of the first run
         self._contents: dict[tuple[str, int], Attributes] = {}
+        self._elsewhere: set[tuple[str, int]] = set()  # rows whose worker exports them
         self.handlers = {
             TurnFinished: self._keep,
             TurnFailed: self._keep,
             ToolFinished: self._keep,
             AnswerRejected: self._keep,
+            JobStarted: self._row_started,
             JobFinished: self._row_ended,
             RunStarted: self._run_started,
             ModelChosen: self._model_chosen,
@@ -122,6 +125,10 @@ class RowSpans(ListSink):
     def describe(self, run: str, index: int, attributes: Attributes) -> None:
         """Set further attributes of a row that is about to end."""
         self._contents[run, index] = attributes
+
+    def _row_started(self, event: JobStarted) -> None:
+        if event.elsewhere:
+            self._elsewhere.add((event.run, event.index))
 
     def _keep(self, event: Told) -> None:
         events = self._rows[event.run, event.index]
@@ -146,6 +153,9 @@ class RowSpans(ListSink):
             return
         run.ok += event.error is None
         run.failed += event.error is not None
+        if (event.run, event.index) in self._elsewhere:
+            self._elsewhere.discard((event.run, event.index))
+            return
         trace, sampled, *_ = self._sampler.row(event.run, event.index)
         if event.error is None and not sampled:
             return

@@ -11,7 +11,7 @@ from batch_agent.observe.summary import cache_json
 from batch_agent.record.timeline import SAMPLE, Line
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.flight import ToolStatistics
+from batch_agent.tools.execution import ToolStatistics
 
 ENDPOINTS = 256  # maximum listed
 LIMITS = ("max_cost", "max_total_tokens", "max_wall_time")

@@ -12,7 +12,7 @@ from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
 from batch_agent.observe.savings import savings
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.observe.words import row_name
-from batch_agent.tools.flight import ToolStatistics
+from batch_agent.tools.execution import ToolStatistics
 
 ERROR_CHARACTERS = 300
 REASON_CHARACTERS = 600

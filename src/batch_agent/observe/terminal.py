@@ -31,7 +31,7 @@ from batch_agent.observe.words import (
 FIRST_INTERVAL, LAST_INTERVAL = 5.0, 60.0  # seconds between plain lines, early and late in a run
 
 
-class TerminalView(Protocol):
+class TerminalDisplay(Protocol):
     interval: float  # seconds between two calls of show
 
     def __enter__(self) -> Self: ...
@@ -41,7 +41,7 @@ class TerminalView(Protocol):
     def show(self, statistics: Statistics) -> None: ...
 
 
-class LiveView:
+class LiveDisplay:
     """The bottom of the terminal, redrawn in place and removed when the run is over."""
 
     interval = 0.25
@@ -66,7 +66,7 @@ class LiveView:
         self._live.update(Group(Screen(statistics), Text()), refresh=True)
 
 
-class PlainView:
+class PlainDisplay:
     """Prints one line every few seconds, less often as the run gets long, and at each tenth of the rows."""
 
     interval = 1.0
@@ -106,7 +106,7 @@ class PlainView:
         self._stream.flush()
 
 
-class NoView:
+class NoDisplay:
     """Shows nothing."""
 
     interval = 60.0

@@ -103,9 +103,10 @@ class DirectoryStore(MemoryStore):
                 journal.sort_by("row" if resuming.force else "key")
             journal.begin(bytes.fromhex(fingerprint), str(facts.get("session_started")))
             changed = previous is not None and previous.get("fingerprint") not in (None, fingerprint)
-            directory.begin_files(drop=changed and resuming.drop)
+            directory.begin_files(drop=resuming.drop)
             table = journal.fact(TABLE)
             self._table = Table.from_json(cast(JsonObject, from_json(table.encode())) if table else {})
+            self._table.forget_members(self._wall())
             self._put_facts(facts)
         self._warn(changed=changed, forced=resuming.force)
         return previous
@@ -126,7 +127,9 @@ class DirectoryStore(MemoryStore):
         except (SpecError, StoreError) as error:
             if kept is not None:
                 logger.warning("%s; its copy in the journal is used", error)
-                return cast(JsonObject, from_json(kept.encode()))
+                facts = cast(JsonObject, from_json(kept.encode()))
+                self._dir.write_run(facts)
+                return facts
             if isinstance(error, SpecError) or self._journal.next_agent() == 1:  # run.json is missing
                 return None
             if self._forced:
@@ -147,8 +150,9 @@ class DirectoryStore(MemoryStore):
             logger.warning(KEEPS, self.path)
         elif changed:
             logger.warning(
-                "the task, model, schema or tools of %s have changed: rows are processed again. Old answers stay in "
-                'the journal: the earlier options, or on_change="keep" (--keep-answers), use them',
+                "the task, model, schema or tools of %s have changed: rows without an answer to the new request are "
+                'sent. Old answers stay in the journal: the earlier options, or on_change="keep" (--keep-answers), '
+                "use them",
                 self.path,
             )
 

@@ -90,7 +90,7 @@ class MemoryStore:
         self._facts: JsonObject | None = None
         self._stages: dict[str, MemoryStore] = {}
         self._parent: MemoryStore | None = None
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[tuple[Callable[[], None], bool]] = []
         self._resuming = Resuming()
         self._phase: Phase | None = None
         self._fed = False
@@ -173,15 +173,16 @@ class MemoryStore:
         with self._lock:
             self._changed()
 
-    def listen(self, changed: Callable[[], None]) -> None:
-        self._listeners.append(changed)
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
+        self._listeners.append((changed, results))
 
-    def _changed(self) -> None:
+    def _changed(self, *, results: bool = True) -> None:
         if not self._is_alone:
             self._rows_changed.notify_all()
             self._results_changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        for listener, only_results in self._listeners:
+            if results or not only_results:
+                listener()
 
     # The feeder
 
@@ -228,7 +229,7 @@ class MemoryStore:
             self._check_feeder(sitting)
             self._fed = True
             self._drop([queued for queued in self._queued.values() if queued.sitting < sitting])
-            self._changed()
+            self._changed(results=False)
 
     def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
         position = int(after)

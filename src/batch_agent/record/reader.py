@@ -55,7 +55,7 @@ AGENTS_AT_ONCE = 20_000  # journal records read in one transaction
 
 
 @dataclass(frozen=True, slots=True)
-class RunView:
+class RunSnapshot:
     """A run at one moment. ``latest`` counts its finished rows, and the tokens and $ of all its sessions. ``fresh`` are
     the rows that the latest session finished itself.
 
@@ -69,12 +69,12 @@ class RunView:
     sessions: int
     latest: RunProgress
     fresh: int = 0
-    stages: Mapping[str, RunView] = field(default_factory=dict)
+    stages: Mapping[str, RunSnapshot] = field(default_factory=dict)
     summary: JsonObject | None = None  # the totals of the last session, or None if it has not ended
     workers: Sequence[JsonObject] = ()  # what each process that works on a run in Redis reports
 
     @property
-    def parts(self) -> Mapping[str, RunView]:
+    def parts(self) -> Mapping[str, RunSnapshot]:
         """The runs with the user's rows: the stages of a pipeline, else the run itself under the name ""."""
         return self.stages if stage_names(self.facts) else {"": self}
 
@@ -102,7 +102,7 @@ class RunView:
         return sum(known) if len(known) == max(1, len(stage_names(self.facts))) else None
 
 
-def _total(part: RunView) -> int | None:
+def _total(part: RunSnapshot) -> int | None:
     """Return the number of rows of a run: from its start, or counted if it is complete. None if unknown."""
     total, rows = part.facts.get("total"), part.facts.get("rows")
     if total is None and part.state == "complete" and isinstance(rows, dict):
@@ -247,7 +247,7 @@ class RunReader(ABC):
             return {}
 
     @abstractmethod
-    def view(self) -> RunView: ...
+    def view(self) -> RunSnapshot: ...
 
     @abstractmethod
     def stage(self, name: str) -> RunReader:
@@ -335,7 +335,7 @@ def open_run(run: str | RunPlace) -> RunReader:
     return RedisReader.at(place)
 
 
-def look(run: str | RunPlace) -> RunView:
+def look(run: str | RunPlace) -> RunSnapshot:
     """Return the state and progress of a run."""
     with open_run(run) as reader:
         return reader.view()
@@ -421,7 +421,7 @@ class DirectoryReader(RunReader):
             return {}
         return {} if copy is None else cast(JsonObject, from_json(copy.encode()))
 
-    def view(self) -> RunView:
+    def view(self) -> RunSnapshot:
         locked = is_locked(self.path / LOCK)
         try:
             facts = self.facts()
@@ -445,7 +445,7 @@ class DirectoryReader(RunReader):
         self._stages |= {name: self.stage(name) for name in names if name not in self._stages}
         stages = {name: self._stages[name].view() for name in names}
         fresh = max(0, session.ok + session.failed - session.resumed)
-        return RunView(self.name, facts, state, seen.sessions, latest, fresh, stages, self._summary())
+        return RunSnapshot(self.name, facts, state, seen.sessions, latest, fresh, stages, self._summary())
 
     def stage(self, name: str) -> DirectoryReader:
         return DirectoryReader(self.path / name, self)

@@ -48,7 +48,7 @@ from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
 
 logger = logging.getLogger("batch_agent")
 
-SOCKET = "workers"  # name of the socket in its folder
+SOCKET = "workers.sock"  # in the run directory
 PATIENCE = 600.0  # seconds for which a lost connection is tried again
 PAUSE = 0.1  # seconds between two attempts to connect
 LARGEST = 1 << 30  # bytes of a message
@@ -151,21 +151,32 @@ def _sent(row: LeasedRow) -> LeasedRow:
 
 
 class StoreServer:
-    """Listens on a Unix socket, and answers each connection in a thread of its own."""
+    """Listens on a Unix socket, and answers each connection in a thread of its own. The socket is in ``folder``, or in
+    a temporary directory if the path is too long for a socket or the file system has none."""
 
-    def __init__(self, desk: StoreDesk) -> None:
+    def __init__(self, desk: StoreDesk, folder: Path | None = None) -> None:
         self._desk = desk
-        self._folder = Path(tempfile.mkdtemp(prefix="batch-agent-"))
-        self.path = self._folder / SOCKET
+        self._made: Path | None = None  # the temporary directory
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(self.path))
-        self.path.chmod(0o600)
+        try:
+            self.path = self._bind(folder)
+        except OSError:
+            self.path = self._bind(None)
+        self.path.chmod(0o600)  # no connection is accepted before
         self._socket.listen(256)
         self._open: dict[socket.socket, set[Holder]] = {}  # and the workers that used the connection
         self._lock = threading.Lock()
         self._closed = False
         self.on_change: Callable[[], None] = lambda: None  # called from any thread when workers come or leave
         threading.Thread(target=self._accept, name="batch-agent-served", daemon=True).start()
+
+    def _bind(self, folder: Path | None) -> Path:
+        if folder is None:
+            folder = self._made = Path(tempfile.mkdtemp(prefix="batch-agent-"))
+        path = folder.absolute() / SOCKET
+        path.unlink(missing_ok=True)  # of a killed run
+        self._socket.bind(str(path))
+        return path
 
     def close(self) -> None:
         """Close all connections. Blocks for a moment."""
@@ -176,7 +187,9 @@ class StoreServer:
         for connection in tuple(self._open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.path.unlink(missing_ok=True)
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -279,7 +292,7 @@ class ServedStore:
     def close(self) -> None:
         self._close()
 
-    def listen(self, changed: Callable[[], None]) -> None:
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
         """Do nothing: changes are waited for by calls that block."""
 
     def standing(self) -> RunStanding:

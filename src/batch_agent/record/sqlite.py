@@ -152,7 +152,10 @@ class SqliteJournal:
         with _explained(self._path):
             query = "SELECT learnt FROM session WHERE learnt IS NOT NULL ORDER BY id DESC LIMIT 1"
             found = self._db.execute(query).fetchone()
-            return None if found is None else tuple(json.loads(found[0]))
+            try:
+                return None if found is None else tuple(map(int, json.loads(found[0])))
+            except (ValueError, TypeError):  # damaged: a budget learns again
+                return None
 
     def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
         """Write all steps, and a lease that grew, to disk before this returns, or write none of them. The progress is

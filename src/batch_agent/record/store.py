@@ -159,8 +159,8 @@ class FeederSitting:
 @dataclass(frozen=True, slots=True)
 class Resuming:
     """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
-    failure that are retried; True means all, False none. ``drop``: if the spec changed, earlier results are no longer
-    results of the run. ``cut``: rows whose answer was cut at max_tokens are asked again."""
+    failure that are retried; True means all, False none. ``drop``: earlier results are no longer results of the
+    run, unless a row claims them. ``cut``: rows whose answer was cut at max_tokens are asked again."""
 
     resume: bool = False
     force: bool = False
@@ -201,9 +201,9 @@ class WorkStore(Protocol):
 
     def close(self) -> None: ...
 
-    def listen(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` when rows, results or workers come. Only an ``instant`` store does; it may call from any
-        thread."""
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
+        """Call ``changed`` when rows, results or workers come; with ``results``, not when only the inputs end. Only an
+        ``instant`` store does; it may call from any thread."""
         ...
 
     # Workers

@@ -21,7 +21,7 @@ from pydantic import JsonValue
 from batch_agent.agent.dryrun import DryRun
 from batch_agent.agent.fingerprint import AnyWorker, fingerprint_of, matched, rows_under
 from batch_agent.agent.prepare import HIDDEN, Prepared, stored_place
-from batch_agent.errors import JobError
+from batch_agent.errors import JobError, LimitExceeded, OutputError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
@@ -186,11 +186,17 @@ def _answers(count: int) -> str:
 
 
 def compare(
-    run_dir: str | Path, parts: Mapping[str, Prepared], worker: AnyWorker | None = None, *, counts: bool = True
+    run_dir: str | Path,
+    parts: Mapping[str, Prepared],
+    worker: AnyWorker | None = None,
+    *,
+    counts: bool = True,
+    resend: bool = False,
 ) -> Changes:
     """Compare a run with its record. ``parts`` are its stages by name; a plain run is its only part, with the name "".
     ``worker`` is a built-in one. Reads files or Redis, so it may block. Without a record nothing has changed.
-    ``counts``: also count the rows that keep their answers if none is dropped."""
+    ``counts``: also count the rows that keep their answers if none is dropped. ``resend``: answers that an earlier
+    session kept after a change are dropped too."""
     edits: list[str] = []
     found: list[Changes] = []
     with open_run(str(run_dir)) as whole:
@@ -198,7 +204,7 @@ def compare(
             with whole.stage(name) if name else nullcontext(whole) as reader:
                 if not (facts := reader.kept_facts()):  # there is no record yet
                     continue
-                found.append(_compare(reader, facts, prepared, worker, counts=counts))
+                found.append(_compare(reader, facts, prepared, worker, counts=counts, resend=resend))
                 edits += [f"{name}: {edit}" if name else edit for edit in found[-1].edits]
         paid = whole.view().progress.cost if any(each.dropped for each in found) else None
     one = found[0] if len(found) == 1 else Changes(whole.name, ())
@@ -217,9 +223,10 @@ def compare(
 
 
 def _compare(
-    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, counts: bool
+    reader: RunReader, facts: JsonObject, prepared: Prepared, worker: AnyWorker | None, *, counts: bool, resend: bool
 ) -> Changes:
     prepared, same = matched(prepared, facts, worker)
+    same = same and not (resend and facts.get("forced"))
     edits = list(differences(facts, options_of(prepared)))
     if same and not counts:
         return Changes(reader.name, edits)
@@ -248,7 +255,7 @@ def retries(run_dir: str | Path, parts: Mapping[str, Prepared]) -> tuple[int, st
     """Return how many failed rows are retried, and that in words, with the cost. ``parts`` are those of ``compare``."""
     counts: dict[str, int] = {}
     others: Counter[str] = Counter()
-    going_on = tokens = 0
+    going_on = tokens = used_up = 0
     with open_run(str(run_dir)) as whole:
         for name in whole.view().parts:
             if (prepared := parts.get(name)) is None:  # a stage that the pipeline no longer has
@@ -259,6 +266,7 @@ def retries(run_dir: str | Path, parts: Mapping[str, Prepared]) -> tuple[int, st
                 others += found
                 conversations = [] if not counts[name] else _conversations(part, prepared.spec)
                 going_on += len(conversations)
+                used_up += conversations.count(0)
                 tokens += sum(conversations)
         total, named = sum(counts.values()), _retried(next(iter(parts.values())).spec)
         which = "" if named is None else f" with {' or '.join(sorted(named))}"
@@ -272,6 +280,8 @@ def retries(run_dir: str | Path, parts: Mapping[str, Prepared]) -> tuple[int, st
     how = "in a new conversation" if start == total else "where they failed" if not start else ""
     how = how or f"{start:,} in a new conversation, {going_on:,} where they failed"
     head = f"retrying {rows(total)} that failed{which}{': ' if stages else ''}{stages}, {how}{cost}"
+    if used_up:
+        head += f". Of {rows(used_up)} max_turns or max_retries is used up: give a higher limit, or --from-start"
     return total, f"{head}. Later stages get the new answers" if stages else head
 
 
@@ -282,15 +292,24 @@ def _retried(spec: BatchSpec) -> set[str] | None:
 
 
 def _conversations(reader: RunReader, spec: BatchSpec) -> list[int]:
-    """Return the prompt tokens of each failed row that continues its recorded conversation."""
+    """Return the prompt tokens of each failed row that continues its recorded conversation; 0 if the row has used up
+    its limits, so that nothing is sent."""
     found, wanted = [], _retried(spec)
     for place, record in reader.rows.placed():
         past = None if record.get("ok") else reader.past(place, record)
         if past is None or past.failed is None or (wanted is not None and past.failed.error.type not in wanted):
             continue
         if (tokens := _length(past)) and not starts_afresh(past.failed.error, spec.retry_from):
-            found.append(tokens)
+            found.append(0 if _used_up(past, spec) else tokens)
     return found
+
+
+def _used_up(past: Past, spec: BatchSpec) -> bool:
+    """Return whether a failed row of the tool loop may neither repair its answer nor take another turn."""
+    rejected = sum(1 for turn in past.turns if not turn.reply.tool_calls)
+    if past.failed is not None and past.failed.error.type == LimitExceeded.type:
+        return spec.turn_limit is not None and len(past.turns) - rejected >= spec.turn_limit
+    return past.failed is not None and past.failed.error.stage == OutputError.stage and rejected > spec.max_retries
 
 
 def _length(past: Past) -> int:

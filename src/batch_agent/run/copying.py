@@ -22,7 +22,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
-from batch_agent.record.reader import RunReader, RunView, result_line_of
+from batch_agent.record.reader import RunReader, RunSnapshot, result_line_of
 from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
@@ -135,7 +135,7 @@ def copy_to_store(reader: RunReader, store: RunStore, prepared: Mapping[str, Pre
     return count
 
 
-def _facts(reader: RunReader, view: RunView, prepared: Prepared | None) -> JsonObject:
+def _facts(reader: RunReader, view: RunSnapshot, prepared: Prepared | None) -> JsonObject:
     facts = {**reader.facts(), "state": "interrupted" if view.state == "starting" else view.state}
     if "spec" not in facts and prepared is not None:
         facts.update(spec=spec_json(prepared), first="null", pieces={**pieces(prepared)})

@@ -29,7 +29,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
 from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStanding, RunStore
 from batch_agent.run.delivery import Delivery
-from batch_agent.run.rows import READERS, Rows, compile_all, unplaced
+from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
 if TYPE_CHECKING:
     from batch_agent.observe.telemetry import Traces
@@ -64,6 +64,7 @@ class Feeder:
         row_schema: OutputSchema[object] | None,
     ) -> None:
         self.store, self._rows, self._plan = store, rows, plan
+        self._ids = UniqueIds()
         self._run, self._emit, self._clock = run, emit, clock
         self._delivery, self._traces, self._originals, self._row_schema = delivery, traces, originals, row_schema
         self._schema: OutputSchema[object] | None = None
@@ -103,19 +104,19 @@ class Feeder:
         self.keys, self._schema = keys, schema
         store = self.store
         previous = await self.run(store.facts) or {}
-        # Answers that were kept by force stay valid until the spec changes again.
-        forced = resuming.force or (
-            bool(previous.get("forced")) and previous.get("fingerprint") == facts["fingerprint"]
-        )
+        # Answers that were kept by force stay valid until the spec changes again, or on_change="resend" drops them.
+        changed = previous.get("fingerprint") not in (None, facts["fingerprint"])
+        kept = bool(previous.get("forced")) and not changed
+        forced = resuming.force or (kept and not resuming.drop)
         self.facts = {"command": previous.get("command"), **facts, "forced": forced}
         self.facts["started"] = previous.get("started", facts["started"])
-        resuming = replace(resuming, force=forced)
+        resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
         self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
         self._position = self._sitting.position
         self._had_past = bool(self._sitting.previous)
         self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
-        store.listen(on_this_loop(self._news.set))
+        store.listen(on_this_loop(self._news.set), results=True)
 
     @property
     def sitting(self) -> int:
@@ -166,9 +167,7 @@ class Feeder:
 
     async def refill(self) -> bool:
         """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
-        if self.alone:
-            return await self._read()
-        async with self._reading:  # the worker in this process may ask for rows too
+        async with self._reading:  # for several workers the queue is also filled ahead, by ``_keep_full``
             return await self._read()
 
     async def _read(self) -> bool:
@@ -197,7 +196,8 @@ class Feeder:
         else:
             await self.run(partial(self.store.end_inputs, self.sitting))
         self.fed = True
-        self._news.set()
+        if self.outstanding <= 0:  # else a result sets it
+            self._news.set()
 
     async def _feed_here(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store in this process: their objects, and the jobs made of them."""
@@ -208,6 +208,9 @@ class Feeder:
             self._reads_documents = True
         new = []
         for job, bare in zip(await compile_all(plan, first, values), bare_values, strict=True):
+            if isinstance(job, Job) and job.own_id is not None and self._rows.channel is None:
+                name = self._ids.unique(job.job_id)
+                job = job if name == job.job_id else replace(job, job_id=name)
             if isinstance(job, Job) and self._identifies:
                 identity = self.keys.identity(job, plan.question(job))
                 new.append(NewRow(job.index, identity.key, identity.row, bare, job))
@@ -254,8 +257,11 @@ class Feeder:
         if self._rows.channel is None:
             self._plan.check_first(value)
         job = self._plan.job(index, value, name)
+        job_id = job.job_id
+        if job.own_id is not None and self._rows.channel is None and (job_id := self._ids.unique(job_id)) != job.job_id:
+            data = encode_row(value, job_id)
         identity = self.keys.identity(job, self._plan.question(job))
-        return NewRow(index, identity.key, identity.row, data), job.job_id
+        return NewRow(index, identity.key, identity.row, data), job_id
 
     async def _keep_full(self) -> None:
         """Keep a window of unstarted rows in the queue, for several workers, until every input is fed."""
@@ -414,7 +420,7 @@ class Feeder:
     def _emit_row(self, result: AgentResult[object]) -> None:
         """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
         now = self._clock()
-        self._emit(JobStarted(now, self._run, result.index, result.job_id))
+        self._emit(JobStarted(now, self._run, result.index, result.job_id, elsewhere=True))
         if result.resumed:
             return  # an earlier session counted them
         for turn in range(1, result.turns + 1):

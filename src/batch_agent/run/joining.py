@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from typing import cast
 
 from batch_agent.agent.fingerprint import fingerprint_of, under_record
 from batch_agent.agent.prepare import Prepared, prepare, with_model
+from batch_agent.backends.registry import BACKEND_VARIABLE
+from batch_agent.backends.schemes import PROVIDERS
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json
@@ -21,6 +24,7 @@ from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress, is_store_url
 from batch_agent.record.control import NotAlive, Refused, ask
+from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.served import open_served
@@ -84,9 +88,11 @@ class JoinedWorker:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
         self._trust.check(facts)
         KEPT_HOSTFILES.set(self._trust.file(self._store.get_file))
-        prepared = prepare_worker(facts, self._import_from)
+        prepared = prepare_worker(facts, self._import_from, self._trust)
         for spec in cast("dict[str, JsonObject]", facts.get("specs", {})).values():
-            prepare(read_spec(spec, [], self._import_from))  # raises before this worker takes rows of another stage
+            prepare_recorded(
+                spec, self._import_from, self._trust
+            )  # raises before this worker takes rows of another stage
         stages: WorkedStages | None = None
         if names := stage_names(facts):
             backends = SharedBackends()
@@ -215,7 +221,7 @@ class WorkedStages:
         """Work on a stage whenever it has rows, until this worker leaves."""
         while (facts := await self._begun(store)) is not None:
             self._trust.check(facts)
-            prepared = self._backends.share(prepare_worker(facts, self._import_from))
+            prepared = self._backends.share(prepare_worker(facts, self._import_from, self._trust))
             run = self._runs[stage] = worker_run(prepared, store, facts, within=outer, stage=stage)
             if self._leaving.is_set():
                 run.drain()
@@ -275,7 +281,18 @@ def worker_run(
     )
 
 
-def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
+def prepare_recorded(options: JsonObject, import_from: Path | None, trust: Trust) -> Prepared:
+    """Prepare the options in a record. Raises SpecError."""
+    spec = read_spec(options, [], import_from)
+    if not trust.everything and spec.backend is None:
+        # A feeder names its backend, except a login or one with a password. Then the model's name must not name one.
+        provider = (spec.model or "").partition("/")[0]
+        if (spec.runtime is None or provider in PROVIDERS) and not os.environ.get(BACKEND_VARIABLE):
+            raise SpecError(f"the record names no backend: set {BACKEND_VARIABLE} on this worker")
+    return prepare(spec, confined=not trust.everything)
+
+
+def prepare_worker(facts: JsonObject, import_from: Path | None, trust: Trust) -> Prepared:
     """Prepare the feeder's run in this process. Raises SpecError, which names what differs."""
     theirs, ours = cast(JsonObject, facts.get("versions", {})), versions()
     for name in ("batch-agent", "journal"):
@@ -283,7 +300,7 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
             raise SpecError(
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
-    prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
+    prepared = prepare_recorded(cast(JsonObject, facts["spec"]), import_from, trust)
     if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
         prepared = with_model(prepared, str(facts["model"]))
     prepared = under_record(prepared, facts)
@@ -297,6 +314,78 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
             "Give it the same code and environment (--import-from)"
         )
     return prepared
+
+
+class JoinedWorkers:
+    """Works on all runs of a Redis server whose name has a prefix, as they come. Ends when there was none for ``wait``
+    seconds."""
+
+    def __init__(self, address: StoreAddress, prefix: str, trust: Trust, *, import_from: Path | None, wait: float):
+        self._address, self._prefix, self._trust = address, prefix, trust
+        self._import_from, self._wait = import_from, wait
+        self._leaving = asyncio.Event()
+        self._joining: set[str] = set()
+        self._workers: dict[str, JoinedWorker] = {}
+        self._said: dict[str, str] = {}  # by run: why this worker does not work on it
+        self._rows = 0
+
+    def drain(self) -> None:
+        """Take no more rows, finish the running ones, and leave."""
+        self._leaving.set()
+        for worker in self._workers.values():
+            worker.drain()
+
+    def cancel(self) -> None:
+        """Hand back every row and leave."""
+        self._leaving.set()
+        for worker in self._workers.values():
+            worker.cancel()
+
+    async def work(self) -> WorkReport:
+        """Work on the runs. A run that this process cannot work on is reported; the others continue."""
+        clock = asyncio.get_running_loop().time
+        busy_at = clock()
+        async with asyncio.TaskGroup() as tasks:
+            while not self._leaving.is_set() and clock() - busy_at < self._wait:
+                try:
+                    names = await in_thread(partial(run_names, self._address))
+                except StoreError as error:
+                    self._tell("", error)
+                    names = []
+                for name in names:
+                    if name.startswith(self._prefix) and name not in self._joining:
+                        self._joining.add(name)
+                        tasks.create_task(self._join(name))
+                if any(worker.run is not None for worker in self._workers.values()):
+                    busy_at = clock()
+                await wait_event(self._leaving, STAGE_LOOK)
+        return WorkReport(self._rows, "asked to leave" if self._leaving.is_set() else "done")
+
+    async def _join(self, name: str) -> None:
+        """Work on a run for as long as it has rows."""
+        store, worker = None, None
+        try:
+            store = await in_thread(partial(RedisRunStore.at, self._address.at(name)))
+            self._workers[name] = worker = JoinedWorker(store, self._trust, import_from=self._import_from, wait=0.0)
+            await worker.work()
+        except NoRunCame:
+            pass
+        except (SpecError, StoreError) as error:
+            with suppress(StoreError):
+                if name in await in_thread(partial(run_names, self._address)):  # else it has ended, and was deleted
+                    self._tell(name, error)
+        finally:
+            self._workers.pop(name, None)
+            self._joining.discard(name)
+            if worker is not None and worker.run is not None:
+                self._rows += worker.run.finished
+            if store is not None:
+                store.close()
+
+    def _tell(self, name: str, error: Exception) -> None:
+        if self._said.get(name) != str(error):
+            self._said[name] = str(error)
+            logger.warning("%s: %s", name or self._address, error)
 
 
 async def work(

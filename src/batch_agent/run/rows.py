@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -18,7 +21,40 @@ from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 
 READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
+NAMED_IDS = 5  # repeated ids that are named in warnings
 _END = object()
+
+logger = logging.getLogger("batch_agent")
+
+
+class UniqueIds:
+    """Makes the ids of rows unique: of rows with the id ``a``, the second becomes ``a~2``. Warns, and names them. Keeps
+    a hash of each id, 8 bytes, because inputs may be long."""
+
+    def __init__(self) -> None:
+        self._hashes: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        self._copies: Counter[str] = Counter()
+
+    def unique(self, name: str) -> str:
+        """Return the id under which a row with the id ``name`` is known."""
+        if self._is_new(name):
+            return name
+        self._copies[name] += 1
+        if len(self._copies) <= NAMED_IDS and self._copies[name] == 1:
+            words = f"more than one row has the id {name!r}: the next ones are {name}~2, {name}~3, …"
+            more = ". Further repeated ids are not named" if len(self._copies) == NAMED_IDS else ""
+            logger.warning("%s%s", words, more)
+        while not self._is_new(copy := f"{name}~{self._copies[name] + 1}"):
+            self._copies[name] += 1
+        return copy
+
+    def _is_new(self, name: str) -> bool:
+        number = hash(name)
+        bucket = self._hashes[number & 0xFFFF]
+        if number in bucket:
+            return False
+        bucket.append(number)
+        return True
 
 
 class Rows:

@@ -346,7 +346,8 @@ class Run(Generic[T]):
 
     def changes(self) -> Changes:
         """Compare the options of a resumed run with those of its record. Reads files or Redis, so it may block."""
-        return compare(str(self._prepared.spec.run_dir), self.parts, self._function)
+        resend = self.on_change == "resend"
+        return compare(str(self._prepared.spec.run_dir), self.parts, self._function, resend=resend)
 
     @property
     def parts(self) -> Mapping[str, Prepared]:
@@ -475,7 +476,7 @@ class Run(Generic[T]):
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         self._prepared = prepared = await as_recorded(prepared, self._record, self._function)
         shapes = prepared.shapes
-        shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
+        shared.spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
             shared.lender, shared.journal = self._outer.lender, self._outer.journal
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None

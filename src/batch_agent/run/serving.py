@@ -12,6 +12,7 @@ from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import StoreDesk, StoreServer
 from batch_agent.record.store import WorkStore
@@ -46,7 +47,8 @@ class Serving:
         """Path of the socket, which is created at first use. Raises SpecError if other processes cannot work on the
         run."""
         if self._server is None:
-            self._server = StoreServer(self.desk)
+            folder = self._store.path if isinstance(self._store, DirectoryStore) else None
+            self._server = StoreServer(self.desk, folder)
         return self._server.path
 
     @property

@@ -105,7 +105,7 @@ class Shared:
         """Keep the usage of the user's rate limits across kills."""
         mark = self.rate_mark
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
-            self.dispatcher.endpoints.budgets.keep(mark, self.dispatcher.scheduler.endpoints)
+            self.dispatcher.endpoints.rate_limits.keep(mark, self.dispatcher.scheduler.endpoints)
 
     def set_overdue(self, journal: str, overdue: bool) -> None:
         """Send nothing while a journal waits for the disk: answers could not be recorded soon."""

@@ -286,7 +286,7 @@ class Lending:
             for endpoint in dispatcher.scheduler.endpoints:
                 dispatcher.scheduler.touch(endpoint)
                 dispatcher.endpoints.arm(endpoint)
-            dispatcher.endpoints.budgets.serve()
+            dispatcher.endpoints.rate_limits.serve()
             dispatcher.slots.pump()
 
     # Reports of other workers
@@ -359,7 +359,7 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
 
     def claim() -> Claim:
         used = budget.used(asyncio.get_running_loop().time())
-        wanted = dispatcher.slots.is_hungry or bool(dispatcher.endpoints.budgets.short)
+        wanted = dispatcher.slots.is_hungry or bool(dispatcher.endpoints.rate_limits.short)
         return Claim(limit, max(used, budget.share or 0), limit if wanted else used, rates.expected(kind))
 
     return Pot(claim, budget.allot)

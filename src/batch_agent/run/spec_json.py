@@ -30,7 +30,7 @@ from batch_agent.tools.base import BUILTIN_NAMES, Tool
 
 # Options that only the feeder uses: inputs, record, observers, API key.
 FEEDERS = {
-    *("inputs", "on_result", "sinks", "events", "metrics_port", "telemetry", "api_key", "no_hoist"),
+    *("inputs", "on_result", "sinks", "events", "metrics_port", "api_key", "no_hoist"),
     *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
     *("lease", "keep", "feed_only", "cluster"),
 }
@@ -66,7 +66,10 @@ def spec_json(prepared: Prepared) -> JsonObject:
 
 
 def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> BatchSpec:
-    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError."""
+    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError, also if the
+    record has options that only a feeder has: files to write, ports to open, keys."""
+    if feeders := sorted(options.keys() & FEEDERS - {"no_hoist"}):
+        raise SpecError(f"the record sets {', '.join(feeders)}, and only a feeder has that option")
     directory = str((import_from or Path.cwd()).resolve())
     if directory not in sys.path:
         sys.path.insert(0, directory)

@@ -43,7 +43,10 @@ MODES = ("auto", "off")  # values of ``compaction`` that name nothing
 
 def things_of(facts: Mapping[str, object]) -> list[str]:
     """Return everything that a record tells a worker to execute, connect to, import or open."""
-    specs = [facts.get("spec", {}), *cast("dict[str, object]", facts.get("specs", {})).values()]
+    stages = facts.get("specs", {})
+    specs = [facts.get("spec", {}), *(stages.values() if isinstance(stages, Mapping) else [stages])]
+    if not all(isinstance(spec, Mapping) for spec in specs):
+        raise SpecError("the record of this run is damaged: its options are not a mapping")
     found = {thing for spec in specs for thing in _things_in(cast(JsonObject, spec))}
     if isinstance(rows := facts.get(ROWS), str):
         found.add(rows)
@@ -56,6 +59,8 @@ def _things_in(spec: Mapping[str, object]) -> Iterator[str]:
     yield from (str(tool) for tool in cast("list[object]", spec.get("tools") or ()))
     yield from (str(value) for name in NAMES if isinstance(value := spec.get(name), str) and value not in MODES)
     yield from (f"{name}={value}" for name in DIRECTORIES if isinstance(value := spec.get(name), str))
+    if spec.get("image_root") is None and (spec.get("images") or spec.get("document_column")):
+        yield "image_root=."
     runtime = spec.get("runtime")
     if runtime is not None:
         yield f"runtime:{runtime if isinstance(runtime, str) else orjson.dumps(runtime).decode()}"

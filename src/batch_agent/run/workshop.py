@@ -14,7 +14,7 @@ from batch_agent.agent.prefix_leader import lead_of
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.agent.touches import Touches
-from batch_agent.agent.user_worker import open_worker
+from batch_agent.agent.user_worker import RunModels, open_worker
 from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
@@ -68,6 +68,7 @@ class Workshop:
             resources = self._resources(pool, touches, loops=loops)
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             function = await extent.enter_async_context(open_worker(prepared, inner, shared.spending))
+            pool.models = await extent.enter_async_context(RunModels(resources, prepared, shared.spending))
             feeder = self._feeder
             self.worker = Worker(
                 self._leases,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.engine_load import Load
-from batch_agent.scheduler.ordering import FIRST_GUESS, AgentProgress, TurnForecast
+from batch_agent.scheduler.ordering import FIRST_GUESS, AgentForecast, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens p
 QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
 WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
 MEMBERS_A_CHANGE = 16  # a projection is computed again when one member in this number has changed,
+MEASURED = 16  # answers after which the size of contexts is computed again while they fit by far
 REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
-SHARE_STEP = 0.05  # weight of a turn in the share of evictions
-JUDGED, MOST_LOST = 64, 0.75  # turns until holding is judged, and the share of evictions that it may leave
+SHARE_STEP = 0.2  # weight of a turn in the share of evictions
+JUDGED, MOST_LOST = 12, 0.75  # turns until holding is judged, and the share of evictions that it may leave
 FIRST_REST = 512  # turns without holding after it did not help; doubled each time
 OVERBOOKED = 1.3  # part of a reported capacity that is used until an eviction confirms it
 CONFIRMS = 2  # contradictions that one eviction outweighs
@@ -172,7 +173,9 @@ class WorkingSet:
         self._trusts = False  # in the reported capacity
         self._contradictions = 0  # contexts that were found in the cache although they should not fit
         self._confirmed = False  # a context was evicted
-        self.ample = MOST_AGENTS  # number of members that fit with contexts of any size, computed at the last answer
+        self.ample = MOST_AGENTS  # number of members that fit with contexts of any size (``measure``)
+        self._measured_for = 0  # tokens of the largest context then
+        self._unmeasured = 0  # answers since then
         self.queue = 0  # requests in the engine's queue at the last reading
         self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
@@ -181,7 +184,7 @@ class WorkingSet:
         self.pace = EnginePace()
         self.watch = HoldWatch()
         self.margin = 1.0  # the part of the capacity that is used
-        self.members: dict[AgentProgress, tuple[int, int]] = {}
+        self.members: dict[AgentForecast, tuple[int, int]] = {}
         self._all, self._near = _Projection(), _Projection()
 
     @property
@@ -225,21 +228,28 @@ class WorkingSet:
         self._judge_report()
         self.measure()
 
-    def put(self, progress: AgentProgress, turns: int, tokens: int) -> None:
+    def put(self, progress: AgentForecast, turns: int, tokens: int) -> None:
         self.members[progress] = turns, tokens
         self._all.changes += 1
         self._near.changes += 1
 
-    def leave(self, progress: AgentProgress) -> None:
+    def leave(self, progress: AgentForecast) -> None:
         if self.members.pop(progress, None) is not None:
             self._all.changes += 1
             self._near.changes += 1
 
-    def is_cached(self, progress: AgentProgress) -> bool:
+    def is_cached(self, progress: AgentForecast) -> bool:
         """Return whether the agent's context is probably in the cache."""
         return not self.tracks or self.residency.holds(progress, self.room)
 
-    def look_up(self, progress: AgentProgress, tokens: int) -> None:
+    def expects(self, progress: AgentForecast) -> bool:
+        """Return whether an eviction of the agent's context, as it was looked up, has another cause than a full cache:
+        the context should fit, or the reported capacity is not that of the whole server."""
+        if self.reported is not None and not self._trusts:
+            return True
+        return progress.distance is not None and progress.distance < FULL * self.room
+
+    def look_up(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         progress.distance = None
         if not self.tracks:
@@ -260,14 +270,16 @@ class WorkingSet:
             own = max(0, tokens - self._growth.shared)
             (self.residency.sent if progress.answered_at is None else self.residency.answered)(progress, own)
 
-    def answered(self, progress: AgentProgress, tokens: int, evicted: bool) -> bool:
+    def answered(self, progress: AgentForecast, tokens: int, evicted: bool) -> bool:
         """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
         distance = progress.distance
         if evicted and not self.tracks:
             self._track()
         if distance is None:
             self.use(progress, tokens)
-            self.measure()
+            self._unmeasured += 1
+            if tokens > self._measured_for or self._unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
+                self.measure()
             return False
         before = self.capacity
         if not self._trusts:
@@ -286,7 +298,7 @@ class WorkingSet:
         self.measure()
         return self.capacity != before
 
-    def use(self, progress: AgentProgress, tokens: int) -> None:
+    def use(self, progress: AgentForecast, tokens: int) -> None:
         """Record that the agent's context is in the cache, and has ``tokens``."""
         if self.tracks:
             self.residency.answered(progress, max(0, tokens - self._growth.shared))
@@ -303,6 +315,7 @@ class WorkingSet:
     def measure(self) -> None:
         """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
         growth, capacity = self._growth, self.capacity
+        self._measured_for, self._unmeasured = growth.largest, 0
         if capacity is None or not growth.is_known:
             self.ample = MOST_AGENTS
             return
@@ -310,7 +323,7 @@ class WorkingSet:
         most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
         self.ample = int(room / max(1.0, most))
 
-    def keeps(self, progress: AgentProgress, now: float) -> bool:
+    def keeps(self, progress: AgentForecast, now: float) -> bool:
         """Return whether a member may continue: the contexts in the cache fit for the next turns, or another member
         with a cached context is less advanced."""
         if self._fits_anyway or not self.watch.helps:
@@ -452,7 +465,7 @@ class Admission(Generic[Waiting]):
         self._forecast = forecast
         self._growth = ContextGrowth()
         self._sets: dict[Endpoint, WorkingSet] = {}
-        self._home: dict[AgentProgress, WorkingSet] = {}
+        self._home: dict[AgentForecast, WorkingSet] = {}
         self._recheck = inf
         self._holding = False  # an agent did not fit when it was last asked for
         self.held: dict[Waiting, float] = {}  # waiting turn → time since when
@@ -515,9 +528,13 @@ class Admission(Generic[Waiting]):
         """Return whether a new agent's context fits at some endpoint."""
         if not self.is_on:
             return True
-        room = not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
-        self._holding = not room
-        return room
+        if not self.held:
+            for each in self._sets.values():
+                if len(each.members) < each.ample or self._takes(each, now, 0, 0):
+                    self._holding = False
+                    return True
+        self._holding = True
+        return False
 
     def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
         if not self.holds or not working_set.watch.helps or not working_set.members:
@@ -527,7 +544,7 @@ class Admission(Generic[Waiting]):
         rows = self._forecast.rows
         return not working_set.pays(inf if rows is None else (self._forecast.live + rows) / len(self._sets))
 
-    def admit(self, waiting: Waiting, progress: AgentProgress, endpoint: Endpoint, now: float) -> bool:
+    def admit(self, waiting: Waiting, progress: AgentForecast, endpoint: Endpoint, now: float) -> bool:
         """Return whether the agent's turn may go to the endpoint. If not, the turn is added to ``held``."""
         if not progress.live:
             return True
@@ -557,7 +574,7 @@ class Admission(Generic[Waiting]):
         working_set.look_up(progress, tokens)
         return True
 
-    def is_evicted(self, progress: AgentProgress) -> bool:
+    def is_evicted(self, progress: AgentForecast) -> bool:
         """Return whether the agent's context has probably been evicted."""
         if not progress.tokens or not self.is_on:
             return False
@@ -565,7 +582,7 @@ class Admission(Generic[Waiting]):
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
         return home is not None and not home.is_cached(progress)
 
-    def may_touch(self, progress: AgentProgress, waiting: int) -> bool:
+    def may_touch(self, progress: AgentForecast, waiting: int) -> bool:
         """Return whether to send a request that recomputes the agent's context while its tool runs. True if the context
         was evicted, no turn waits here or in the engine, and no other agent's context would be evicted for it."""
         home = self._home.get(progress)
@@ -578,19 +595,19 @@ class Admission(Generic[Waiting]):
         )
         return others + progress.tokens <= FULL * home.room
 
-    def seconds_to_compute(self, progress: AgentProgress) -> float:
+    def seconds_to_compute(self, progress: AgentForecast) -> float:
         """Return the seconds that the engine needs to compute the agent's context, plus those of a turn."""
         home = self._home.get(progress)
         return 0.0 if home is None or not home.pace.rate else progress.tokens / home.pace.rate + home.pace.quick
 
-    def touched(self, progress: AgentProgress, endpoint: Endpoint, usage: Usage) -> None:
+    def touched(self, progress: AgentForecast, endpoint: Endpoint, usage: Usage) -> None:
         """Record that the agent's context was computed again and is in the cache."""
         self.counts.touches += 1
         self.counts.touched_tokens += usage.prompt_tokens - usage.cached_tokens
         if progress.live:
             self._set_of(endpoint).use(progress, usage.prompt_tokens)
 
-    def go_on(self, progress: AgentProgress, waited: float) -> None:
+    def go_on(self, progress: AgentForecast, waited: float) -> None:
         """Record that an agent is ready for its next turn after ``waited`` seconds at a tool. It must be admitted again
         if its context is no longer expected in the cache."""
         if self._growth.expect(progress.turns, progress.expected - progress.tokens):
@@ -606,7 +623,7 @@ class Admission(Generic[Waiting]):
             home.leave(progress)
             del self._home[progress]
 
-    def answered(self, progress: AgentProgress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
+    def answered(self, progress: AgentForecast, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
         """Learn from the token counts of an answer."""
         tokens, cached, before = usage.prompt_tokens + usage.completion_tokens, usage.cached_tokens, progress.tokens
         growth, home = self._growth, self._home.get(progress)
@@ -624,7 +641,8 @@ class Admission(Generic[Waiting]):
             if rate := working_set.pace.rate:
                 self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
-            watch.saw(evicted=evicted, held=self._holding)
+            if working_set.expects(progress):
+                watch.saw(evicted=evicted, held=self._holding or bool(self.held))
         progress.tokens = tokens
         growth.learn(progress.turns + 1, tokens)
         if not progress.live:
@@ -635,7 +653,7 @@ class Admission(Generic[Waiting]):
             home = self._home[progress] = working_set
         home.put(progress, progress.turns + 1, tokens)
 
-    def end(self, progress: AgentProgress) -> None:
+    def end(self, progress: AgentForecast) -> None:
         """Record that the agent has ended; its context is no longer needed."""
         progress.live = False
         home = self._home.pop(progress, None)

@@ -51,6 +51,7 @@ Outcome = Literal[
 SEVERAL = 3  # rows whose failures put an endpoint down without a probe; endpoints whose crashes fail a row at once
 MOST_CONVICTED = 100  # rows that are charged because of control requests alone, without the answer of a row
 SUSPECT = 2  # hits and crashes after which a row is tried last and alone
+PASSED_OVER = 2  # times that a row is refused for load while others are answered, until it counts as the cause
 LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of probes alone
 LEAST_REFUSED = 65.0  # seconds that a row is refused for load, alone, before it fails: rate limits count by the minute
 DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
@@ -91,6 +92,8 @@ class RowHistory:
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
     refused_since: float = inf  # when the first of these requests was sent
     refused_until: float = -inf  # when the latest of them failed
+    overloaded_at: float = inf  # when a request of it was sent that was refused for load
+    passed_over: int = 0  # such refusals that were followed by the answer of a request sent no earlier
     stale: bool = False  # a kept connection was closed when it was sent; the next time this counts as broken
     tested: bool = False  # a request of it has failed
     denials: int = 0  # in a row by one endpoint
@@ -118,6 +121,17 @@ class RowHistory:
         if not (self.crashes and self.crashes[-1].at == attempt.ended_at):
             self.crashes.append(Crash(endpoint, attempt.ended_at, not attempt.trial))
         return True
+
+    def overloaded(self, attempt: Attempt, answered_sent: float) -> None:
+        """Record a refusal for load. ``answered_sent``: when the newest answered request of the endpoint was sent."""
+        passed_over = answered_sent >= self.overloaded_at
+        self.passed_over += passed_over
+        self.overloaded_at = attempt.sent_at if passed_over else min(attempt.sent_at, self.overloaded_at)
+
+    @property
+    def is_alone_refused(self) -> bool:
+        """Return whether refusals for load concern this row, and say nothing about the load: the server took others."""
+        return self.passed_over >= PASSED_OVER
 
     def is_too_much(self, max_retries: int) -> bool:
         """Return whether the row alone is too much for its rate limits, however long it waits."""

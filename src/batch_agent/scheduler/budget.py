@@ -22,6 +22,8 @@ from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
 
 FIRST_ANSWER_TOKENS = 512  # expected tokens of an answer before the first one, without max_tokens
+# The same for calls beside others: the first answers of a run are unknown together, and their errors would add up.
+UNKNOWN_ANSWER_TOKENS = 16_384
 TEMPLATE_TOKENS = 64  # tokens that a chat template adds to a prompt, until a server has counted more
 # The same for calls beside others, if the server has counted no prompt with this prefix: errors would add up.
 UNKNOWN_TEMPLATE_TOKENS = 1024
@@ -152,25 +154,21 @@ class Estimator:
     """
 
     def __init__(self) -> None:
-        self._answers = 0  # number of answers that the server has counted
-        self._longest = 0  # tokens of the longest of them
-        self._least = 0  # tokens of the shortest prompt; a template has no more
+        self.answers = 0  # number of answers that the server has counted
+        self.longest = 0  # tokens of the longest of them
+        self.least = 0  # tokens of the shortest prompt; a template has no more
         self._counted = 0  # number of prompts that the server has counted
         self._densest = 0.0  # tokens per byte, at most 1
         self._template_tokens = TEMPLATE_TOKENS
-        self._weighed = 0  # number of prompts with pictures or files that the server has counted
-        self._heaviest = 1.0  # most tokens of pictures and files per expected token
-
-    @property
-    def learnt(self) -> Learnt:
-        return self._answers, self._longest, self._least, self._weighed, math.ceil(1000 * self._heaviest)
+        self.weighed = 0  # number of prompts with pictures or files that the server has counted
+        self.heaviest = 1.0  # most tokens of pictures and files per expected token
 
     def start(self, learnt: Learnt) -> None:
         """Start with the statistics of an earlier session."""
         if len(learnt) >= 3:
-            self._answers, self._longest, self._least = learnt[:3]
+            self.answers, self.longest, self.least = learnt[:3]
         if len(learnt) == 5:
-            self._weighed, self._heaviest = learnt[3], max(1.0, learnt[4] / 1000)
+            self.weighed, self.heaviest = learnt[3], max(1.0, learnt[4] / 1000)
 
     def bound(
         self,
@@ -184,9 +182,9 @@ class Estimator:
     ) -> Usage:
         """Return the most that a call can use. ``known`` is a prefix of the prompt that was counted before. ``alone``:
         no other call is in flight. No part of the prompt is expected to be cached."""
-        if known is None and self._least:
+        if known is None and self.least:
             # The shortest prompt may have had a picture, which is counted below.
-            template = min(self._least, UNKNOWN_TEMPLATE_TOKENS) if attached else self._least
+            template = min(self.least, UNKNOWN_TEMPLATE_TOKENS) if attached else self.least
             prompt = prompt_bytes + max(TEMPLATE_TOKENS, template)
         elif known is None:
             prompt = prompt_bytes + (TEMPLATE_TOKENS if alone else UNKNOWN_TEMPLATE_TOKENS)
@@ -196,24 +194,24 @@ class Estimator:
                 prompt = known.tokens + prompt_bytes - known.prompt_bytes
                 attached = max(0, attached - known.attached)
         if attached:
-            margin = 0.0 if alone else (UNKNOWN_WEIGHT - 1) / max(1, self._weighed)
-            prompt += math.ceil(attached * (self._heaviest + margin))
+            margin = 0.0 if alone else (UNKNOWN_WEIGHT - 1) / max(1, self.weighed)
+            prompt += math.ceil(attached * (self.heaviest + margin))
         # Among n answers, the last is the longest with probability 1/n.
-        longest = self._longest + FIRST_ANSWER_TOKENS // max(1, self._answers)
+        longest = self.longest + (FIRST_ANSWER_TOKENS if alone else UNKNOWN_ANSWER_TOKENS) // max(1, self.answers)
         return Usage(prompt_tokens=prompt, completion_tokens=(max_tokens or longest) * choices)
 
     def most(self, prompt_bytes: int, max_tokens: int | None, *, attached: int = 0, choices: int = 1) -> Usage:
         density = self._densest + (1 - self._densest) / max(1, self._counted)
-        prompt = math.ceil(prompt_bytes * density + attached * self._heaviest) + self._template_tokens
-        longest = self._longest if self._answers else FIRST_ANSWER_TOKENS
+        prompt = math.ceil(prompt_bytes * density + attached * self.heaviest) + self._template_tokens
+        longest = self.longest if self.answers else FIRST_ANSWER_TOKENS
         return Usage(prompt_tokens=prompt, completion_tokens=(max_tokens or longest) * choices)
 
     def learn(self, prompt_bytes: int, usage: Usage, *, attached: int = 0, choices: int = 1) -> None:
         if usage.prompt_tokens or usage.completion_tokens:
-            self._answers += 1
-            self._longest = max(self._longest, -(-usage.completion_tokens // choices))
-        if usage.prompt_tokens and (not self._least or usage.prompt_tokens < self._least):
-            self._least = usage.prompt_tokens
+            self.answers += 1
+            self.longest = max(self.longest, -(-usage.completion_tokens // choices))
+        if usage.prompt_tokens and (not self.least or usage.prompt_tokens < self.least):
+            self.least = usage.prompt_tokens
         if prompt_bytes and usage.prompt_tokens and not attached:
             self._counted += 1
             self._densest = max(self._densest, min(1.0, usage.prompt_tokens / prompt_bytes))
@@ -221,9 +219,9 @@ class Estimator:
 
     def learn_attached(self, new_bytes: int, new_tokens: int, attached: int) -> None:
         """Learn from the part of a prompt that was counted for the first time, with pictures or files in it."""
-        self._weighed += 1
+        self.weighed += 1
         tokens = max(0, new_tokens - new_bytes // LEAST_BYTES_PER_TOKEN)
-        self._heaviest = max(self._heaviest, tokens / attached)
+        self.heaviest = max(self.heaviest, tokens / attached)
 
 
 class TimeShare:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
@@ -35,14 +35,14 @@ from batch_agent.scheduler.lanes import Lanes
 from batch_agent.scheduler.ordering import (
     FIRST,
     LAST,
-    AgentProgress,
+    AgentForecast,
     KvParts,
     Parking,
     Queue,
     ResidentFirst,
     TurnForecast,
 )
-from batch_agent.scheduler.rates import Lease
+from batch_agent.scheduler.rates import Reservation
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
@@ -59,8 +59,8 @@ State = Literal["waiting", "set aside", "off the queue"]
 class Ticket:
     """One agent's claim to a slot for one turn. It waits in a queue, holds a slot, or backs off before a retry."""
 
-    progress: AgentProgress  # of the agent
-    row: RowHistory = field(default_factory=RowHistory)
+    progress: AgentForecast  # of the agent
+    _row: RowHistory | None = None  # made at its first failure
     state: State = "waiting"
     slot: Slot | None = None  # the slot that it holds now
     pinned: Endpoint | None = None  # the only endpoint it may go to
@@ -70,6 +70,17 @@ class Ticket:
     tried_at: float = 0.0  # when it last got a slot
     lost: bool = False  # a request was recalled because it was far older than the slowest answer; once
     moves: int = 0  # times its request was recalled because another endpoint was faster
+
+    @property
+    def row(self) -> RowHistory:
+        """The failures of the turn."""
+        if self._row is None:
+            self._row = RowHistory()
+        return self._row
+
+    @property
+    def suspect(self) -> bool:
+        return self._row is not None and self._row.suspect
 
     @property
     def chore(self) -> bool:
@@ -92,7 +103,7 @@ class Slot:
     recalled: bool = False  # the dispatcher withdrew it
     withdrawn: bool = False  # recalled for good: the run is being drained, and the server has not begun with it
     heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
-    lease: Lease | None = None  # its part of the endpoint's rate limits, while it is in flight
+    reservation: Reservation | None = None  # its part of the endpoint's rate limits, while it is in flight
 
 
 class Scheduler:
@@ -259,7 +270,7 @@ class Scheduler:
         self.agents += 1
         self.forecast.start()
 
-    def end_agent(self, progress: AgentProgress, turns: int) -> None:
+    def end_agent(self, progress: AgentForecast, turns: int) -> None:
         """Record the end of an agent; ``turns`` is its total number of turns."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
@@ -268,7 +279,7 @@ class Scheduler:
         if self.admission.enabled:
             self.admission.end(progress)
 
-    def request(self, progress: AgentProgress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
+    def request(self, progress: AgentForecast, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
         """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
         ``pinned`` it goes only to that endpoint."""
         answered_at = progress.answered_at
@@ -285,7 +296,7 @@ class Scheduler:
 
     def control(self, endpoint: Endpoint) -> Ticket:
         """Return the claim of a control request, which ``grant`` serves before all turns."""
-        ticket = Ticket(AgentProgress(LAST), pinned=endpoint, control=True)
+        ticket = Ticket(AgentForecast(LAST), pinned=endpoint, control=True)
         self.controls[ticket] = endpoint
         return ticket
 
@@ -295,9 +306,9 @@ class Scheduler:
         if ticket.pinned is not None and len(self.endpoints) > 1:
             self._wait(ticket)
             self._lanes.add(ticket, ticket.pinned, first=not slot.trial)
-        elif ticket.row.suspect or (slot.trial and not self.router.working):
+        elif ticket.suspect or (slot.trial and not self.router.working):
             ticket.state = "set aside"
-            (self.suspects if ticket.row.suspect else self.aside).append(ticket)
+            (self.suspects if ticket.suspect else self.aside).append(ticket)
         else:
             self._rejoin(ticket)
 
@@ -342,7 +353,7 @@ class Scheduler:
         trial = endpoint.take(now, self.backing_off if len(self.endpoints) == 1 else 0)
         slot = Slot(ticket, endpoint, now, capacity.generation, sound, trial, endpoint.server.answers)
         ticket.slot = slot
-        if ticket.row.suspect and not slot.trial:
+        if not slot.trial and ticket.suspect:
             self._suspect_in_flight = slot
         self.inflight += 1
         self.controls_in_flight += ticket.control
@@ -473,7 +484,7 @@ class Scheduler:
             self._lanes.add(ticket, pinned)
             return None
         worth, home = 0.0, None
-        if not (ticket.anywhere or ticket.row.suspect):
+        if not (ticket.anywhere or ticket.suspect):
             home = progress.home
             if home is None or not router.works(home):
                 home = router.home(progress.key, progress.model) if progress.key else None
@@ -514,7 +525,7 @@ class Scheduler:
         self.waiting += ticket.state != "waiting"
         ticket.state = "waiting"
 
-    def _best(self, progress: AgentProgress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
+    def _best(self, progress: AgentForecast, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         """Return the free endpoint that will finish the turn soonest; a resting one only if there is no other."""
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)

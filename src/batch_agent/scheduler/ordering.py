@@ -39,7 +39,7 @@ FIRST_GUESS = 4  # minimum turns expected of an agent until one has ended
 LEARN_AGAIN = 8  # estimates are updated when another eighth of the agents has ended
 
 
-class AgentProgress:
+class AgentForecast:
     """The state of one agent."""
 
     __slots__ = ("answered_at", "distance", "expected", "home", "key", "live", "model", "tokens", "turns")
@@ -76,7 +76,7 @@ class TurnForecast:
         self._live[0] += 1
         self.live_turns += self._turns_left[0]
 
-    def go_on(self, progress: AgentProgress, turns: int, now: float) -> None:
+    def go_on(self, progress: AgentForecast, turns: int, now: float) -> None:
         """Record that the agent has taken ``turns`` and requests the next one. Repeats are ignored."""
         if progress.answered_at is not None:
             self._rest_count += 1
@@ -91,12 +91,12 @@ class TurnForecast:
         if further:
             self._learn()
 
-    def answered(self, progress: AgentProgress, seconds: float, now: float) -> None:
+    def answered(self, progress: AgentForecast, seconds: float, now: float) -> None:
         self._turn_count += 1
         self._turn_seconds += seconds
         progress.answered_at = now
 
-    def end(self, progress: AgentProgress, turns: int) -> None:
+    def end(self, progress: AgentForecast, turns: int) -> None:
         """Record that the agent has ended. A turn that it requested and never got counts as its last."""
         turns = max(turns, progress.turns + 1)
         self._see(progress, turns)
@@ -167,7 +167,7 @@ class TurnForecast:
         """Return whether an agent that has taken ``turns`` is among those that determine the end of the batch."""
         return self.slack(turns, slots) <= ENDING
 
-    def _see(self, progress: AgentProgress, turns: int) -> bool:
+    def _see(self, progress: AgentForecast, turns: int) -> bool:
         """Record that the agent continued up to ``turns``. Returns True if no agent was as far before."""
         self._live[progress.turns] -= 1
         self.live_turns -= self._turns_left[progress.turns]

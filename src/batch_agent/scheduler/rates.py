@@ -172,7 +172,7 @@ class RateWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class Reservation:
     """What one request reserved: its expected usage, its limits, and its number in sending order."""
 
     expected: Usage
@@ -185,7 +185,7 @@ NOTHING = Usage()
 
 class Rates:
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
-        self._budgets: dict[str, RateWindow] = {}
+        self._windows: dict[str, RateWindow] = {}
         self.limit(rpm, tpm)
         self._expected = NOTHING  # usage of the latest request
         self._number = 0  # number of the latest request that left
@@ -193,97 +193,97 @@ class Rates:
     def limit(self, rpm: int | None, tpm: int | None) -> None:
         """Set or remove the user's limits per minute. The usage of the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
-            if limit is not None or kind in self._budgets:
-                self._budgets.setdefault(kind, RateWindow()).limit = limit
+            if limit is not None or kind in self._windows:
+                self._windows.setdefault(kind, RateWindow()).limit = limit
 
     @property
     def shared(self) -> dict[str, RateWindow]:
-        """The budgets with a limit set by the user, by kind."""
-        return {kind: budget for kind, budget in self._budgets.items() if budget.limit is not None}
+        """The windows with a limit set by the user, by kind."""
+        return {kind: window for kind, window in self._windows.items() if window.limit is not None}
 
     def expected(self, kind: str) -> int:
-        """Return what a request like the latest uses of a budget."""
+        """Return what a request like the latest uses of a window."""
         return max(1, _amount(kind, self._expected, 1))
 
     def fill(self, until: float) -> None:
         """Count the user's limits as used until that time, because an earlier process may have used them."""
-        for budget in self._budgets.values():
-            budget.fill(until)
+        for window in self._windows.values():
+            window.fill(until)
 
     @property
     def counts_tokens(self) -> bool:
-        return len(self._budgets) > ("requests" in self._budgets)
+        return len(self._windows) > ("requests" in self._windows)
 
     def free_at(self, now: float) -> float:
         """Return when a request like the latest may be sent; ``now`` or earlier means at once."""
         return self._free_at(self._expected, now, 1)
 
     def _free_at(self, expected: Usage, now: float, requests: int) -> float:
-        # All budgets are checked again at that time, so the latest of these times is sufficient.
+        # All limits are checked again at that time, so the latest of these times is sufficient.
         return max(
-            (budget.free_at(_amount(kind, expected, requests), now) for kind, budget in self._budgets.items()),
+            (window.free_at(_amount(kind, expected, requests), now) for kind, window in self._windows.items()),
             default=now,
         )
 
-    def begin(self, now: float) -> Lease:
+    def begin(self, now: float) -> Reservation:
         """Count a request that has its slot. Its usage is assumed to equal that of the latest."""
         self._number += 1
         self._count(self._number, now)
         return self._reserve(self._expected, self._number)
 
-    def count_again(self, lease: Lease, now: float) -> None:
+    def count_again(self, reservation: Reservation, now: float) -> None:
         """Count a request again that leaves later than it was counted: twice is safer than too early."""
-        self._count(lease.number, now)
+        self._count(reservation.number, now)
 
     def _count(self, number: int, now: float) -> None:
-        if (requests := self._budgets.get("requests")) is not None:
+        if (requests := self._windows.get("requests")) is not None:
             requests.take(number, 1, now)
 
-    def _reserve(self, expected: Usage, number: int) -> Lease:
-        for kind, budget in self._budgets.items():
+    def _reserve(self, expected: Usage, number: int) -> Reservation:
+        for kind, window in self._windows.items():
             if kind != "requests":
-                budget.reserve(number, _amount(kind, expected, 0))
-        return Lease(expected, number, frozenset(self._budgets))
+                window.reserve(number, _amount(kind, expected, 0))
+        return Reservation(expected, number, frozenset(self._windows))
 
-    def unreserve(self, lease: Lease) -> Lease:
-        """Return a lease without reservations, for a request that waits for permission: many requests that each hold a
-        part would block each other."""
-        for kind in lease.kinds - {"requests"}:
-            self._budgets[kind].unreserve(lease.number, _amount(kind, lease.expected, 0))
-        return Lease(NOTHING, lease.number, lease.kinds)
+    def unreserve(self, reservation: Reservation) -> Reservation:
+        """Return the reservation without its expected usage, for a request that waits for permission: many requests
+        that each hold a part would block each other."""
+        for kind in reservation.kinds - {"requests"}:
+            self._windows[kind].unreserve(reservation.number, _amount(kind, reservation.expected, 0))
+        return Reservation(NOTHING, reservation.number, reservation.kinds)
 
-    def reserve(self, lease: Lease, expected: Usage, now: float) -> Lease | None:
+    def reserve(self, reservation: Reservation, expected: Usage, now: float) -> Reservation | None:
         """Reserve the expected usage of a request without reservations. Returns None if it must wait until ``free_at``,
         or until others are settled. Else it leaves now, with the next number."""
         self._expected = expected
         if self._free_at(expected, now, 0) > now:
             return None
         self._number += 1
-        if (requests := self._budgets.get("requests")) is not None:
-            requests.renumber(lease.number, self._number, 1)
+        if (requests := self._windows.get("requests")) is not None:
+            requests.renumber(reservation.number, self._number, 1)
         return self._reserve(expected, self._number)
 
-    def settle(self, lease: Lease, used: Usage | None, now: float) -> None:
+    def settle(self, reservation: Reservation, used: Usage | None, now: float) -> None:
         """Replace the reserved amount by what the request used; None: unknown."""
-        for kind in lease.kinds - {"requests"}:  # not budgets that became known later
-            reserved = _amount(kind, lease.expected, 0)
+        for kind in reservation.kinds - {"requests"}:  # not limits that became known later
+            reserved = _amount(kind, reservation.expected, 0)
             spent = reserved if used is None else _amount(kind, used, 0)
-            self._budgets[kind].settle(lease.number, reserved, spent, now)
+            self._windows[kind].settle(reservation.number, reserved, spent, now)
 
-    def unsend(self, lease: Lease, now: float) -> None:
+    def unsend(self, reservation: Reservation, now: float) -> None:
         """Release everything for a request that was answered without the endpoint."""
-        self.settle(lease, NOTHING, now)
-        if "requests" in lease.kinds:
-            self._budgets["requests"].untake(lease.number, 1)
+        self.settle(reservation, NOTHING, now)
+        if "requests" in reservation.kinds:
+            self._windows["requests"].untake(reservation.number, 1)
 
-    def learn(self, quota: Quota, lease: Lease | None, inflight: int, used: Usage, now: float) -> None:
+    def learn(self, quota: Quota, reservation: Reservation | None, inflight: int, used: Usage, now: float) -> None:
         """Learn the limits that an answer or a refusal reported while ``inflight`` other requests were in flight."""
         if self._expected == NOTHING:
             self._expected = used
         for kind, allowance in _allowances(quota).items():
-            budget = self._budgets.setdefault(kind, RateWindow())
-            number = None if lease is None or kind not in lease.kinds else lease.number
-            budget.learn(allowance, number, inflight * _amount(kind, self._expected, 1), now)
+            window = self._windows.setdefault(kind, RateWindow())
+            number = None if reservation is None or kind not in reservation.kinds else reservation.number
+            window.learn(allowance, number, inflight * _amount(kind, self._expected, 1), now)
 
 
 def _amount(kind: str, usage: Usage, requests: int) -> int:

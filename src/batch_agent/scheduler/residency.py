@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from batch_agent.scheduler.ordering import AgentProgress
+from batch_agent.scheduler.ordering import AgentForecast
 
 MOST = 4_096  # number of contexts that are remembered
 PLACES = 2 * MOST  # in the order of use, before they are numbered again
@@ -47,8 +47,8 @@ class Residency:
     """Contexts ordered by their last use. Sizes are tokens of the agent's own part."""
 
     def __init__(self) -> None:
-        self._contexts: dict[AgentProgress, tuple[int, int]] = {}  # place and size, in the order of use
-        self._flying: set[AgentProgress] = set()  # with a turn in flight: their contexts are in use until the answer
+        self._contexts: dict[AgentForecast, tuple[int, int]] = {}  # place and size, in the order of use
+        self._flying: set[AgentForecast] = set()  # with a turn in flight: their contexts are in use until the answer
         self._next = 0
         self._sizes, self._in_flight = _Sums(), _Sums()
 
@@ -56,32 +56,32 @@ class Residency:
         """Return whether contexts are being evicted, or soon will be. ``room`` is the capacity in tokens."""
         return self._sizes.total > FULL * room
 
-    def sent(self, progress: AgentProgress, tokens: int) -> None:
+    def sent(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent; ``tokens`` is the agent's own part of the prompt."""
         self._forget(progress)
         self._flying.add(progress)
         self._use(progress, tokens)
 
-    def answered(self, progress: AgentProgress, tokens: int) -> None:
+    def answered(self, progress: AgentForecast, tokens: int) -> None:
         self._forget(progress)
         self._flying.discard(progress)
         self._use(progress, tokens)
 
-    def end(self, progress: AgentProgress) -> None:
+    def end(self, progress: AgentForecast) -> None:
         """Record that the agent has ended. Its context stays until others need the memory."""
         if progress in self._flying:
             self._flying.discard(progress)
             if (context := self._contexts.get(progress)) is not None:
                 self._in_flight.add(context[0], -context[1])
 
-    def holds(self, progress: AgentProgress, room: float) -> bool:
+    def holds(self, progress: AgentForecast, room: float) -> bool:
         """Return whether the agent's context is probably in a cache with this many tokens."""
         if progress in self._flying:
             return True
         distance = self.distance(progress)
         return distance is not None and distance <= room
 
-    def cached(self, room: float) -> set[AgentProgress]:
+    def cached(self, room: float) -> set[AgentForecast]:
         """Return all agents whose contexts are probably in a cache with this many tokens."""
         found, used = set(self._flying), self._in_flight.total
         for progress, (_, tokens) in reversed(self._contexts.items()):
@@ -93,7 +93,7 @@ class Residency:
             found.add(progress)
         return found
 
-    def distance(self, progress: AgentProgress) -> int | None:
+    def distance(self, progress: AgentForecast) -> int | None:
         """Return the tokens of all contexts used since the agent's last turn, with its own; None if it is unknown."""
         context = self._contexts.get(progress)
         if context is None:
@@ -101,14 +101,14 @@ class Residency:
         place = context[0]
         return self._sizes.total - self._sizes.before(place) + self._in_flight.before(place)
 
-    def _forget(self, progress: AgentProgress) -> None:
+    def _forget(self, progress: AgentForecast) -> None:
         context = self._contexts.pop(progress, None)
         if context is not None:
             self._sizes.add(context[0], -context[1])
             if progress in self._flying:
                 self._in_flight.add(context[0], -context[1])
 
-    def _use(self, progress: AgentProgress, tokens: int) -> None:
+    def _use(self, progress: AgentForecast, tokens: int) -> None:
         if self._next == PLACES:
             self._number_again(self._contexts.items())
         self._put(progress, tokens)
@@ -117,7 +117,7 @@ class Residency:
             if oldest is not None:
                 self._forget(oldest)
 
-    def _put(self, progress: AgentProgress, tokens: int) -> None:
+    def _put(self, progress: AgentForecast, tokens: int) -> None:
         place = self._next
         self._contexts[progress] = place, tokens
         self._next += 1
@@ -125,7 +125,7 @@ class Residency:
         if progress in self._flying:
             self._in_flight.add(place, tokens)
 
-    def _number_again(self, contexts: Iterable[tuple[AgentProgress, tuple[int, int]]]) -> None:
+    def _number_again(self, contexts: Iterable[tuple[AgentForecast, tuple[int, int]]]) -> None:
         kept = list(contexts)[-MOST:]
         self._contexts, self._next = {}, 0
         self._sizes, self._in_flight = _Sums(), _Sums()

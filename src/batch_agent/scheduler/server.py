@@ -99,8 +99,9 @@ class Health:
         ``seconds`` it says nothing about the time that others take."""
         self.heard = self.up_at = now
         self.answered = True
-        self._looks = 0
-        self._good += seconds > 0
+        if seconds:
+            self._looks = 0
+            self._good += 1
         if seconds > self.slowest:
             self.slowest = seconds
         if self.state == "healthy":
@@ -368,6 +369,7 @@ class Server:
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
+        self.held_for = inf  # one refusal asked for that: the answer of a request sent no earlier than this ends it
         # The row that it asked for a very long wait, and when; None if it has answered any request since.
         self.excessive: tuple[RowHistory, float] | None = None
         self.refused_since: float | None = None  # it has refused every request for load since then

@@ -1,4 +1,4 @@
-"""Client requests as questions to the models: reading them, sending them, and what a refusal becomes.
+"""Client requests as questions to the models: reading them, sending them, and what an answer or a refusal becomes.
 
 A model that refuses a request is no sign of a bad server. Here the refusal is an answer, so that bad requests of one
 client do not stop the requests of others.
@@ -8,12 +8,25 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from batch_agent.backends.base import ModelRequest
+from batch_agent.agent.context import AgentContext
+from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.dispatch.dispatcher import ModelCall
-from batch_agent.errors import BackendError, ContextOverflow, JobError, RateLimited, Rejected, Timeout
+from batch_agent.errors import (
+    BackendError,
+    BatchAgentError,
+    ContextOverflow,
+    JobError,
+    RateLimited,
+    Rejected,
+    Timeout,
+    Unavailable,
+)
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
-from batch_agent.messages import JsonObject, Reply, Sealed
+from batch_agent.messages import Conversation, JsonObject, Reply, Sealed
+from batch_agent.serve.dialects import DIALECTS
 from batch_agent.serve.models import ServedModels
 
 REFUSED = "refusal"  # the finish reason and the seal of an answer that is a refusal
@@ -29,6 +42,8 @@ def read_request(
     model = asked.shape.model
     if not model:
         raise BadRequest("you must provide a model parameter", "model")
+    if not models.knows(model):
+        raise Unavailable(f"The model '{model}' does not exist or you do not have access to it.", status=404)
     if asked.lost:
         served = models.of(model)
         if dialect.wire not in served.backend.wires:
@@ -80,6 +95,83 @@ def model_request(asked: ClientRequest, request: ModelRequest, *, priority: int 
 def envelope(asked: ClientRequest, name: str = "") -> Envelope:
     """Return what an answer has beside the model's text. ``name`` is unique to the request; "": a new one."""
     return Envelope(name or secrets.token_hex(12), int(time.time()), asked.shape.model)
+
+
+# Lines of batches
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """The outcome of a line, as its file has it, and the tokens that it took."""
+
+    ok: bool
+    outcome: JsonObject
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+Ask = Callable[[RequestShape, Conversation, Callable[[ModelRequest], ClientCall]], Awaitable[Reply]]
+READER = RequestReader()
+
+
+async def ask_line(
+    models: ServedModels,
+    endpoint: str,
+    name: str,
+    body: JsonObject,
+    ask: Ask,
+    call: Callable[[ServedModels, ModelRequest], ClientCall] = ClientCall,
+) -> LineAnswer:
+    """Ask a line of a batch. ``endpoint`` is its path, and ``name`` is unique to it. ``call`` makes the question."""
+    dialect = DIALECTS[endpoint]
+    try:
+        request = read_request(READER, models, dialect, body)
+    except (BadRequest, BatchAgentError) as error:
+        status = 404 if isinstance(error, BatchAgentError) else 400
+        return failed_line(endpoint, name, status, str(error), getattr(error, "param", None))
+    conversation = Conversation(request.messages)
+
+    def send(question: ModelRequest) -> ClientCall:
+        question = model_request(request, question, priority=PRIORITY)
+        question.conversation = conversation
+        return call(models, question)
+
+    reply = await ask(request.shape, conversation, send)
+    if (refusal := refused(reply)) is not None:
+        return failed_line(endpoint, name, *refusal)
+    document = dialect.document(reply, request, envelope(request, name))
+    if endpoint == "/v1/messages":
+        outcome: JsonObject = {"result": {"type": "succeeded", "message": document}}
+    else:
+        outcome = _response(name, 200, document)
+    return LineAnswer(True, outcome, reply.usage.prompt_tokens, reply.usage.completion_tokens)
+
+
+def failed_line(endpoint: str, name: str, status: int, message: str, param: str | None = None) -> LineAnswer:
+    body = DIALECTS[endpoint].error(status, message, param)
+    if endpoint == "/v1/messages":
+        return LineAnswer(False, {"result": {"type": "errored", "error": body}})
+    return LineAnswer(False, _response(name, status, body))
+
+
+def _response(name: str, status: int, body: JsonObject) -> JsonObject:
+    return {"response": {"status_code": status, "request_id": f"req_{name}", "body": body}, "error": None}
+
+
+async def answer_line(row: JsonObject, context: AgentContext) -> JsonObject:
+    """Answer a line whose batch is a run in Redis, in any process. The worker of that run."""
+    work, body = context._work, row["body"]
+    assert isinstance(work.r.backend, ServedModels) and isinstance(body, dict)
+
+    async def ask(shape: RequestShape, conversation: Conversation, send: Callable[[ModelRequest], ClientCall]) -> Reply:
+        return await work.answer(shape, conversation, send=send)
+
+    answer = await ask_line(work.r.backend, str(row["endpoint"]), str(row["name"]), body, ask)
+    return {"ok": answer.ok, "outcome": answer.outcome, "tokens": answer.tokens}
 
 
 def start_nothing(call: object) -> None:

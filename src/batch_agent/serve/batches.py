@@ -1,8 +1,8 @@
 """The life of batches: validated, run, finalized; cancelled, expired and removed. Each has one task here.
 
-A batch is one run on one record, the run directory ``run/`` in the folder of the batch. Its rows are the lines that
-have no outcome yet, so that a restarted server continues where the last one was killed: a line whose answer is on disk
-is not asked again. design/serve.md has the reasons.
+A batch is one run on one record: the run directory ``run/`` in the folder of the batch, or a run in Redis, on which
+``batch-agent work`` works too. Its rows are the lines that have no outcome yet, so that a restarted server continues
+where the last one was killed: a line whose answer is recorded is not asked again. design/serve.md has the reasons.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ import logging
 import secrets
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isinf
 from pathlib import Path
+from typing import Any
 
 from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import prepare
-from batch_agent.backends.base import ModelRequest
+from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.dispatch.cancellation import first_error
 from batch_agent.errors import BatchAgentError, Interrupted, JobError, StoreError
-from batch_agent.gateway.client_request import BadRequest, RequestReader
 from batch_agent.job import AgentResult, Placed
-from batch_agent.messages import Conversation, JsonObject, Reply
+from batch_agent.messages import JsonObject, Reply
+from batch_agent.record.address import StoreAddress
+from batch_agent.record.redis.reading import delete_run, run_names
+from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
-from batch_agent.serve.asking import PRIORITY, ClientCall, envelope, model_request, read_request, refused, status_of
+from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, status_of
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.dialects import DIALECTS
 from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, LineRequest, check_lines, has_index
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
@@ -49,6 +51,8 @@ AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is conti
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory
 RUN = "run"
+RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
+LEASE = 10.0  # seconds after which rows of a worker in another process, or the batch of a server, are taken over
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +63,19 @@ class Granted:
     asked: LineRequest
     expected: float
     sent_at: float = 0.0
+    beside: int = 0  # other requests that were in flight then
     tokens: int = 0
 
 
 class RunningBatch:
-    """A batch that has been validated, while its lines are asked."""
+    """A batch that has been validated, while its lines are asked. ``travels``: processes of other machines ask them
+    too, so that rows have the whole line, and results its outcome."""
 
-    def __init__(self, batch: ServedBatch, lines: BatchLines, models: ServedModels, turnstile: Turnstile) -> None:
-        self.batch, self.lines, self._models, self._turnstile = batch, lines, models, turnstile
+    def __init__(
+        self, batch: ServedBatch, lines: BatchLines, models: ServedModels, turnstile: Turnstile, *, travels: bool
+    ) -> None:
+        self.batch, self.lines, self._models, self._turnstile, self._travels = batch, lines, models, turnstile, travels
         self.entrant = Entrant(batch.id, batch.tenant, batch.deadline, lambda: lines.left)
-        self._dialect, self._reader = DIALECTS[batch.endpoint], RequestReader()
         self._granted: dict[int, Granted] = {}
         self._leaders: dict[bytes, asyncio.Future[None]] = {}  # by prefix: done when its first line has begun
         self.run: Run[object] | None = None
@@ -80,7 +87,10 @@ class RunningBatch:
                 return
             asked = self.lines.read(line)
             self._granted[line.number] = Granted(line, asked, self.entrant.granted)
-            yield Placed(line.number, {"id": asked.custom_id, "line": line.number})
+            row: JsonObject = {"id": asked.custom_id, "line": line.number}
+            if self._travels:
+                row |= {"name": self._name(line), "endpoint": self.batch.endpoint, "body": asked.body}
+            yield Placed(line.number, row)
         self._turnstile.close(self.entrant)
 
     async def _in_order(self) -> AsyncIterator[BatchLine]:
@@ -135,29 +145,22 @@ class RunningBatch:
                 self._turnstile.ended(self.entrant, granted.tokens, granted.expected, sent=sent)
 
     async def _answer(self, granted: Granted, dialogue: Dialogue) -> object:
-        line, asked = granted.line, granted.asked
-        try:
-            request = read_request(self._reader, self._models, self._dialect, asked.body)
-        except (BadRequest, BatchAgentError) as error:
-            status = 404 if isinstance(error, BatchAgentError) else 400
-            self._fail(line, asked, status, str(error), getattr(error, "param", None))
-            return None
-        clock = asyncio.get_running_loop().time
+        line, clock = granted.line, asyncio.get_running_loop().time
 
-        def send(question: ModelRequest) -> ClientCall:
-            question = model_request(request, question, priority=PRIORITY)
-            question.conversation = Conversation(request.messages)
-            return _LineCall(self._models, question, partial(self._sent, granted))
+        def call(models: ServedModels, question: ModelRequest) -> ClientCall:
+            return _LineCall(models, question, partial(self._sent, granted))
 
-        reply = await dialogue.ask(request.shape, send=send)
-        granted.tokens = tokens = reply.usage.prompt_tokens + reply.usage.completion_tokens
-        if granted.sent_at:
+        def ask(shape: RequestShape, _: object, send: Callable[[ModelRequest], ClientCall]) -> Awaitable[Reply]:
+            return dialogue.ask(shape, send=send)
+
+        answer = await ask_line(self._models, self.batch.endpoint, self._name(line), granted.asked.body, ask, call)
+        granted.tokens = answer.tokens
+        if granted.sent_at and answer.ok:
             seconds, governor = clock() - granted.sent_at, self._turnstile.governor
-            governor.learn_line(seconds, reply.usage.completion_tokens, self._turnstile.inflight - 1)
-        self._end(
-            line, asked, reply, lambda: self._dialect.document(reply, request, envelope(request, self._name(line)))
-        )
-        return {"tokens": tokens}
+            beside = max(granted.beside, self._turnstile.inflight - 1 + governor.active)
+            governor.learn_line(seconds, answer.completion_tokens, beside)
+        self.lines.put(line, granted.asked.custom_id, answer.outcome, ok=answer.ok)
+        return {"tokens": answer.tokens}
 
     def _name(self, line: BatchLine) -> str:
         return f"{self.batch.id.rpartition('_')[2]}{line.number:08x}"
@@ -165,33 +168,8 @@ class RunningBatch:
     def _sent(self, granted: Granted) -> None:
         if not granted.sent_at:
             granted.sent_at = asyncio.get_running_loop().time()
+            granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
             self._turnstile.sent(self.entrant)
-
-    def _end(self, line: BatchLine, asked: LineRequest, reply: Reply, document: Callable[[], JsonObject]) -> None:
-        refusal = refused(reply)
-        if refusal is not None:
-            self._fail(line, asked, *refusal)
-            return
-        body = document()
-        if self.batch.wire == "anthropic":
-            outcome: JsonObject = {"result": {"type": "succeeded", "message": body}}
-        else:
-            outcome = {
-                "response": {"status_code": 200, "request_id": f"req_{self._name(line)}", "body": body},
-                "error": None,
-            }
-        self.lines.put(line, asked.custom_id, outcome, ok=True)
-
-    def _fail(self, line: BatchLine, asked: LineRequest, status: int, message: str, param: str | None = None) -> None:
-        body = self._dialect.error(status, message, param)
-        if self.batch.wire == "anthropic":
-            outcome: JsonObject = {"result": {"type": "errored", "error": body}}
-        else:
-            outcome = {
-                "response": {"status_code": status, "request_id": f"req_{self._name(line)}", "body": body},
-                "error": None,
-            }
-        self.lines.put(line, asked.custom_id, outcome, ok=False)
 
     def state_of(self, number: int) -> str:
         """Return the state of a line that is not done, or ""."""
@@ -204,12 +182,23 @@ class RunningBatch:
         self._granted.clear()
 
     def take(self, result: AgentResult[object]) -> None:
-        """Take the result of a row. One that failed has no outcome yet."""
-        if result.ok or result.error.type == Interrupted.type or self.lines.is_done(result.index):
+        """Take the result of a row. One that failed has no outcome yet, and none has if rows travel."""
+        told = result.output if result.ok and self._travels else None
+        answer = LineAnswer(told["ok"], told["outcome"]) if isinstance(told, dict) else None
+        if self._travels:
+            granted = self._granted.pop(result.index, None)
+            if granted is not None:
+                self._lead_over(granted.line.group)
+                tokens = result.usage.prompt_tokens + result.usage.completion_tokens
+                self._turnstile.ended(self.entrant, tokens, granted.expected, sent=True)
+        if self.lines.is_done(result.index) or (not result.ok and result.error.type == Interrupted.type):
             return
         line = self.lines.at(result.index)
-        error: JobError = result.error.exception()
-        self._fail(line, self.lines.read(line), status_of(error), result.error.message)
+        if not result.ok:
+            error: JobError = result.error.exception()
+            answer = failed_line(self.batch.endpoint, self._name(line), status_of(error), result.error.message)
+        if answer is not None:
+            self.lines.put(line, self.lines.read(line).custom_id, answer.outcome, ok=answer.ok)
 
 
 class _LineCall(ClientCall):
@@ -224,9 +213,20 @@ class _LineCall(ClientCall):
         return await super().send(endpoint)
 
 
+def line_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
+    """Return the options of a batch's run in a directory."""
+    given = {"task": "{id}", "backend": models, "model": model or "any", "no_hoist": True, "resume": True, **options}
+    return BatchSpec(**given)
+
+
+def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> BatchSpec:
+    """Return those of a run in Redis: workers of other processes open the same models, and import the worker."""
+    return line_spec(models, model, backend=models.url, worker=answer_line, keep="results", lease=LEASE, **options)
+
+
 class ServedBatches:
     """All batches of a server. ``lease``: seconds for which a process owns a batch, if several share the catalog.
-    ``now`` returns unix seconds."""
+    ``store``: URL of the Redis server that has their runs; "": each is a directory. ``now`` returns unix seconds."""
 
     def __init__(
         self,
@@ -237,10 +237,12 @@ class ServedBatches:
         *,
         max_lines: int,
         lease: float | None = None,
+        store: str = "",
         now: Callable[[], float],
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
+        self._store = store
         self._max_lines, self._lease, self._now, self._notify = max_lines, lease, now, notify
         self._owner = secrets.token_hex(8)  # the name of this process
         self.running: dict[str, RunningBatch] = {}
@@ -396,34 +398,39 @@ class ServedBatches:
             return
         if batch.status == "in_progress" and not stop:
             await self._wait_open(batch)
+        opened: list[BatchLines] = []
         try:
-            lines = await in_thread(partial(BatchLines, folder, batch))
             try:
+                await in_whole_thread(lambda: opened.append(BatchLines(folder, batch)))
+                (lines,) = opened
                 if batch.status != "finalizing" and lines.left and not stop:
-                    running = self.running[batch.id] = RunningBatch(batch, lines, self._models, self._turnstile)
+                    running = self.running[batch.id] = RunningBatch(
+                        batch, lines, self._models, self._turnstile, travels=bool(self._store)
+                    )
                     stop = await self._run(running)
                     if self._turnstile.resting and not stop and lines.left:
                         await asyncio.get_running_loop().create_future()  # until this process ends
                 await self._finalize(batch, lines, stop)
             finally:
                 self.running.pop(batch.id, None)
-                await in_thread(lines.close)
+                for lines in opened:
+                    await in_thread(lines.close)
         finally:
             self._leave_open(batch)
 
     async def _run(self, running: RunningBatch) -> str:
         """Ask lines until none is left, or until the batch is cancelled or expires. Returns which, or ""."""
         batch, entrant = running.batch, running.entrant
-        spec = BatchSpec(
-            task="{id}",
-            inputs=running.rows(),
-            backend=self._models,
-            model=batch.model or "any",
-            no_hoist=True,
-            run_dir=str(self.folder(batch.id) / RUN),
-            resume=True,
-        )
-        run = running.run = Run[object](prepare(spec), worker=running.answer, within=self._shared)
+        if batch.wire == "anthropic":
+            await self._models.models()  # so that ``knows`` knows
+        if not self._store:
+            spec = line_spec(self._models, batch.model, inputs=running.rows(), run_dir=str(self.folder(batch.id) / RUN))
+            run = Run[object](prepare(spec), worker=running.answer, within=self._shared)
+        else:
+            place = f"{self._store}/{RUNS_PREFIX}{batch.id}"
+            spec = travelling_spec(self._models, batch.model, inputs=running.rows(), run_dir=place)
+            run = Run[object](replace(prepare(spec), backend=self._models), within=self._shared)
+        running.run = run
         self._turnstile.enter(entrant)
         stops = self._stops[batch.id]
         stop = ""
@@ -506,6 +513,22 @@ class ServedBatches:
             error_file=files[ERRORS].id if ERRORS in files else "",
         )
         await self._put(done, list(files.values()))
+        await self.forget_run(batch.id)
+
+    async def forget_run(self, id: str) -> None:
+        """Delete the run of a batch that has ended, if it is in Redis: everything is in the files."""
+        if self._store:
+            with suppress(StoreError):
+                await in_thread(partial(delete_run, StoreAddress.parse(f"{self._store}/{RUNS_PREFIX}{id}")))
+
+    async def forget_runs(self) -> None:
+        """Delete what a process that was killed has left in Redis. Runs of other servers stay."""
+        if self._store:
+            names = await in_thread(partial(run_names, StoreAddress.parse(self._store, named=False)))
+            for id in [name.removeprefix(RUNS_PREFIX) for name in names if name.startswith(RUNS_PREFIX)]:
+                batch = await in_thread(partial(self._catalog.batch, id))
+                if batch is not None and batch.is_over:
+                    await self.forget_run(id)
 
     def _begin_end(self, batch: ServedBatch, stop: str) -> ServedBatch:
         """Return a batch whose lines are done or will not be asked any more."""

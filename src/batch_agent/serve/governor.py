@@ -6,7 +6,8 @@ in length; so the latency of one is compared with that of an idle engine for as 
 
 While people are there, an answer that took longer than the target lowers the limit in proportion, and answers well
 below it raise the limit. When no request has come for a while there is no limit; the one that met the target last is
-where it begins when people return.
+where it begins when people return. If the latency of an idle engine is not known when people come, no line starts until
+one of their requests was answered without lines.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from math import inf
 
 QUIET_SECONDS = 5.0  # without an interactive request after which lines fill the engine again
 FEW = 2  # requests in flight that leave an engine almost idle
+MEASURE_SECONDS = 30.0  # for which no line starts, at most, until the latency of an idle engine is known
 LEARN = 0.2  # the weight of the latest answer
-COMFORT = 0.8  # part of the target below which more lines are tried
+AIM, COMFORT = 0.93, 0.85  # parts of the target: above the first, lines are taken away; below the other, more are tried
 RAISE = 1.08
+OVER = 1.25  # times the limit: with more lines in flight, those of an earlier limit are still there
 LOWER = 0.5  # the limit is never lowered more than this by one answer
-FIRST_PART = 0.25  # of the lines in flight, when people come for the first time
+FIRST_PART = 0.25  # of the lines in flight, when people come and nothing is known
 OVERHEAD_TOKENS = 8.0  # the time before the first token, in tokens
 
 
@@ -31,13 +34,15 @@ class TokenPace:
     idle: float = 0.0
     certain: bool = False  # measured on an idle engine, and not only the best of a busy one
 
-    def learn(self, seconds: float, tokens: float, beside: int) -> None:
+    def learn(self, seconds: float, tokens: float, lines: int, beside: int) -> None:
+        """Learn from an answer. ``lines`` were in flight beside it, and ``beside`` requests in all, at any time."""
         pace = seconds / (tokens + OVERHEAD_TOKENS)
         if beside <= FEW:
             self.idle = pace if not self.certain else self.idle + LEARN * (pace - self.idle)
             self.certain = True
         elif not self.certain and (not self.idle or pace < self.idle):
             self.idle = pace
+            self.certain = not lines  # only people were there: their latency without lines
 
 
 class Governor:
@@ -52,6 +57,7 @@ class Governor:
         self.reason = ""  # why the target is given up, for people
         self._limit: float | None = None
         self._kept = 0.0  # the limit when people were there last
+        self._busy = (0, 0.0)  # the latest pace beside many lines, and their number
         self._asked = -inf
         self._changed = -inf
 
@@ -71,7 +77,11 @@ class Governor:
             if self._limit is not None:
                 self._kept, self._limit, self.reason = self._limit, None, ""
             return None
-        return None if self._limit is None else max(1, round(self._limit))
+        if self._limit is None:
+            return None
+        if not self._limit and now - self._changed < MEASURE_SECONDS:
+            return 0
+        return max(1, round(self._limit or self._busy[0] * FIRST_PART))
 
     def give_up(self, reason: str) -> None:
         self.reason = f"the latency target is given up: {reason}"
@@ -81,9 +91,22 @@ class Governor:
         self.waiting += 1
         self.active += 1
         if self.target is not None and self._limit is None:
-            self._limit = self._kept or max(1.0, lines * FIRST_PART)
+            if lines > FEW and not self._busy[0]:
+                self._busy = lines, 0.0
+            self._limit = self._kept or self._first()
             self._changed = now
         self._asked = now
+
+    def _first(self) -> float:
+        """Return the limit for the first people: 0 while the pace of an idle engine is to be measured. The pace grows
+        with the lines in proportion, as far as is known."""
+        lines, pace = self._busy
+        if not self.pace.certain:
+            return 0.0
+        if not pace or self.target is None:
+            return max(1.0, lines * FIRST_PART)
+        share = (self.target - 1) / max(pace / self.pace.idle - 1, self.target - 1)
+        return max(1.0, COMFORT * share * lines)
 
     def admitted(self) -> None:
         """The engine has begun with an interactive request."""
@@ -94,22 +117,31 @@ class Governor:
         self._asked = now
 
     def learn_line(self, seconds: float, tokens: int, beside: int) -> None:
-        """A line was answered, with ``beside`` other requests in flight."""
-        if not self.pace.certain and tokens:
-            self.pace.learn(seconds, tokens, beside)
+        """A line was answered; at most ``beside`` other requests were in flight at its start and at its end."""
+        if tokens:
+            if not self.pace.certain:
+                self.pace.learn(seconds, tokens, beside, beside)
+            if beside > FEW:
+                self._busy = beside, seconds / (tokens + OVERHEAD_TOKENS)
 
-    def answered(self, seconds: float, tokens: int, lines: int, now: float) -> None:
-        """An interactive request was answered, with ``lines`` in flight."""
-        self.pace.learn(seconds, tokens, lines + self.active - 1)
+    def answered(self, seconds: float, tokens: int, before: int, lines: int, now: float) -> None:
+        """An interactive request was answered, and is not active any more. ``before`` lines were in flight at its
+        start, and ``lines`` are now."""
+        most = max(before, lines)
+        self.pace.learn(seconds, tokens, most, most + self.active)
         if not self.pace.idle:
             return
         ratio = seconds / (self.pace.idle * (tokens + OVERHEAD_TOKENS))
         self.ratio = ratio if not self.ratio else self.ratio + LEARN * (ratio - self.ratio)
         limit, target = self._limit, self.target
-        if limit is None or target is None:
+        if limit is None or target is None or not self.pace.certain:
             return
-        if ratio > target and now - self._changed >= seconds / 2:  # else it still pays for the limit before
-            self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, target / ratio))
+        if not limit:
+            self._limit, self._changed = self._first(), now
+        elif ratio > AIM * target:
+            if most > limit * OVER or now - self._changed < seconds / 2:
+                return  # it was slow because of lines that started before the limit
+            self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, AIM * target / ratio))
             self._changed = now
         elif ratio < COMFORT * target and lines >= COMFORT * limit:
             self._limit = limit * RAISE + 0.5

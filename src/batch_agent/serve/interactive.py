@@ -7,10 +7,8 @@ piece by piece, and is written as events of the client's wire; tool calls and us
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
-import orjson
 from aiohttp import web
 
 from batch_agent.backends.base import ModelRequest
@@ -20,8 +18,9 @@ from batch_agent.dispatch.policy import Policy
 from batch_agent.door import RequestRefused, json_response, read_body, read_object
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, RequestReader
+from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
-from batch_agent.scheduler.ordering import FIRST, AgentProgress
+from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.asking import (
     ClientCall,
     envelope,
@@ -38,7 +37,6 @@ from batch_agent.serve.turnstile import Turnstile
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MOST_RETRIES = 2
 PATIENCE_SECONDS = 60.0  # that an outage is waited out
-MARK = "\u2063mark of the text\u2063"
 BYTES_PER_TOKEN = 4
 
 
@@ -80,31 +78,27 @@ class Interactive:
         self,
         asked: ClientRequest,
         tenant: Tenant,
-        relay: Callable[[bytes], None] | None = None,
-        begun: Callable[[], bool] = lambda: False,
-        said: list[str] | None = None,
-        on_begin: Callable[[], None] | None = None,
+        stream: _Stream | None = None,
     ) -> Reply:
         """Return the answer. Raises RequestRefused."""
         turnstile, governor = self._turnstile, self._turnstile.governor
         if not turnstile.account(tenant.name).has_tokens:
             raise RequestRefused(429, "the tokens of this day are used up", code="insufficient_quota")
         clock = asyncio.get_running_loop().time
-        question = ModelRequest(
-            asked.shape, Conversation(asked.messages), "interactive", said=[] if said is None else said
-        )
-        question = model_request(asked, question)
-        question.relay, question.on_begin = relay, on_begin
+        question = model_request(asked, ModelRequest(asked.shape, Conversation(asked.messages), "interactive"))
         call = _PersonCall(self._models, question, governor.admitted)
-        if relay is None and on_begin is not None:
+        if stream is not None and stream.live is not None:
+            stream.live.follow(question)
             call.on_tool_call = start_nothing  # so that the backend streams
-        policy = Policy(
-            MOST_RETRIES, wait_until=clock() + PATIENCE_SECONDS, wait_out=True, wanted=lambda error: not begun()
-        )
-        governor.began(clock(), turnstile.inflight)
+        elif stream is not None:
+            question.relay = stream.put
+        wait_until = clock() + PATIENCE_SECONDS
+        policy = Policy(MOST_RETRIES, wait_until=wait_until, wanted=lambda _: stream is None or not stream.begun)
+        before = turnstile.inflight
+        governor.began(clock(), before)
         turnstile.touch()
         try:
-            progress = AgentProgress(FIRST, model=asked.shape.model)
+            progress = AgentForecast(FIRST, model=asked.shape.model)
             ticket = self._dispatcher.slots.claim(progress, FIRST)
             reply = await self._dispatcher.ask(call, policy, ticket=ticket)
         except JobError as error:
@@ -120,24 +114,18 @@ class Interactive:
             raise RequestRefused(*refusal)
         usage = reply.usage
         turnstile.spend(tenant.name, usage.prompt_tokens + usage.completion_tokens)
-        governor.answered(clock() - call.sent_at, usage.completion_tokens, turnstile.inflight, clock())
+        governor.answered(clock() - call.sent_at, usage.completion_tokens, before, turnstile.inflight, clock())
         return reply
 
     async def _streamed(self, request: web.BaseRequest, asked: ClientRequest, tenant: Tenant) -> web.StreamResponse:
         own = asked.dialect.wire in self._models.of(asked.shape.model).backend.wires
         stream = _Stream(request, asked, raw=own)
-        said: list[str] = []
         refusal: RequestRefused | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(stream.write())
                 try:
-                    if own:
-                        reply = await self._ask(asked, tenant, stream.relay, lambda: stream.begun)
-                    else:
-                        told = stream.follow(said)
-                        reply = await self._ask(asked, tenant, None, lambda: stream.begun, said, told)
-                    stream.finish(reply)
+                    stream.finish(await self._ask(asked, tenant, stream))
                 except RequestRefused as error:
                     refusal = error
                     if stream.begun:
@@ -171,17 +159,12 @@ class _Stream:
     """A streamed answer. Pieces are put in a queue, and written by one task while more arrive."""
 
     def __init__(self, request: web.BaseRequest, asked: ClientRequest, *, raw: bool) -> None:
-        self._request, self._asked, self._raw = request, asked, raw
+        self._request, self._asked = request, asked
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._envelope = envelope(asked)
+        self.live = None if raw else LiveAnswer(asked, envelope(asked), self.put)
         self.begun = False
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         self.response = web.StreamResponse(headers=headers)
-        self._before: list[bytes] = []
-        self._piece = b""
-        self._sent = 0  # pieces of the text that were written
-        self._events = 0
-        self._said: list[str] = []
 
     def put(self, data: bytes) -> None:
         if data:
@@ -197,66 +180,11 @@ class _Stream:
                 await self.response.prepare(self._request)
             await self.response.write(data)
 
-    # The backend's own stream
-
-    def relay(self, chunk: bytes) -> None:
-        self.put(chunk)
-
-    # A stream of another wire
-
-    def follow(self, said: list[str]) -> Callable[[], None]:
-        """Return a function to be called when text may have arrived in ``said``."""
-        self._said, loop = said, asyncio.get_running_loop()
-        return lambda: (loop.call_soon(self._advance), None)[1]
-
-    def _advance(self) -> None:
-        text = "".join(self._said[self._sent :])
-        if not text:
-            return
-        self._sent = len(self._said)
-        if not self._piece:
-            self._open()
-        self.put(self._numbered(self._piece.replace(_quoted(MARK), _quoted(text))))
-
-    def _open(self) -> None:
-        """Write what comes before the text."""
-        events = list(self._document_events(Reply(MARK)))
-        place = next(place for place, event in enumerate(events) if _quoted(MARK) in event)
-        self._piece = events[place]
-        for event in events[:place]:
-            self.put(self._numbered(event))
-
     def finish(self, reply: Reply) -> None:
         """Write the rest of the answer."""
-        if self._raw and self.begun:
-            return
-        if not self._sent:
-            for event in self._document_events(reply):
+        if self.live is not None:
+            self.live.finish(reply)
+        elif not self.begun:
+            asked = self._asked
+            for event in asked.dialect.events(asked.dialect.document(reply, asked, envelope(asked)), asked):
                 self.put(event)
-            return
-        self._advance()
-        mark = _quoted(MARK)
-        whole = replace(reply, text=MARK, reasoning="", sealed=None)
-        events = list(self._document_events(whole))
-        place = next(place for place, event in enumerate(events) if mark in event)
-        for event in events[place + 1 :]:
-            self.put(self._numbered(event.replace(mark, _quoted(reply.text))))
-
-    def _document_events(self, reply: Reply) -> Iterator[bytes]:
-        asked = self._asked
-        document = asked.dialect.document(reply, asked, self._envelope)
-        return asked.dialect.events(document, asked)
-
-    def _numbered(self, event: bytes) -> bytes:
-        """Return the event with its own sequence number, on a wire that has them."""
-        if b'"sequence_number":' not in event:
-            return event
-        head, data, rest = event.partition(b"data: ")
-        document = orjson.loads(rest)
-        document["sequence_number"] = self._events
-        self._events += 1
-        return head + data + orjson.dumps(document) + b"\n\n"
-
-
-def _quoted(text: str) -> bytes:
-    return orjson.dumps(text)

@@ -10,6 +10,7 @@ Memory does not grow with the number of lines, except for one bit for each. All 
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from batch_agent.serve.catalog import ServedBatch, Wire
 INPUT, INDEX, OUTPUT, ERRORS, PART = "input.jsonl", "lines.db", "output.jsonl", "errors.jsonl", ".part"
 MOST_LINE_BYTES = 64 * 1024 * 1024
 MOST_ERRORS = 100  # that a failed batch lists
-MOST_ID_CHARACTERS = {"openai": 512, "anthropic": 64}
+MOST_ID_CHARACTERS = 512
+ANTHROPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 LONG_PREFIX_BYTES = 2048
 AT_ONCE = 512  # lines per query
 DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
@@ -141,11 +143,12 @@ class _Check:
         if not isinstance(own, str) or not own:
             self.refuse(place, "missing_required_parameter", "Missing required parameter: 'custom_id'.", "custom_id")
             return
-        if len(own) > MOST_ID_CHARACTERS["openai"]:
+        if len(own) > MOST_ID_CHARACTERS:
             self.refuse(place, "invalid_custom_id", "The custom_id is too long.", "custom_id")
             return
         if line.get("method") != "POST":
-            self.refuse(place, "invalid_method", "Invalid method: it must be 'POST'.", "method")
+            code = "invalid_method" if line.get("method") else "missing_required_parameter"
+            self.refuse(place, code, "Invalid method: it must be 'POST'.", "method")
             return
         if line.get("url") != self._endpoint:
             told = f"The URL of this request must be the endpoint of the batch, {self._endpoint!r}."
@@ -238,9 +241,8 @@ class MessageBatchLines:
         if not isinstance(request, dict):
             return f"{where}: Input should be an object"
         own, params = request.get("custom_id"), request.get("params")
-        most = MOST_ID_CHARACTERS["anthropic"]
-        if not isinstance(own, str) or not 1 <= len(own) <= most:
-            return f"{where}.custom_id: a text of 1 to {most} characters is required"
+        if not isinstance(own, str) or not ANTHROPIC_ID.fullmatch(own):
+            return f"{where}.custom_id: 1 to 64 letters, digits, '-' or '_' are required"
         if not isinstance(params, dict):
             return f"{where}.params: an object is required"
         if extra := request.keys() - {"custom_id", "params"}:

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Self
+from urllib.parse import parse_qsl, urlencode
 from weakref import WeakKeyDictionary
 
+from batch_agent.backends.address import Address
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
@@ -44,9 +46,11 @@ class ServedModel:
 
 
 class ServedModels(Backend):
-    """``models`` by the name that clients use. The name "" stands for all models that its backend lists."""
+    """``models`` by the name that clients use. The name "" stands for all models that its backend lists. ``url`` opens
+    the same models in another process; "" if that would need a key or headers."""
 
-    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+    def __init__(self, models: Mapping[str, ServedModel], url: str = "") -> None:
+        self.url = url
         if not models:
             raise SpecError("serve needs --backend URL, or --model NAME=URL for each model")
         self._models = dict(models)
@@ -56,7 +60,7 @@ class ServedModels(Backend):
 
     @property
     def name(self) -> str:
-        return ", ".join(dict.fromkeys(served.backend.name for served in self._models.values()))
+        return f"models://{', '.join(dict.fromkeys(served.backend.name for served in self._models.values()))}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -183,7 +187,30 @@ def open_models(backend: str | None, named: Mapping[str, str | Mapping[str, obje
         models[name] = ServedModel(opened[place], inner)
     if backend is not None:
         models[EVERY] = ServedModel(open_backend(backend)[0])
-    return ServedModels(models)
+    return ServedModels(models, _url_of({**named, **({} if backend is None else {EVERY: backend})}))
+
+
+def _url_of(named: Mapping[str, str | Mapping[str, object]]) -> str:
+    """Return the URL of these models; "" if a record should not have one of them: it has a password, key or headers."""
+    pairs: list[tuple[str, str]] = []
+    for name, given in named.items():
+        url = given if isinstance(given, str) else given.get("url")
+        inner = "" if isinstance(given, str) else str(given.get("model", ""))
+        beside = set() if isinstance(given, str) else {*given} - {"url", "model"}
+        if beside or not isinstance(url, str) or "@" in url:
+            return ""
+        pairs.append((f"{name}={inner}" if inner else name, url))
+    return f"models://?{urlencode(pairs)}"
+
+
+def from_address(address: Address) -> ServedModels:
+    """Return the models of a URL ``models://?NAME=URL&…``. A model without a name stands for all others."""
+    named: dict[str, str | Mapping[str, object]] = {}
+    for text, url in parse_qsl(address.url.query, keep_blank_values=True):
+        name, _, inner = text.partition("=")
+        named[name] = {"url": url, "model": inner} if inner else url
+    every = named.pop(EVERY, None)
+    return open_models(None if every is None else str(every), named)
 
 
 def names_in(texts: Sequence[str]) -> dict[str, str | Mapping[str, object]]:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -25,11 +25,14 @@ from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.events import Clock
 from batch_agent.observe.metrics_server import metrics_response
+from batch_agent.record.address import StoreAddress
 from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
+from batch_agent.run.spec_json import spec_json
+from batch_agent.run.trust import join_line
 from batch_agent.serve.admin import Admin
 from batch_agent.serve.api import Api, ApiLimits, refuse
-from batch_agent.serve.batches import ServedBatches
+from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
 from batch_agent.serve.catalog import Catalog
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.interactive import Interactive
@@ -64,6 +67,7 @@ class ServeOptions:
     interactive_latency: float | None = 2.5
     max_inflight: int | None = None
     shared: bool = False  # several processes serve the same data
+    store: str = ""  # URL of the Redis server that has the runs of batches; implies ``shared``
     drain: float = 5.0  # for lines in flight, when the server is stopped
     now: Callable[[], float] = time.time
 
@@ -72,7 +76,8 @@ class BatchService:
     """All parts of a server. ``serve`` runs it; ``ready`` gets its address and key."""
 
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:
-        self.options, self.models = options, models
+        self.options, self.models = replace(options, shared=options.shared or bool(options.store)), models
+        options = self.options
         self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
         for name in ("files", "batches"):
             (options.data / name).mkdir(mode=0o700, exist_ok=True)
@@ -82,6 +87,8 @@ class BatchService:
                 f"--host {options.host} can be reached from other machines, and there is no tenant: add one with "
                 f"batch-agent serve keys add NAME --data {options.data}"
             )
+        if options.store and not models.url:
+            raise SpecError("with --store, workers open the models too: give URLs, and keys in their environment")
         self.room = True  # the disk has more than the reserve free
 
     async def serve(self, ready: Callable[[str, str], Awaitable[None]]) -> None:
@@ -98,7 +105,8 @@ class BatchService:
             extent.push_async_callback(self._close, dispatcher)
             self.webhooks = Webhooks(self.catalog, options.now)
             governor = Governor(options.interactive_latency)
-            self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked)
+            travels = bool(options.store)
+            self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked, travels=travels)
             polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
             await extent.enter_async_context(polled)
             self.batches = ServedBatches(
@@ -108,6 +116,7 @@ class BatchService:
                 self.turnstile,
                 max_lines=options.max_lines,
                 lease=LEASE_SECONDS if options.shared else None,
+                store=options.store,
                 now=options.now,
                 notify=self.webhooks.wake,
             )
@@ -117,6 +126,7 @@ class BatchService:
             self.admin = Admin(self.catalog, self.batches, self.interactive, self.turnstile, self.dispatcher)
             self.admin.open_metrics = is_loopback(options.host)
             await in_thread(self._clean)
+            await self.batches.forget_runs()  # raises if the store is unreachable
             await self._keep_books()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.turnstile.run())
@@ -157,6 +167,16 @@ class BatchService:
         dispatcher.spending = spending = Spending(spec, None, lambda short: None, lambda limit: None)
         dispatchers = {self.models.name: dispatcher}
         return Shared(clock, lambda event: None, dispatcher, spending, dispatchers, None, None, Observers(), paced=True)
+
+    @property
+    def joining(self) -> str:
+        """Return the command that lets another machine work on all batches; "" without a store."""
+        options = self.options
+        if not options.store:
+            return ""
+        spec = spec_json(prepare(travelling_spec(self.models, None, inputs=(), run_dir=f"{options.store}/any")))
+        url = str(StoreAddress.parse(options.store, named=False))
+        return join_line(f"'{url}/{RUNS_PREFIX}*' --wait inf", {"spec": spec})
 
     async def _close(self, dispatcher: Dispatcher) -> None:
         dispatcher.close()
@@ -226,6 +246,7 @@ class BatchService:
             await in_thread(partial(self.api.path_of(file).unlink, missing_ok=True))
         for batch in await in_thread(partial(self.catalog.ended_before, now - self.options.keep)):
             await self.batches.remove(batch)
+        await self.batches.forget_runs()
 
     def _clean(self) -> None:
         """Remove what a killed process left: uploads without an end, and folders without a batch."""

@@ -36,11 +36,16 @@ class TenantAccount:
     used: float = 0.0
     today: int = 0
     inflight: int = 0
+    pledged: float = 0.0  # tokens that its lines in flight will use
     tokens: int = 0  # in all, since this process started
 
     @property
     def has_tokens(self) -> bool:
         return self.tokens_per_day is None or self.today < self.tokens_per_day
+
+    @property
+    def may_start(self) -> bool:
+        return self.tokens_per_day is None or self.today + self.pledged < self.tokens_per_day
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +72,8 @@ class Entrant:
 
 
 class Turnstile:
-    """``now`` returns unix seconds. ``blocked`` returns why no line may start at all, or ""."""
+    """``now`` returns unix seconds. ``blocked`` returns why no line may start at all, or "". ``travels``: processes of
+    other machines may ask a line that is granted; all lines together take no more than the slots of this process."""
 
     def __init__(
         self,
@@ -76,8 +82,10 @@ class Turnstile:
         *,
         now: Callable[[], float],
         blocked: Callable[[], str] = lambda: "",
+        travels: bool = False,
     ) -> None:
         self._dispatcher, self.governor, self._now, self._blocked = dispatcher, governor, now, blocked
+        self._travels = travels
         self._feed = dispatcher.feed(lambda: None)
         self._feed.reading = True  # it has no rows of its own
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
@@ -176,6 +184,7 @@ class Turnstile:
         if not self.inflight:
             self._idle.set()
         account.used += (tokens - expected) / account.share
+        account.pledged -= expected
         if tokens:
             entrant.answered += 1
             entrant.per_line += (tokens - entrant.per_line) * max(LEARN, 1 / entrant.answered)
@@ -247,19 +256,20 @@ class Turnstile:
         """Return the batch whose line starts next; None if no line may start now."""
         self.why = ""
         waiting = [each for each in self.entrants.values() if each.waiting is not None and not each.waiting.done()]
-        if not waiting or self._pending >= PENDING:
+        slots = self._dispatcher.scheduler.slots  # 0 in an outage: then one line is the trial
+        full = self._travels and slots is not None and self.inflight >= max(1, slots)
+        if not waiting or self._pending >= PENDING or full:
             return None
         if why := self._blocked():
             self.why = why
             return None
-        within = [each for each in waiting if self.account(each.tenant).has_tokens]
+        within = [each for each in waiting if self.account(each.tenant).may_start]
         if not within:
             self.why = "the tokens of this day are used up"
             return None
         now, governor = asyncio.get_running_loop().time(), self.governor
         limit = governor.limit(now)
         if (limit is not None and self.inflight >= limit) or self.may_wait_in_engine():
-            slots = self._dispatcher.scheduler.slots
             late = [each for each in within if self.is_late(each)]
             if not late or slots is None or self.inflight >= URGENT_SHARE * slots:
                 self.why = "interactive requests come first"
@@ -279,9 +289,10 @@ class Turnstile:
         entrant.waiting = None
         entrant.granted = entrant.expected()
         account.used += entrant.granted / account.share
+        account.pledged += entrant.granted
         for one in (account, entrant, self):
             one.inflight += 1
-        self._pending += 1
+        self._pending += not self._travels
         if not entrant.began:
             entrant.began = asyncio.get_running_loop().time()
         waiting.set_result(True)

@@ -166,6 +166,14 @@ class Table:
                 self.spent[name] -= int((self.charged - now) * claim.rate)
                 self.charged = now
 
+    def forget_members(self, now: float) -> None:
+        """Remove all workers of an earlier session, which cannot report again: others will have their names. What they
+        held of a budget counts as spent."""
+        for member in self.members.values():
+            for name, claim in member.claims.items():
+                self._let_go(name, replace(claim, spent=claim.held), now)
+        self.members.clear()
+
     def spent_of(self, name: str) -> int:
         """Return what is spent of a budget, including what dead workers did not return."""
         members = self.members.values()

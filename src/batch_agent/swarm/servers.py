@@ -32,7 +32,7 @@ from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.ordering import LAST, AgentProgress
+from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.server import Endpoint, Server
 from batch_agent.swarm.options import above_zero, whole
 
@@ -205,7 +205,7 @@ class Servers:
             timeout=limit,
             wanted=request.is_worth_retrying,
         )
-        ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=self._endpoints[server])
+        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._endpoints[server])
         server.waiting.add(ticket)
         try:
             return await _exchange(dispatcher, request, policy, ticket)
@@ -216,7 +216,7 @@ class Servers:
         """Send the request once, for a caller that judges failures itself. The outcome does not affect the server's
         health here."""
         dispatcher = await self.open()
-        ticket = dispatcher.slots.claim(AgentProgress(LAST), LAST, pinned=self._unjudged)
+        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._unjudged)
         request = _Unjudged(dispatcher.slots, server, path, body, limit)
         return await _exchange(dispatcher, request, Policy(0), ticket)
 

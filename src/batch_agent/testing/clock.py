@@ -30,7 +30,7 @@ Ts = TypeVarTuple("Ts")
 
 Ready = list[tuple[selectors.SelectorKey, int]]
 
-RESOLUTION = time.get_clock_info("monotonic").resolution  # tolerance within which the event loop treats a timer as due
+RESOLUTION = time.get_clock_info("monotonic").resolution
 SOCKET_GRACE = 0.002  # real seconds for the kernel to carry bytes between two of our sockets
 LAST_GRACE = 0.25  # the same before a deadlock is reported, which must be right even on a busy machine
 
@@ -56,6 +56,8 @@ def virtual_clock(function: Callable[P, Coroutine[object, object, T]]) -> Callab
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
+    _clock_resolution: float  # tolerance within which the event loop treats a timer as due
+
     def __init__(self) -> None:
         self._now = 0.0
         self._threads_at_work = 0
@@ -75,6 +77,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def stall(self, seconds: float) -> None:
         """Let time pass while the loop does nothing, as with a blocking callback."""
         self._now += seconds
+        # After some months a float is coarser than the usual tolerance, and a due timer would never fire.
+        self._clock_resolution = max(RESOLUTION, math.ulp(self._now))
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         future = super().run_in_executor(executor, func, *args)
@@ -104,10 +108,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         if not ready:
             if timeout is None:
                 raise VirtualClockDeadlock(self._who_waits())
-            self._now += timeout
-            if self._now + RESOLUTION == self._now:
-                # After some weeks a float is coarser than the loop's tolerance, and a due timer would never fire.
-                self._now += 2 * math.ulp(self._now)
+            self.stall(timeout)
         return ready
 
     def _who_waits(self) -> str:

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from batch_agent.tools.base import Tool, resolve_tools
-from batch_agent.tools.flight import ToolStatistics
+from batch_agent.tools.execution import ToolStatistics
 from batch_agent.tools.pool import PendingCall, ToolOutcome, ToolPool
 
 if TYPE_CHECKING:

@@ -36,14 +36,13 @@ from typing import (
 
 from typing_extensions import ParamSpec, TypeVar
 
-from batch_agent.errors import SpecError, ToolError, ToolFailed
-from batch_agent.foreign import boundary
+from batch_agent.errors import SpecError
 from batch_agent.messages import ToolSpec
 from batch_agent.spec import MCP
 from batch_agent.tools.batching import MAX_BATCH, Batching
-from batch_agent.tools.flight import calls_per_second
+from batch_agent.tools.execution import calls_per_second
 from batch_agent.tools.mcp.address import CONNECT_SECONDS, server_of
-from batch_agent.tools.schema import MAX_TOKENS, Arguments, Documentation, Function, Signature, is_async, signature_of
+from batch_agent.tools.schema import MAX_TOKENS, Documentation, Function, Signature, is_async, signature_of
 
 if TYPE_CHECKING:
     from batch_agent.runtimes.base import CommandLineRuntime
@@ -148,13 +147,6 @@ class Tool(Generic[P, R_co]):
             return self
         bound = types.MethodType(self.function, instance)
         return replace(self, function=bound, signature=replace(self.signature, unbound=False))
-
-    def identity(self, arguments: Arguments) -> str:
-        """Return the identity of a call: its ``cache_key``, or all arguments. Raises only ToolError."""
-        if self.cache_key is None:
-            return self.signature.identity(arguments)
-        with boundary(lambda raised: ToolFailed(f"{self.name} failed: its cache_key raised {raised}"), ToolError):
-            return repr(self.cache_key(**arguments.values))
 
     @overload
     @staticmethod
@@ -341,8 +333,9 @@ class Tool(Generic[P, R_co]):
         description: str | None = None,
         max_concurrent: int | None = None,
     ) -> Tool[..., Coroutine[Any, Any, str]]:
-        """Make a tool from a command-line agent (``batch_agent.runtimes``), to which a model gives a task. The runtime
-        has its own backend. By default as many agents run at once as fit into memory."""
+        """Make a tool from a command-line agent (``batch_agent.runtimes``), to which a model gives a task. A
+        runtime without a backend uses the run's, through the gateway. By default as many agents run at once as fit into
+        memory."""
         from batch_agent.tools.builtin.agent import agent_tool  # here, because it uses Tool.define
 
         return agent_tool(runtime, name, description, max_concurrent)

@@ -6,7 +6,8 @@ The pool sets each parameter that is annotated with ToolContext; its name does n
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,24 @@ class CallTrace(Protocol):
         """Enter this to start the call: tasks started inside belong to the call's span."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """Where a program that a tool starts finds the run's model: an address (with ``/v1``), a key, and variables with
+    both."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)
+    model: str
+
+
+class ModelAccess(Protocol):
+    """The run's backend for the programs of its tools, through the gateway: with its slots, rate limits and budget."""
+
+    def opened(self, context: ToolContext) -> AbstractAsyncContextManager[ModelKey]:
+        """Yield a key for one call, which ends with it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolContext:
     """The row and turn of a tool call.
@@ -39,3 +58,4 @@ class ToolContext:
     state: dict[str, Any] = field(default_factory=dict)
     traceparent: str = ""  # for the tool's own requests; "": not traced
     cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+    models: ModelAccess | None = field(default=None, repr=False)  # for tools that ask models; None outside of a run

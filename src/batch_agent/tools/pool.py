@@ -1,9 +1,10 @@
 """The tool pool of one run: starts calls, shares identical ones, caches results, and enforces rates and timeouts.
 
-A call is started synchronously, in the callback of a stream, and awaited later. Agents wait for a flight
-(``flight.py``), which is one run of one call. It passes the gates of its tool; then the tool's code runs behind a
-boundary (``run_foreign``) and returns text or raises ToolError. If a tool looks up many keys at once, its flights wait
-for the flight of their batch, which passes the gates. The pool does not retry: the model sees the failure and decides.
+A call is started synchronously, in the callback of a stream, and awaited later. Agents wait for an execution
+(``execution.py``), which is one run of one call. It passes the gates of its tool; then the tool's code runs behind a
+boundary (``run_foreign``) and returns text or raises ToolError. If a tool looks up many keys at once, its executions
+wait for the execution of their batch, which passes the gates. The pool does not retry: the model sees the failure and
+decides.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any, Self, TypeVar, cast
 
 from batch_agent.backends.once import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
-from batch_agent.foreign import describe, message_of
+from batch_agent.foreign import boundary, describe, message_of
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall, content_text, images_of, with_images
 from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
-from batch_agent.tools.context import CallTrace, ToolContext
-from batch_agent.tools.flight import (
+from batch_agent.tools.context import CallTrace, ModelAccess, ToolContext
+from batch_agent.tools.execution import (
     ENDING_SECONDS,
     CallSlots,
-    Flight,
+    Execution,
     Gate,
     Key,
     PendingCall,
@@ -117,9 +118,9 @@ _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Calls that one run of a batch function answers, by their identity. All of them wait for ``flight``."""
+    """Calls that one run of a batch function answers, by their identity. All of them wait for ``execution``."""
 
-    flight: Flight
+    execution: Execution
     keys: dict[str, object] = field(default_factory=dict)
     answers: Answers = field(default_factory=dict)
 
@@ -166,12 +167,13 @@ class ToolPool:
         self._written: set[Resource | None] = set()  # resources that a tool can write
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
-        self._flights: dict[Key, Flight] = {}
-        self._tasks: dict[asyncio.Task[None], Flight] = {}
+        self._executions: dict[Key, Execution] = {}
+        self._tasks: dict[asyncio.Task[None], Execution] = {}
         self._threads = Threads()
         self._opened: dict[Resource, OpenResource] = {}
         self._writes: Counter[Resource] = Counter()  # counts starts and ends; earlier reads are stale
         self._state: dict[str, Any] = {}  # shared by the tools of this run
+        self.models: ModelAccess | None = None
         self._closed = False
         for tool in tools:
             self.add(tool)
@@ -222,13 +224,13 @@ class ToolPool:
             return self._settled(_failure(ToolFailed("the run has ended"), 0.0))
         try:
             arguments = tool.signature.parse(call.arguments)
-            identity = "" if tool.effect == "write" and tool.declared else tool.identity(arguments)
+            identity = "" if tool.effect == "write" and tool.declared else _identity(tool, arguments)
         except ToolError as error:
             return self._settled(_failure(error, 0.0, offer))
         context = None
         if tool.signature.context is not None:
             place = "" if trace is None else trace().traceparent
-            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place)
+            context = ToolContext(job.input, job.job_id, job.index, turn, self._state, place, models=self.models)
             arguments = replace(arguments, values={**arguments.values, tool.signature.context: context})
             identity = f"{job.index} {identity}"  # a tool that sees its row may answer each row differently
         if tool.effect == "write":
@@ -246,16 +248,16 @@ class ToolPool:
             return None
         try:
             arguments = offer.tool.signature.parse(call.arguments)
-            key = self._key(offer.tool, offer.tool.identity(arguments))
+            key = self._key(offer.tool, _identity(offer.tool, arguments))
         except ToolError:
             return None
         if self._cache.get(key, self._now()) is not None or self._under_way(key) is not None:
             return None
-        flight = Flight(call.name, key, self._now(), self._traffic, unasked=True)
-        if offer.tool.batching is None and not flight.pass_nowait(offer.gates):
+        execution = Execution(call.name, key, self._now(), self._traffic, unasked=True)
+        if offer.tool.batching is None and not execution.pass_nowait(offer.gates):
             return None
         offer.tally.prewarmed += 1
-        return self._take_off(offer, arguments, flight)
+        return self._begin_execution(offer, arguments, execution)
 
     def _key(self, tool: Tool, identity: str) -> Key:
         """Return the identity of a read. It changes after each write to the resource of the tool."""
@@ -271,8 +273,8 @@ class ToolPool:
         self._closed = True
         try:
             if self._tasks:
-                for flight in self._tasks.values():
-                    flight.give_up()
+                for execution in self._tasks.values():
+                    execution.give_up()
                 _, stuck = await asyncio.wait(list(self._tasks), timeout=ENDING_SECONDS)
                 self._leave_behind(stuck)
             for opened in self._opened.values():
@@ -286,7 +288,7 @@ class ToolPool:
         for task in stuck:
             asyncio._unregister_task(task)  # otherwise asyncio.run would wait for it forever
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # logged above
-            self._tasks[task].land(_CANCELLED)
+            self._tasks[task].finish(_CANCELLED)
 
     def _unknown(self, name: str) -> UnknownTool:
         near = difflib.get_close_matches(name, self._offers, n=1)
@@ -302,87 +304,91 @@ class ToolPool:
             offer.tally.cache_hits += 1
             offer.tally.prewarm_hits += self._cache.asked(key)
             return self._settled(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
-        flight = self._under_way(key)
-        if flight is not None:
+        execution = self._under_way(key)
+        if execution is not None:
             offer.tally.shared += 1
-            offer.tally.prewarm_hits += flight.unasked
-            flight.unasked = False
-            return PendingCall(flight, now, joined=True)
+            offer.tally.prewarm_hits += execution.unasked
+            execution.unasked = False
+            return PendingCall(execution, now, joined=True)
         if offer.tool.cacheable and self._prewarm_max_age is not None:
             offer.tally.prewarm_misses += 1
         return self._launch(offer, arguments, key, context, trace)
 
-    def _under_way(self, key: Key) -> Flight | None:
-        """Return the flight of this call that can be joined, or None."""
-        flight = self._flights.get(key)
-        return flight if flight is not None and flight.interested and flight.end is None else None
+    def _under_way(self, key: Key) -> Execution | None:
+        """Return the execution of this call that can be joined, or None."""
+        execution = self._executions.get(key)
+        return execution if execution is not None and execution.interested and execution.end is None else None
 
     def _settled(self, end: ToolOutcome) -> PendingCall:
         now = self._now()
-        return PendingCall(Flight("", None, now, self._traffic, end=end), now)
+        return PendingCall(Execution("", None, now, self._traffic, end=end), now)
 
     def _launch(
         self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None, trace: TraceOf | None
     ) -> PendingCall:
-        flight = Flight(offer.tool.name, key, self._now(), self._traffic, context=context)
+        execution = Execution(offer.tool.name, key, self._now(), self._traffic, context=context)
         with nullcontext() if trace is None else trace().entered():
-            return self._take_off(offer, arguments, flight)
+            return self._begin_execution(offer, arguments, execution)
 
-    def _take_off(self, offer: _Offer, arguments: Arguments, flight: Flight) -> PendingCall:
-        fly = self._fly if offer.tool.batching is None else self._fly_along
-        if self._is_for_all(offer.tool, flight):
-            self._begin(flight, self._fly_once(offer, flight, partial(fly, offer, arguments, flight)))
+    def _begin_execution(self, offer: _Offer, arguments: Arguments, execution: Execution) -> PendingCall:
+        carry_out = self._carry_out if offer.tool.batching is None else self._join_batch
+        if self._is_for_all(offer.tool, execution):
+            self._begin(
+                execution, self._carry_out_once(offer, execution, partial(carry_out, offer, arguments, execution))
+            )
         else:
-            self._begin(flight, fly(offer, arguments, flight))
-        if flight.key is not None:
-            self._flights[flight.key] = flight
-        return PendingCall(flight, flight.asked)
+            self._begin(execution, carry_out(offer, arguments, execution))
+        if execution.key is not None:
+            self._executions[execution.key] = execution
+        return PendingCall(execution, execution.asked)
 
-    def _begin(self, flight: Flight, course: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, execution: Execution, course: Coroutine[Any, Any, None]) -> None:
         try:
-            flight.task = self._spawn(course)
+            execution.task = self._spawn(course)
         except BaseException:
             course.close()
             raise
-        self._tasks[flight.task] = flight
-        flight.task.add_done_callback(self._ended)
+        self._tasks[execution.task] = execution
+        execution.task.add_done_callback(self._ended)
 
-    async def _fly(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
+    async def _carry_out(self, offer: _Offer, arguments: Arguments, execution: Execution) -> None:
         tool = offer.tool
-        await flight.pass_gates(offer.gates)
+        await execution.pass_gates(offer.gates)
         self._note_write(tool)
         read = partial(render_result, max_tokens=tool.max_tokens)
         try:
-            work = await self._work(offer, arguments, flight)
-            found = await self._execute(offer, flight, partial(self._run, offer, work, read))
-            end = ToolOutcome(content_text(found), True, "run", self._now() - flight.asked, images_of(found))
+            work = await self._work(offer, arguments, execution)
+            found = await self._execute(offer, execution, partial(self._run, offer, work, read))
+            end = ToolOutcome(content_text(found), True, "run", self._now() - execution.asked, images_of(found))
         except ToolError as error:
-            if flight.end is None:
-                flight.land(_failure(error, self._now() - flight.asked, offer))
+            if execution.end is None:
+                execution.finish(_failure(error, self._now() - execution.asked, offer))
             return
         finally:
             self._note_write(tool)
-        self._land(offer, flight, end)
+        self._finish(offer, execution, end)
 
-    def _is_for_all(self, tool: Tool, flight: Flight) -> bool:
+    def _is_for_all(self, tool: Tool, execution: Execution) -> bool:
         """Return whether other workers may use this call: it sees no row, and reads nothing written here."""
-        if self.once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
+        if self.once is None or execution.key is None or execution.unasked or tool.signature.context is not None:
             return False
         return tool.resource is None or tool.resource not in self._written
 
-    async def _fly_once(self, offer: _Offer, flight: Flight, fly: Callable[[], Awaitable[None]]) -> None:
+    async def _carry_out_once(
+        self, offer: _Offer, execution: Execution, carry_out: Callable[[], Awaitable[None]]
+    ) -> None:
         """Take the result of another worker, or run the call so that others may wait for it."""
-        assert self.once is not None and flight.key is not None
-        key = shared_key(offer.tool, flight.key)
+        assert self.once is not None and execution.key is not None
+        key = shared_key(offer.tool, execution.key)
         found = await self.once.begin(key)
         if isinstance(found, Found):
             offer.tally.shared += 1
-            self._land(offer, flight, ToolOutcome(found.text, found.ok, "shared", self._now() - flight.asked))
+            self._finish(offer, execution, ToolOutcome(found.text, found.ok, "shared", self._now() - execution.asked))
             return
         try:
-            await fly()
+            await carry_out()
         finally:
-            end, keep = flight.end, 0.0
+            end, keep = execution.end, 0.0
             # Only text is shared between workers: a result with images is computed by each.
             shown = Found(end.text, end.ok) if isinstance(end, ToolOutcome) and not end.images else None
             if offer.tool.cacheable and shown is not None and shown.ok:
@@ -393,7 +399,7 @@ class ToolPool:
         if tool.resource is not None and tool.effect == "write":
             self._writes[tool.resource] += 1
 
-    async def _work(self, offer: _Offer, arguments: Arguments, flight: Flight) -> Callable[[], object]:
+    async def _work(self, offer: _Offer, arguments: Arguments, execution: Execution) -> Callable[[], object]:
         tool = offer.tool
         if tool.resource is None:
             return partial(tool.function, **arguments.values)
@@ -401,20 +407,20 @@ class ToolPool:
         if opened is None:
             opened = self._opened[tool.resource] = tool.resource.open(self._spawn)
         await opened.ready()  # the timeout of a call does not include the start of a server
-        return partial(tool.function, opened, partial(self._alive, offer, flight), **arguments.values)
+        return partial(tool.function, opened, partial(self._alive, offer, execution), **arguments.values)
 
-    async def _fly_along(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
+    async def _join_batch(self, offer: _Offer, arguments: Arguments, execution: Execution) -> None:
         """Run a call for one key, as a part of the batch that collects keys, or of a new batch."""
         batching, batch, joins = offer.tool.batching, offer.gathering, True
-        assert batching is not None and flight.key is not None
-        if batch is None or not batch.flight.interested or len(batch.keys) >= batching.max_batch:
-            batch, joins = Batch(Flight(offer.tool.name, None, flight.asked, self._traffic)), False
-            self._begin(batch.flight, self._fly_batch(offer, batching, batch))
+        assert batching is not None and execution.key is not None
+        if batch is None or not batch.execution.interested or len(batch.keys) >= batching.max_batch:
+            batch, joins = Batch(Execution(offer.tool.name, None, execution.asked, self._traffic)), False
+            self._begin(batch.execution, self._carry_out_batch(offer, batching, batch))
             offer.gathering = batch
-        _, identity = flight.key
+        _, identity = execution.key
         batch.keys[identity] = arguments.values[batching.key_arg]
         offer.tally.shared += joins
-        pending = PendingCall(batch.flight, flight.asked, joined=joins)
+        pending = PendingCall(batch.execution, execution.asked, joined=joins)
         try:
             end = await pending.wait()
         finally:
@@ -424,13 +430,13 @@ class ToolPool:
             end = replace(_failure(answer, end.seconds, offer), source=end.source)
         elif answer is not None:
             end = replace(end, text=answer)
-        self._land(offer, flight, end)
+        self._finish(offer, execution, end)
 
-    async def _fly_batch(self, offer: _Offer, batching: Batching, batch: Batch) -> None:
+    async def _carry_out_batch(self, offer: _Offer, batching: Batching, batch: Batch) -> None:
         """Collect keys for ``GATHERING`` seconds and until the batch has passed the gates; then run it."""
-        flight, max_tokens = batch.flight, offer.tool.max_tokens
+        execution, max_tokens = batch.execution, offer.tool.max_tokens
         await asyncio.sleep(GATHERING)
-        await flight.pass_gates(offer.gates)
+        await execution.pass_gates(offer.gates)
         if offer.gathering is batch:
             offer.gathering = None
 
@@ -439,39 +445,39 @@ class ToolPool:
             return self._run(offer, work, lambda found: read_answers(batching, keys, found, max_tokens))
 
         try:
-            batch.answers = await self._execute(offer, flight, lambda: ask_all(batch.keys, ask))
-            end = ToolOutcome("", True, "run", self._now() - flight.asked)
+            batch.answers = await self._execute(offer, execution, lambda: ask_all(batch.keys, ask))
+            end = ToolOutcome("", True, "run", self._now() - execution.asked)
         except ToolError as error:
-            end = _failure(error, self._now() - flight.asked, offer)
-        if flight.end is None:
-            flight.land(end)
+            end = _failure(error, self._now() - execution.asked, offer)
+        if execution.end is None:
+            execution.finish(end)
 
-    def _land(self, offer: _Offer, flight: Flight, end: ToolOutcome) -> None:
-        if flight.end is not None:
+    def _finish(self, offer: _Offer, execution: Execution, end: ToolOutcome) -> None:
+        if execution.end is not None:
             return
-        if end.ok and offer.tool.cacheable and flight.key is not None:
-            limits = (offer.tool.ttl, self._prewarm_max_age if flight.unasked else None)
+        if end.ok and offer.tool.cacheable and execution.key is not None:
+            limits = (offer.tool.ttl, self._prewarm_max_age if execution.unasked else None)
             ttl = min((limit for limit in limits if limit is not None), default=None)
             now = self._now()
-            self._cache.put(flight.key, with_images(end.text, end.images), now, ttl, unasked=flight.unasked)
-        flight.land(end)
+            self._cache.put(execution.key, with_images(end.text, end.images), now, ttl, unasked=execution.unasked)
+        execution.finish(end)
 
-    async def _execute(self, offer: _Offer, flight: Flight, work: Callable[[], Awaitable[T]]) -> T:
+    async def _execute(self, offer: _Offer, execution: Execution, work: Callable[[], Awaitable[T]]) -> T:
         """Start the timeout of a call and run it. The timeout does not include the wait at gates."""
         if offer.tool.is_async and self._traffic.stuck >= ASYNC_CALLS:
             raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were cancelled are still running")
-        flight.began = self._now()
-        self._start_clock(offer, flight)
+        execution.began = self._now()
+        self._start_clock(offer, execution)
         return await work()
 
-    def _start_clock(self, offer: _Offer, flight: Flight) -> None:
+    def _start_clock(self, offer: _Offer, execution: Execution) -> None:
         seconds = self._timeout if offer.tool.timeout is None else offer.tool.timeout
-        if seconds is not None and self._now() - flight.began <= seconds * LONGEST_WITH_PROGRESS:
-            flight.set_clock(seconds, partial(self._time_is_over, offer, flight, seconds))
+        if seconds is not None and self._now() - execution.began <= seconds * LONGEST_WITH_PROGRESS:
+            execution.set_clock(seconds, partial(self._time_is_over, offer, execution, seconds))
 
-    def _alive(self, offer: _Offer, flight: Flight) -> None:
-        if flight.end is None:
-            self._start_clock(offer, flight)
+    def _alive(self, offer: _Offer, execution: Execution) -> None:
+        if execution.end is None:
+            self._start_clock(offer, execution)
 
     async def _run(self, offer: _Offer, work: Callable[[], object], read: Callable[[object], T]) -> T:
         offer.tally.runs += 1
@@ -481,24 +487,24 @@ class ToolPool:
         finally:
             offer.tally.latency.add(self._now() - began)
 
-    def _time_is_over(self, offer: _Offer, flight: Flight, seconds: float) -> None:
+    def _time_is_over(self, offer: _Offer, execution: Execution, seconds: float) -> None:
         """End the call for all waiting agents, even if the tool ignores its cancellation."""
-        if flight.end is not None:
+        if execution.end is not None:
             return
         error = ToolTimeout(f"{offer.tool.name} timed out: it ran longer than {seconds:g} s")
-        flight.give_up()
-        flight.land(_failure(error, self._now() - flight.asked, offer))
+        execution.give_up()
+        execution.finish(_failure(error, self._now() - execution.asked, offer))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        flight = self._tasks.pop(task)
-        flight.task_ended()
-        if flight.key is not None and self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
-        if flight.end is not None:
+        execution = self._tasks.pop(task)
+        execution.task_ended()
+        if execution.key is not None and self._executions.get(execution.key) is execution:
+            del self._executions[execution.key]
+        if execution.end is not None:
             return
-        error = None if task.cancelled() or not flight.interested else task.exception()
+        error = None if task.cancelled() or not execution.interested else task.exception()
         # Cancelled, perhaps before its first step; or an internal error, which is raised in the waiting agents.
-        flight.land(error if isinstance(error, Exception) else _CANCELLED)
+        execution.finish(error if isinstance(error, Exception) else _CANCELLED)
 
 
 def shared_key(tool: Tool, key: Key) -> str:
@@ -512,6 +518,14 @@ def _own_gates(tool: Tool) -> Iterator[Gate]:
         yield CallSlots(tool.max_concurrent)
     if tool.rate_limit is not None:
         yield RateGate(tool.rate_limit)
+
+
+def _identity(tool: Tool, arguments: Arguments) -> str:
+    """Return the identity of a call: its ``cache_key``, or all arguments. Raises only ToolError."""
+    if tool.cache_key is None:
+        return tool.signature.identity(arguments)
+    with boundary(lambda raised: ToolFailed(f"{tool.name} failed: its cache_key raised {raised}"), ToolError):
+        return repr(tool.cache_key(**arguments.values))
 
 
 def _failure(error: ToolError, seconds: float, offer: _Offer | None = None) -> ToolOutcome:

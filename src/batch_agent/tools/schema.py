@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.errors import BadArguments, SpecError
 from batch_agent.files.pictures import read_image
 from batch_agent.foreign import describe, encodable
@@ -363,7 +363,7 @@ def cut_tokens(text: str, max_tokens: int | None) -> str:
     question marks: a file name may contain them, but a request cannot.
     """
     if max_tokens is None or len(text) <= max_tokens:
-        return encodable(text)
+        return text if text.isascii() else encodable(text)
     limit = max_tokens * BYTES_PER_TOKEN
     head = text[:limit]  # a character is at least one byte
     data = head.encode(errors="replace")

@@ -43,7 +43,7 @@ from batch_agent.run.spec_json import spec_json
 from batch_agent.run.together import run_together
 from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.flight import ToolStatistics
+from batch_agent.tools.execution import ToolStatistics
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, InputSource, KeyNode
 from batch_agent.topology.graph import graph_of
 from batch_agent.topology.items import Receiver
@@ -402,7 +402,7 @@ def known_fields(before: Sequence[Stage]) -> Sequence[str] | None:
             known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
             properties = None if known is None else known.json_schema.get("properties")
             return tuple(properties) if isinstance(properties, dict) else None
-        case _:
+        case Join() | Filter() | None:
             return None
 
 

@@ -22,7 +22,7 @@ from batch_agent.dispatch.row_channel import FULL, RowChannel
 from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, UnreadableRow
-from batch_agent.run.rows import Rows
+from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.shared import Shared
 from batch_agent.topology.items import InOrder, Item, Receiver
 
@@ -39,6 +39,7 @@ class InputSource:
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver, id_column: str | None) -> None:
         self._rows, self._out, self._id_column = Rows(inputs), out, id_column
+        self._ids = UniqueIds()
         self._reader: asyncio.Task[None] | None = None
 
     async def pump(self, shared: Shared) -> None:
@@ -68,7 +69,8 @@ class InputSource:
         if isinstance(value, UnreadableRow):
             return Item(index, error=AgentError.of(InputError(value.message)))
         try:
-            return Item(index, value, name=own_id(fields_of(value), self._id_column))
+            name = own_id(fields_of(value), self._id_column)
+            return Item(index, value, name=name if name is None else self._ids.unique(name))
         except InputError:  # a function may take what is no row
             return Item(index, value)
 

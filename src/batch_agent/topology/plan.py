@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, assert_never
 
 from batch_agent.agent.comparison import Comparison
 from batch_agent.agent.dryrun import HEADLINE, MARKED, DryRun, sample_of
 from batch_agent.agent.prepare import Prepared
-from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.fields import fields_of
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.errors import InputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted, dollars, rows
@@ -122,6 +122,8 @@ def _walk(
                 _walk(stage.other.inputs, stage.other.stages, prepared, planned)
                 most = "unknown" if before.rows is None else f"at most {before.rows:,}: a join comes before it"
                 before = IncomingRows(before.rows, most, [], before.tokens)
+            case _:
+                assert_never(stage)
     return before or _source(inputs)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batch_agent.agent.prepare import Prepared
-from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import (
     BatchAgentError,

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import BatchAgentError
 from batch_agent.messages import JsonObject
-from batch_agent.record.reader import RunReader, RunView
+from batch_agent.record.reader import RunReader, RunSnapshot
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.timeline import Line
 from batch_agent.view.conversation import conversation, failed_attempts
@@ -172,7 +172,7 @@ class RunRecord:
             self._asked = headers[-1] if headers else None
         return self._asked
 
-    def _graph(self, view: RunView) -> list[JsonObject]:
+    def _graph(self, view: RunSnapshot) -> list[JsonObject]:
         """Return the stages of a pipeline with the rows of each. A run in Redis does not record what follows what: its
         stages are shown in order."""
         known = (self.run.status() or {}).get("stages")
@@ -190,7 +190,7 @@ class RunRecord:
         """Return the run as an argument of a command line."""
         return shlex.quote(self.run.whole)
 
-    def _identity(self, view: RunView) -> JsonObject:
+    def _identity(self, view: RunSnapshot) -> JsonObject:
         facts = view.facts
         return {
             "key": self.key,
@@ -213,7 +213,7 @@ class RunRecord:
         }
 
 
-def _standing(stage: RunView | None) -> JsonObject | None:
+def _standing(stage: RunSnapshot | None) -> JsonObject | None:
     if stage is None:
         return None
     now = stage.progress

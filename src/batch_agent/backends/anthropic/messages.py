@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.anthropic.answer import PAUSED, AnswerStream, read_answer
 from batch_agent.backends.anthropic.check import check_shape
-from batch_agent.backends.anthropic.request import WIRE, Head, MessagesView, answer_blocks, build_head
+from batch_agent.backends.anthropic.request import WIRE, Head, MessagesView, answer_blocks, answer_limit, build_head
 from batch_agent.backends.base import Backend, Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.batch.anthropic_jobs import AnthropicJobs
 from batch_agent.backends.batch.jobs import JobBackend
@@ -87,6 +87,9 @@ class AnthropicBackend(HttpBackend[Head]):
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
         fields, headers = super().write_own(client, request)
         return {**fields, "model": request.shape.model}, headers
+
+    def answer_limit(self, shape: RequestShape) -> int | None:
+        return answer_limit(shape)
 
     def check(self, shape: RequestShape) -> None:
         check_shape(shape, takes_sampling=self._version == VERSIONS[0])

@@ -20,8 +20,8 @@ from batch_agent.backends.anthropic.models import model_of
 from batch_agent.backends.anthropic.schema import format_schema
 from batch_agent.backends.base import RequestShape, text_only
 from batch_agent.backends.http.wire import echoed_object, objects_of, written, written_options
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.compiler.system import schema_instruction
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.errors import SpecError
 from batch_agent.messages import Attachment, Content, Document, JsonObject, Message, ToolCall, ToolSpec
 
@@ -155,10 +155,9 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
     form = None if shape.schema is None else format_schema(shape.schema)
     if form is not None:
         config = {"format": {"type": "json_schema", "schema": form}, **config}
-    model = model_of(shape.model)
     fields = {
         "model": shape.model,
-        "max_tokens": shape.max_tokens or model.max_tokens + thinking_budget(shape),
+        "max_tokens": answer_limit(shape),
         "temperature": shape.temperature,
         "top_p": shape.top_p,
         "stop_sequences": [*shape.stop] or None,
@@ -173,11 +172,16 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
             fields=start[:-1],
             tools=[orjson.dumps(tool) for tool in [*map(_tool, shape.tools), *server_tools]],
             told=[orjson.dumps(block) for block in told],
-            cached_from=model.cached_from * BYTES_PER_TOKEN,
+            cached_from=model_of(shape.model).cached_from * BYTES_PER_TOKEN,
             goes_on=bool(shape.tools or server_tools) and shape.tool_choice != "none",
         )
     except orjson.JSONEncodeError as error:
         raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+
+
+def answer_limit(shape: RequestShape) -> int:
+    """Return the most tokens of an answer: the API requires a number."""
+    return shape.max_tokens or model_of(shape.model).max_tokens + thinking_budget(shape)
 
 
 def thinking_budget(shape: RequestShape) -> int:

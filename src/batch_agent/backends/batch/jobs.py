@@ -240,6 +240,9 @@ class JobBackend(Backend):
     def check(self, shape: RequestShape) -> None:
         self._wire.check(shape)
 
+    def answer_limit(self, shape: RequestShape) -> int | None:
+        return self._wire.answer_limit(shape)
+
     async def models(self) -> list[str]:
         return await self._wire.models()
 

@@ -19,7 +19,7 @@ from batch_agent.backends.anthropic.request import Head, MessagesView, told_sche
 from batch_agent.backends.anthropic.schema import format_schema
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.wire import objects_of
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import JsonObject, Message

@@ -293,7 +293,7 @@ class HttpBackend(Backend, Generic[Head]):
         """Return the answer. If the server refuses an option, the request is sent again without it (``without``)."""
         refused: dict[str, Rejected] = {}
         while True:
-            client = self.own_body(request)
+            client = None if request.client is None else self.own_body(request)
             shape, stream, receive = request.shape, None, None
             if client is None and shape.schema is not None and self._capabilities.schema_note:
                 request = replace(request, shape=(shape := self.without_schema(shape)))
@@ -362,6 +362,7 @@ class HttpBackend(Backend, Generic[Head]):
         fields, headers = self.write_own(client, request)
         relay, clock, end = request.relay, asyncio.get_running_loop().time, _StreamEnd()
         own = client.wire == self.wire
+        request.said.clear()  # from an earlier attempt
         stream = self.read_stream(naming, lambda call: None, clock, request.said) if relay and own else None
 
         def receive(chunk: bytes) -> bool:

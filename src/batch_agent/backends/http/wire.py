@@ -459,7 +459,9 @@ class Naming(CallIds):
     def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
         if not name:
             raise self.faults.bad("the answer has a tool call without a name")
-        return ToolCall(self.take(call_id), name, readable_json(arguments) if arguments.strip() else "{}")
+        if not arguments.isascii() or "\\u" in arguments:
+            arguments = readable_json(arguments)
+        return ToolCall(self.take(call_id), name, arguments if arguments.strip() else "{}")
 
 
 def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:

@@ -24,6 +24,7 @@ from pydantic import JsonValue
 from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
 from batch_agent.backends.http.wire import (
+    LARGEST_COUNT,
     EventReader,
     Faults,
     Naming,
@@ -383,15 +384,17 @@ def _signature(item: JsonValue) -> JsonValue:
 def _usage(value: JsonValue) -> Usage:
     if not isinstance(value, dict):
         return Usage()
-    details = value.get("prompt_tokens_details")
-    reasoned = value.get("completion_tokens_details")
-    return usage_of(
-        prompt=counted(value, "prompt_tokens"),
-        cached=(counted(details, "cached_tokens") if details else 0) or counted(value, "prompt_cache_hit_tokens"),
-        completion=counted(value, "completion_tokens"),
-        reasoning=counted(reasoned, "reasoning_tokens") if reasoned else 0,
-        written=counted(details, *_CACHE_WRITES) if details else 0,
-    )
+    prompt, completion = value.get("prompt_tokens"), value.get("completion_tokens")
+    details, reasoned = value.get("prompt_tokens_details"), value.get("completion_tokens_details")
+    if type(prompt) is not int or not 0 <= prompt < LARGEST_COUNT:
+        prompt = counted(value, "prompt_tokens")
+    if type(completion) is not int or not 0 <= completion < LARGEST_COUNT:
+        completion = counted(value, "completion_tokens")
+    cached = counted(details, "cached_tokens") if details else 0
+    if not cached and "prompt_cache_hit_tokens" in value:
+        cached = counted(value, "prompt_cache_hit_tokens")
+    reasoning = counted(reasoned, "reasoning_tokens") if reasoned else 0
+    return usage_of(prompt, cached, completion, reasoning, counted(details, *_CACHE_WRITES) if details else 0)
 
 
 # What servers of OpenAI's family share beside the wire: dialect, per-request fields, detection of missing features.

@@ -13,7 +13,7 @@ from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.reader import RunReader, RunView, open_run, place_of
+from batch_agent.record.reader import RunReader, RunSnapshot, open_run, place_of
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.copying import copy_to_directory, copy_to_store
 
@@ -44,7 +44,7 @@ def copy_command(options: argparse.Namespace) -> int:
     return ALL_OK
 
 
-def _to_redis(reader: RunReader, view: RunView, target: StoreAddress, import_from: Path | None) -> int:
+def _to_redis(reader: RunReader, view: RunSnapshot, target: StoreAddress, import_from: Path | None) -> int:
     target.refuse_stage()
     with closing(RedisRunStore.at(target)) as store:
         if store.facts() is not None:

@@ -30,7 +30,7 @@ from batch_agent.cli.spec.stages import load_flow, load_plan
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly
 from batch_agent.observe.display import Display
-from batch_agent.observe.terminal import TerminalView
+from batch_agent.observe.terminal import TerminalDisplay
 from batch_agent.topology.flow import Flow
 
 
@@ -53,7 +53,7 @@ def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) ->
         return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
 
 
-async def _finish(flow: Flow, writer: ResultWriter, view: TerminalView, report: Reporter) -> int:
+async def _finish(flow: Flow, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
     async with flow:
         with Interrupts(flow) as interrupts:
             async with Display(view, flow.statistics):

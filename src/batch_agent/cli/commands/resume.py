@@ -24,7 +24,7 @@ from batch_agent.cli.spec.rows import STDIN
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
 from batch_agent.record.keys import Keys
-from batch_agent.record.reader import RunView, look, place_of
+from batch_agent.record.reader import RunSnapshot, look, place_of
 from batch_agent.record.rundir import RESULTS
 
 
@@ -61,7 +61,7 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
     return merged
 
 
-def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
+def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
     recorded = view.facts.get("rows")
     if options.inputs == STDIN or is_pipeline(options) or not isinstance(recorded, dict) or recorded.get("failed"):
         return False
@@ -84,7 +84,7 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
     return keys.digest == recorded.get("digest")
 
 
-def _say_complete(view: RunView, *, as_json: bool) -> None:
+def _say_complete(view: RunSnapshot, *, as_json: bool) -> None:
     ok, results = view.latest.ok, Path(view.name) / RESULTS
     output = str(results) if results.exists() else view.name
     if as_json:

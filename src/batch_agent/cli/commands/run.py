@@ -44,7 +44,7 @@ from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
 from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import RecentResult, Statistics
-from batch_agent.observe.terminal import LiveView, NoView, PlainView, TerminalView
+from batch_agent.observe.terminal import LiveDisplay, NoDisplay, PlainDisplay, TerminalDisplay
 from batch_agent.record.address import is_store_url
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
@@ -164,7 +164,7 @@ def settle_output(writer: ResultWriter, statistics: Statistics) -> None:
         say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
 
 
-def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> TerminalView:
+def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> TerminalDisplay:
     # Result lines would break a live view on the same terminal; so would the output of `| jq`.
     shared = options.output is None and stdout.isatty()
     piped = options.output is None and _is_pipe(stdout)
@@ -172,10 +172,10 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
     if options.dashboard and able:
         if shared:
             raise SpecError("--dashboard needs a terminal without results; give --output FILE or redirect the results")
-        return LiveView(stderr)
+        return LiveDisplay(stderr)
     if options.json and not options.dashboard:
-        return NoView()
-    return LiveView(stderr) if able and not shared and not piped else PlainView(stderr)
+        return NoDisplay()
+    return LiveDisplay(stderr) if able and not shared and not piped else PlainDisplay(stderr)
 
 
 def _is_pipe(stream: TextIO) -> bool:
@@ -185,7 +185,7 @@ def _is_pipe(stream: TextIO) -> bool:
         return False
 
 
-async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: TerminalView, report: Reporter) -> int:
+async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
     with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
         async with run:
             unwritten = 0

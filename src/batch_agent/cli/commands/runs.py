@@ -14,7 +14,7 @@ from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, dollars, harmless, terminal_width
-from batch_agent.record.reader import RunPlace, RunView, look, place_of, runs_in
+from batch_agent.record.reader import RunPlace, RunSnapshot, look, place_of, runs_in
 
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
 NEEDED = 3  # columns that are always shown
@@ -47,7 +47,7 @@ def runs_command(options: argparse.Namespace) -> int:
     return ALL_OK
 
 
-def _views(place: RunPlace) -> tuple[list[RunView], list[str]]:
+def _views(place: RunPlace) -> tuple[list[RunSnapshot], list[str]]:
     views, unreadable = [], []
     for each in runs_in(place):
         try:
@@ -57,7 +57,7 @@ def _views(place: RunPlace) -> tuple[list[RunView], list[str]]:
     return sorted(views, key=lambda view: str(view.facts.get("session_started")), reverse=True), unreadable
 
 
-def _json(view: RunView) -> JsonObject:
+def _json(view: RunSnapshot) -> JsonObject:
     now = view.progress
     return {
         "run_dir": view.name,
@@ -71,7 +71,7 @@ def _json(view: RunView) -> JsonObject:
     }
 
 
-def _cells(view: RunView) -> tuple[str, ...]:
+def _cells(view: RunSnapshot) -> tuple[str, ...]:
     now, facts = view.progress, view.facts
     of = "" if view.total is None else f"/{view.total:,}"
     return (

@@ -15,6 +15,7 @@ from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
 from batch_agent.errors import SpecError
+from batch_agent.record.address import StoreAddress
 from batch_agent.serve.catalog import Tenant
 
 ADMIN = {
@@ -42,7 +43,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="several processes serve the same --data: each may be stopped at any time"
     )
-    parser.add_argument("--store", type=_no_store, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        default="",
+        help="redis://host:6379/0, so that batch-agent work adds machines; implies --shared",
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     _add_keys(actions.add_parser("keys", help="add, list and revoke tenants"))
     for name, told in ADMIN.items():
@@ -56,13 +62,6 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
         action.add_argument("--url", help="address of the server; without it, --data is read")
         action.add_argument("--key", help="key of a tenant or of the operator, for --url (default: OPENAI_API_KEY)")
-
-
-def _no_store(text: str) -> str:
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: serve keeps everything below --data. Several processes or machines can serve the same --data on a "
-        "file system that they share: use --shared"
-    )
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +94,14 @@ def serve_command(options: argparse.Namespace) -> int:
     models = {**_models_in(config), **names_in(options.model)}
     backend = options.backend or config.get("backend")
     server = BatchService(
-        ServeOptions(Path(options.data), options.host, options.port, shared=options.shared, **_limits(options, config)),
+        ServeOptions(
+            Path(options.data),
+            options.host,
+            options.port,
+            shared=options.shared,
+            store=_store(options.store),
+            **_limits(options, config),
+        ),
         open_models(None if backend is None else str(backend), models),
     )
     for name, terms in _tables(config, "keys").items():
@@ -106,10 +112,19 @@ def serve_command(options: argparse.Namespace) -> int:
         put(f"OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
         put(f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key}")
         sys.stdout.flush()
+        if server.joining:
+            say(f"to add a machine: {server.joining}")
         say("Ctrl-C stops the server; batches continue when it is started again")
         await asyncio.get_running_loop().create_future()
 
     return serve(server.serve(ready))
+
+
+def _store(url: str) -> str:
+    """Return the URL of a Redis server, without a slash at its end. Raises SpecError."""
+    if url and StoreAddress.parse(url, named=False).name:
+        raise SpecError("--store names a server, without the name of a run: redis://host:6379/0")
+    return url.rstrip("/")
 
 
 def _keys(options: argparse.Namespace) -> int:

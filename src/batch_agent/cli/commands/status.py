@@ -16,7 +16,7 @@ from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
-from batch_agent.record.reader import RunView, open_run
+from batch_agent.record.reader import RunSnapshot, open_run
 from batch_agent.record.rundir import stage_names
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
@@ -54,7 +54,7 @@ def _over(shown: str) -> str:
     return UP.format(shown.count("\n") + 1) + CLEAR
 
 
-def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
+def pace(view: RunSnapshot, now: datetime) -> tuple[float, float | None]:
     """Return the rows per second of the latest session, and the remaining seconds; None if unknown."""
     latest, facts = view.progress, view.facts
     done = latest.ok + latest.failed
@@ -70,7 +70,7 @@ def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
     return speed, max(0, view.total - done) / speed
 
 
-def status_json(view: RunView) -> JsonObject:
+def status_json(view: RunSnapshot) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
     facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows", "stages")}
     speed, left = pace(view, datetime.now(UTC))
@@ -91,7 +91,7 @@ def status_json(view: RunView) -> JsonObject:
     return status
 
 
-def _numbers(view: RunView) -> JsonObject:
+def _numbers(view: RunSnapshot) -> JsonObject:
     now = view.progress
     counts: JsonObject = {"ok": now.ok, "failed": now.failed, "resumed": now.resumed}
     rows: JsonObject = {"total": view.total, "done": now.ok + now.failed, **counts}
@@ -100,13 +100,13 @@ def _numbers(view: RunView) -> JsonObject:
     return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
 
 
-def _stage_json(name: str, stage: RunView | None) -> JsonObject:
+def _stage_json(name: str, stage: RunSnapshot | None) -> JsonObject:
     if stage is None:
         return {"name": name, "state": NOT_BEGUN}
     return {"name": name, "state": stage.state, **_numbers(stage)}
 
 
-def _text(view: RunView) -> str:
+def _text(view: RunSnapshot) -> str:
     now, facts = view.progress, view.facts
     if not facts:
         return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
@@ -138,13 +138,13 @@ def _text(view: RunView) -> str:
     return "\n".join([view.name, *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
 
 
-def _rows(view: RunView) -> str:
+def _rows(view: RunSnapshot) -> str:
     now = view.progress
     of = "" if view.total is None else f" of {view.total:,}"
     return f"{now.ok + now.failed:,}{of} done: {now.ok:,} ok, {now.failed:,} failed"
 
 
-def _stages(view: RunView) -> Iterator[tuple[str, str]]:
+def _stages(view: RunSnapshot) -> Iterator[tuple[str, str]]:
     """Yield one line for each stage of a pipeline; the first has the label."""
     names = stage_names(view.facts)
     width = max(map(len, names), default=0)

@@ -15,7 +15,8 @@ from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import harmless, rows
-from batch_agent.run.joining import WAIT, JoinedWorker, NoRunCame, WorkReport, open_store
+from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.run.joining import WAIT, JoinedWorker, JoinedWorkers, NoRunCame, WorkReport, open_store
 from batch_agent.run.trust import Trust, things_of
 
 REFUSED, NOTHING_CAME = 2, 3
@@ -23,7 +24,10 @@ REFUSED, NOTHING_CAME = 2, 3
 
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "url", metavar="URL", help="the run: redis://host:6379/0/NAME, or the run directory of a run on this machine"
+        "url",
+        metavar="URL",
+        help="the run: redis://host:6379/0/NAME, or the run directory of a run on this machine; "
+        "redis://host:6379/0/PREFIX* for all runs whose name begins so, as they come",
     )
     parser.add_argument(
         "--import-from", metavar="DIR", help="directory of the run's tools, schemas and workers (default: here)"
@@ -84,8 +88,15 @@ def named_things(path: Path) -> set[str]:
 async def _work(options: argparse.Namespace) -> WorkReport:
     named = [] if options.spec is None else named_things(Path(options.spec))
     trust = Trust(options.allow, options.trust, named)
-    store = await open_store(options.url, options.wait, trust)
     directory = None if options.import_from is None else Path(options.import_from)
+    if is_store_url(options.url) and options.url.endswith("*"):
+        server, _, prefix = options.url.removesuffix("*").rpartition("/")
+        workers = JoinedWorkers(
+            StoreAddress.parse(server, named=False), prefix, trust, import_from=directory, wait=options.wait
+        )
+        with Interrupts(workers):
+            return await workers.work()
+    store = await open_store(options.url, options.wait, trust)
     worker = JoinedWorker(store, trust, import_from=directory, wait=options.wait)
     try:
         with Interrupts(worker):

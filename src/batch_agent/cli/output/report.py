@@ -18,13 +18,13 @@ from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.reader import RunView, look, place_of
+from batch_agent.record.reader import RunSnapshot, look, place_of
 from batch_agent.record.rundir import RUN
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.flight import ToolStatistics
+from batch_agent.tools.execution import ToolStatistics
 
 
-def spent(view: RunView) -> str:
+def spent(view: RunSnapshot) -> str:
     """Return the tokens, the cost and the cost per row of all sessions of a run."""
     now = view.progress
     words, done = f"{amount(now.tokens)} tokens", now.ok + now.failed

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
@@ -14,6 +15,7 @@ from batch_agent.observe.text import counted, dollars, duration, harmless, harml
 from batch_agent.record.steps import Asked, CallBegun, CallEnded, Past, PastTurn, Spent
 
 CUT_CHARACTERS = 2000  # shown of a text without --full
+SHOWN_BYTES = 1_000_000  # of a file that the row kept
 INDENT = "    "
 
 
@@ -197,5 +199,27 @@ def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
         if failed.traceback:
             yield page.said("traceback", failed.traceback.rstrip())
     output = (record or {}).get("output")
-    if output is not None and not isinstance(output, str):
+    if isinstance(output, str):
+        answers = (
+            [] if past is None else [turn.reply.text for turn in past.turns] + [ask.reply.text for ask in past.asked]
+        )
+        if output not in answers:  # the worker, or the agent that it started, wrote it
+            yield page.said("output", output)
+    elif output is not None:
         yield page.said("output", to_json(output).decode())
+    artifacts = (record or {}).get("artifacts")
+    for name, path in artifacts.items() if isinstance(artifacts, dict) else ():
+        yield from _artifact(harmless(str(name)), Path(str(path)), page)
+
+
+def _artifact(name: str, path: Path, page: Page) -> Iterator[str]:
+    """Yield the text of a file that the row kept: what a command-line agent did, printed and changed."""
+    try:
+        text = path.read_text() if path.stat().st_size <= SHOWN_BYTES else ""
+    except (OSError, UnicodeDecodeError):  # on another machine, moved, or not a text
+        text = ""
+    yield (
+        page.said(f"{name}, {harmless(str(path))}", text.rstrip())
+        if text.strip()
+        else f"\n{name}, {harmless(str(path))}"
+    )

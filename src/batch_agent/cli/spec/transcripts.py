@@ -44,10 +44,11 @@ def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[s
             with run.stage(name) as stage:
                 recorded[name] = stage.facts()
     if "spec" in next(iter(recorded.values()), {}):  # the run is or was in Redis
+        trust = Trust(environ={**os.environ, SECRET: ""})
         for each in recorded.values():  # an MCP server would be started or connected to
             tools = cast("dict[str, list[str]]", each["spec"]).get("tools", [])
-            Trust(environ={**os.environ, SECRET: ""}).check({"spec": {"tools": [t for t in tools if t[:4] == "mcp:"]}})
-        return {name: prepare_worker(each, import_from) for name, each in recorded.items()}
+            trust.check({"spec": {"tools": [t for t in tools if t[:4] == "mcp:"]}})
+        return {name: prepare_worker(each, import_from, trust) for name, each in recorded.items()}
     options = command_again(
         recorded_command(
             facts,

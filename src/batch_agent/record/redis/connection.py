@@ -25,7 +25,10 @@ PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts, doubled each t
 TIMEOUT = 5.0  # seconds for an answer, in addition to the wait of a blocking command
 # How an answer begins with which a server refuses for a while: it runs a long script, has too few replicas, could not
 # save, loads, or is a replica during a failover. It refuses before the first write of a script, which can be repeated.
-REFUSALS = ("BUSY ", "NOREPLICAS", "MISCONF", "LOADING", "READONLY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN")
+REFUSALS = (
+    *("BUSY ", "NOREPLICAS", "MISCONF", "LOADING", "READONLY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN"),
+    "UNBLOCKED",  # a blocking command at a server that became a replica
+)
 MISSING = "a run in Redis needs the package redis (the extra redis)"
 
 

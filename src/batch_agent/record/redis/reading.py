@@ -27,7 +27,7 @@ from batch_agent.record.reader import (
     LiveRow,
     RowLines,
     RunReader,
-    RunView,
+    RunSnapshot,
     ShownState,
     UnfinishedRow,
     past_of,
@@ -98,14 +98,14 @@ class RedisReader(RunReader):
             raise SpecError(f"{self.address} holds no run")
         return facts
 
-    def view(self) -> RunView:
+    def view(self) -> RunSnapshot:
         if self.store.facts() is None and self.store.is_announced():
-            return RunView(self.name, {}, "starting", 0, RunProgress())
+            return RunSnapshot(self.name, {}, "starting", 0, RunProgress())
         facts = self.facts()
         table, now = self.store.table()
         return self._view(facts, table, [member.status for member in table.live(now).values()])
 
-    def _view(self, facts: JsonObject, table: Table, workers: list[JsonObject]) -> RunView:
+    def _view(self, facts: JsonObject, table: Table, workers: list[JsonObject]) -> RunSnapshot:
         standing, sitting = self.store.standing(), int(self.command("HGET", self.store.key("run"), "sitting") or 0)
         state = cast(ShownState, facts.get("state"))
         if state == "running" and not standing.feeder:
@@ -123,7 +123,7 @@ class RedisReader(RunReader):
             with self.stage(name) as stage:
                 if (own := stage.store.facts()) is not None:
                     stages[name] = stage._view(own, table, workers)
-        return RunView(
+        return RunSnapshot(
             self.name,
             {name: value for name, value in facts.items() if name not in INTERNAL},
             state,
@@ -159,7 +159,9 @@ class RedisReader(RunReader):
                 names.append(f"{key}-{copies[key]}" if copies[key] else key)
                 copies[key] += 1
             known = self.command("HMGET", self.store.key("rows"), *names)
-            count += sum(1 for row in known if row is not None and row.split(b" ")[2] == b"k")
+            kept = self.command("HMGET", self.store.key("contents"), *(f"={name}" for name in names))
+            answers = (row is not None and row.split(b" ")[2] == b"k" for row in known)
+            count += sum(answer and (by_row or old is None) for answer, old in zip(answers, kept, strict=True))
         return count
 
     def unfinished(self) -> Iterator[UnfinishedRow]:
@@ -550,7 +552,7 @@ def _endpoints(workers: Sequence[JsonObject]) -> list[JsonObject]:
     return [{**each, "inflight": inflight[name]} for name, each in found.items()]
 
 
-def live_status(view: RunView, *, paused: bool) -> JsonObject:
+def live_status(view: RunSnapshot, *, paused: bool) -> JsonObject:
     """Return the status of a run from what its workers report."""
     latest = view.progress
     rate = sum(cast(float, worker.get("rows_per_second") or 0.0) for worker in view.workers)

@@ -44,7 +44,7 @@ end
 """
 
 # facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder, '1' if the results of
-# earlier sittings are dropped when the fingerprint differs
+# earlier sittings are dropped
 OPEN_FEED = (
     _HEAD
     + """
@@ -61,8 +61,8 @@ local sitting = redis.call('HINCRBY', run, 'sitting', 1)
 if before[2] ~= fingerprint then
   redis.call('HINCRBY', run, 'generation', 1)
   redis.call('DEL', queue)
-  if drop == '1' then redis.call('HSET', run, 'since', sitting) end
 end
+if drop == '1' then redis.call('HSET', run, 'since', sitting) end
 if redis.call('EXISTS', queue) == 0 then
   redis.call('XGROUP', 'CREATE', queue, group, '0', 'MKSTREAM')
 end
@@ -150,6 +150,7 @@ for i = 7, #ARGV, 4 do
       redis.call('HSET', contents, slot, row)
       local _, _, was, from, why = describe(old)
       local ended = was ~= 'q' and not retried(was, why)
+      if ended and was == 'k' then redis.call('HSET', contents, '=' .. row, 1) end
       if redis.call('EXISTS', prefix .. old) == 1 then
         redis.call('COPY', prefix .. old, prefix .. row)
       elseif ended then  -- only its result was kept
@@ -171,7 +172,11 @@ for i = 7, #ARGV, 4 do
       break
     elseif fed ~= sitting then
       local entry = nil
-      if state == 'q' then
+      if not force and redis.call('HDEL', contents, '=' .. row) == 1 then  -- its answer is one to another question
+        redis.call('DEL', prefix .. row)
+        if state == 'q' then drop(place) end
+        state, place, error = 'q', add(row, index, value), ''
+      elseif state == 'q' then
         if force or at ~= index or not redis.call('XRANGE', queue, place, place)[1] then
           drop(place)
           place = add(row, index, value)

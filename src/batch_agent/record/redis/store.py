@@ -107,7 +107,7 @@ class RedisRunStore(RedisShares):
             "name"
         )
 
-    def listen(self, changed: Callable[[], None]) -> None:
+    def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
         """Do nothing: changes in Redis are waited for by calls that block."""
 
     def stage(self, name: str) -> RedisRunStore:

@@ -195,9 +195,11 @@ class BackendContract(ContractTerms):
 
     @both
     async def test_reasoning_comes_apart_from_the_text(self, streamed: bool) -> None:
+        request = self.ask()
         async with self.peer(Say("Hello.", reasoning="They said hello.")) as peer:
-            reply = await peer.backend.infer(self.ask(), listener(streamed))
+            reply = await peer.backend.infer(request, listener(streamed))
         assert reply.text == "Hello."
+        assert "They said" not in "".join(request.said), "ModelRequest.said is the text, without the reasoning"
         assert reply.reasoning == ("" if "reasoning" in self.lacks else "They said hello.")
 
     @both
@@ -290,16 +292,18 @@ class BackendContract(ContractTerms):
     async def test_schema_and_tools_are_combined_only_if_the_server_can(self) -> None:
         async with self.peer(Say('{"a": 1}')) as peer:
             able = peer.backend.capabilities
-            assert able.schema_with_tools is self.combines, (
+            assert able.schema_with_tools is bool(self.combines), (
                 f"capabilities.schema_with_tools is {able.schema_with_tools}, and the class declares combines = "
                 f"{self.combines}: the engine sends a schema beside tools if the capability says so"
             )
             assert able.native_schema or not able.schema_with_tools, "schema_with_tools without native_schema"
-            if not self.combines:
+            if self.combines is None or "schema" in self.refuses:
                 return
             await peer.backend.infer(ask(shape=self.shape(tools=(SEARCH,), schema=SCHEMA)))
         if "combined_schema" not in self.lacks:
-            assert peer.heard[0].tools and peer.heard[0].schema is not None, "expected tools and schema in one request"
+            assert peer.heard[0].tools, "expected the tools on the wire"
+            sent = peer.heard[0].schema is not None
+            assert sent is self.combines, f"combines = {self.combines}, and the schema was {'' if sent else 'not '}sent"
 
     async def test_two_shapes_of_one_model_are_not_mixed(self) -> None:
         one, two = self.shape(tools=(SEARCH,)), self.shape(tools=(LOOK_UP,))
@@ -318,7 +322,18 @@ class BackendContract(ContractTerms):
             peer.backend.check(shape)
             await peer.backend.infer(ask(shape=shape))
         sent = {name: peer.heard[0].extra[name] for name in extra if name in peer.heard[0].extra}
-        assert sent == ({} if "extra_body" in self.drops else extra), "the user's extra_body has the last word"
+        assert sent == ({} if "extra_body" in self.drops else extra), "expected extra_body on the wire"
+
+    async def test_extra_body_overrides_a_field_of_ours(self) -> None:
+        if {"extra_body", "max_tokens"} & (self.refuses | self.drops):
+            return
+        async with self.peer(Say("Hello."), Say("Hello.")) as peer:
+            await peer.backend.infer(ask(shape=self.shape(max_tokens=1717)))
+            ours = {name: json.dumps(value) for name, value in peer.heard[0].extra.items() if name not in self.reserved}
+            theirs = {name: json.loads(text.replace("1717", "1718")) for name, text in ours.items() if "1717" in text}
+            await peer.backend.infer(ask(shape=self.shape(max_tokens=1717, extra_body=theirs)))
+        sent = {name: peer.heard[1].extra.get(name) for name in theirs}
+        assert sent == theirs, "the user's extra_body has the last word"
 
     def extra_body(self) -> dict[str, Any]:
         """Fields that the server takes."""
@@ -541,6 +556,7 @@ class BackendContract(ContractTerms):
             assert peer.backend.name
             [endpoint] = peer.backend.servers
             assert (await peer.backend.probe(endpoint)).state != "down"
+        assert not peer.requests, "a probe is free: it asks for no turn"
 
     def test_what_is_declared_has_a_name_that_the_contract_knows(self) -> None:
         assert self.refuses <= REFUSABLE

@@ -163,8 +163,9 @@ class HttpContract(BackendContract):
         async with self._served(lambda: flood) as server, self.backend(server.url) as backend:
             if not backend.capabilities.streaming:
                 return
-            with pytest.raises(BackendError):
-                await backend.infer(self.ask(), listener(True))
+            async with asyncio.timeout(6 * self.patience):
+                with pytest.raises(BackendError):
+                    await backend.infer(self.ask(), listener(True))
         assert sent < FLOOD_BYTES, f"one line of {sent:,} bytes was read into memory: a server may never end it"
 
     async def test_connections_are_used_again_and_closed_at_the_end(self) -> None:

@@ -3,7 +3,8 @@
 - ``refuses``: options for which ``check`` raises a SpecError that names them.
 - ``drops``: options and parts of a conversation that are not sent.
 - ``lacks``: what the wire's answers cannot express, or what its peer cannot do; a reply then comes without it.
-- ``combines``: whether the server enforces a schema in a request that also offers tools.
+- ``combines``: whether the server enforces a schema in a request that also offers tools. False: such a request is sent
+  without the schema. None: the server is not known, so both are sent if a caller asks for both.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ContractTerms:
     refuses: ClassVar[frozenset[str]] = frozenset()
     drops: ClassVar[frozenset[str]] = frozenset()
     lacks: ClassVar[frozenset[str]] = frozenset()
-    combines: ClassVar[bool] = False
+    combines: ClassVar[bool | None] = False
     finishes: ClassVar[tuple[str, str]] = ("stop", "tool_calls")  # of a complete text, and of complete calls
     reserved: ClassVar[Sequence[str]] = ("messages", "stream")  # what extra_body may not set
     refusals: ClassVar[Mapping[Refuse, type[BackendError]]] = REFUSALS  # those that the peer can give

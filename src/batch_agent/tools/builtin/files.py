@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.documents import format_of_document
 from batch_agent.documents.content import page_mark
 from batch_agent.documents.failure import DocumentError

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
 from batch_agent.tools.builtin.addresses import AddressPolicy, CheckedResolver

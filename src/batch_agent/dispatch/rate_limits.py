@@ -16,7 +16,7 @@ from batch_agent.scheduler.rates import SLACK, Rates
 from batch_agent.scheduler.server import Endpoint
 
 
-class Budgets:
+class RateLimits:
     """``arm`` sets the alarm of an endpoint; ``serve`` is called when the alarm rings."""
 
     def __init__(self, arm: Callable[[Endpoint], None]) -> None:
@@ -42,18 +42,18 @@ class Budgets:
             return
         if self._mark is not None:
             self._mark.mark()
-        slot.lease = rates.begin(slot.sent_at)
+        slot.reservation = rates.begin(slot.sent_at)
         self._arm(endpoint)
 
     async def afford(self, slot: Slot, expect: Callable[[], Usage]) -> None:
         """Wait until the endpoint's rate limits have room for the expected usage. ``settle`` must follow."""
         endpoint = slot.endpoint
         rates = endpoint.server.rates
-        if rates is None or slot.lease is None or not rates.counts_tokens:
+        if rates is None or slot.reservation is None or not rates.counts_tokens:
             return
-        counted = slot.lease = rates.unreserve(slot.lease)
-        lease = rates.reserve(counted, expect(), _now())
-        while lease is None:
+        counted = slot.reservation = rates.unreserve(slot.reservation)
+        reservation = rates.reserve(counted, expect(), _now())
+        while reservation is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.short[turn] = None
             self._arm(endpoint)
@@ -61,28 +61,28 @@ class Budgets:
                 await turn
             finally:
                 self.short.pop(turn, None)
-            lease = rates.reserve(counted, expect(), _now())  # answers since then may have lowered the estimate
-        slot.lease = lease
+            reservation = rates.reserve(counted, expect(), _now())  # answers since then may have lowered the estimate
+        slot.reservation = reservation
 
     def leaves(self, slot: Slot) -> None:
         """Note that the request is sent now. It is counted again if it waited after the first count, for a rate limit
         or because the event loop stalled."""
         endpoint, now = slot.endpoint, _now()
-        if slot.lease is not None and endpoint.server.rates is not None and now > slot.sent_at + SLACK:
-            endpoint.server.rates.count_again(slot.lease, now)
+        if slot.reservation is not None and endpoint.server.rates is not None and now > slot.sent_at + SLACK:
+            endpoint.server.rates.count_again(slot.reservation, now)
             if self._mark is not None:
                 self._mark.mark()
 
     def settle(self, slot: Slot, used: Usage | None = None, *, asked: bool = True) -> None:
         """Replace the reserved amount by what the request used; None: unknown. ``asked``: the endpoint received it."""
-        lease, endpoint = slot.lease, slot.endpoint
-        if lease is None or endpoint.server.rates is None:
+        reservation, endpoint = slot.reservation, slot.endpoint
+        if reservation is None or endpoint.server.rates is None:
             return
-        slot.lease = None
+        slot.reservation = None
         if asked:
-            endpoint.server.rates.settle(lease, used, _now())
+            endpoint.server.rates.settle(reservation, used, _now())
         else:
-            endpoint.server.rates.unsend(lease, _now())
+            endpoint.server.rates.unsend(reservation, _now())
         self.serve()
         self._arm(endpoint)
 
@@ -95,7 +95,7 @@ class Budgets:
         if quota is not None:
             if endpoint.server.rates is None:
                 endpoint.server.rates = Rates()
-            endpoint.server.rates.learn(quota, slot.lease, endpoint.server.inflight - 1, used, _now())
+            endpoint.server.rates.learn(quota, slot.reservation, endpoint.server.inflight - 1, used, _now())
             self._arm(endpoint)
 
 

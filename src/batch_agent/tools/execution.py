@@ -1,6 +1,6 @@
-"""A flight is one run of one call. It knows which agents need it, whether it waits at a gate, and its outcome.
+"""An execution is one run of one call. It knows which agents need it, whether it waits at a gate, and its outcome.
 
-Each agent has a PendingCall on its flight. The flight is cancelled when the last agent has abandoned it, or at its
+Each agent has a PendingCall on its execution, which is cancelled when the last agent has abandoned it, or at its
 timeout. Cancelling does not depend on the tool: waiting agents get an outcome at once. The gates are released when the
 tool has stopped, or after ``ENDING_SECONDS`` if it does not stop.
 """
@@ -393,7 +393,7 @@ class Traffic:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class Execution:
     name: str  # of its tool
     key: Key | None  # None: other calls may not join
     asked: float
@@ -457,7 +457,7 @@ class Flight:
             self.task.cancel()
             self.set_clock(ENDING_SECONDS, self._does_not_stop)
 
-    def land(self, end: ToolOutcome | Exception) -> None:
+    def finish(self, end: ToolOutcome | Exception) -> None:
         self.end = end
         for tell in tuple(self.waiting):
             tell()
@@ -487,33 +487,33 @@ class Flight:
 
 
 class PendingCall:
-    """One agent's part in a flight."""
+    """One agent's part in an execution."""
 
-    __slots__ = ("_asked", "_flight", "_holds", "_joined", "_tell")
+    __slots__ = ("_asked", "_execution", "_holds", "_joined", "_tell")
 
-    def __init__(self, flight: Flight, asked: float, *, joined: bool = False) -> None:
-        self._flight = flight
+    def __init__(self, execution: Execution, asked: float, *, joined: bool = False) -> None:
+        self._execution = execution
         self._asked = asked
         self._joined = joined
         self._holds = True
         self._tell: Callable[[ToolOutcome | Exception], None] | None = None
-        flight.join()
+        execution.join()
 
     def on_end(self, tell: Callable[[ToolOutcome | Exception], None]) -> None:
         """Call ``tell`` once with the outcome of the call, or at once if it has ended; never if it is abandoned first.
         A failure of the tool is an outcome. An exception is an internal error."""
         self._tell = tell
-        if self._flight.end is not None:
+        if self._execution.end is not None:
             self._told()
         else:
-            self._flight.waiting[self._told] = None
+            self._execution.waiting[self._told] = None
 
     def _told(self) -> None:
-        tell, self._tell, end = self._tell, None, self._flight.end
+        tell, self._tell, end = self._tell, None, self._execution.end
         if tell is None or end is None:
             return
         if self._joined and isinstance(end, ToolOutcome):
-            end = replace(end, source="shared", seconds=end.seconds - (self._asked - self._flight.asked))
+            end = replace(end, source="shared", seconds=end.seconds - (self._asked - self._execution.asked))
         tell(end)
 
     async def wait(self) -> ToolOutcome:
@@ -532,8 +532,8 @@ class PendingCall:
 
     def seconds(self, now: float) -> float:
         """Return the seconds from this agent's request until now, or until the end of the call."""
-        end = self._flight.end
-        ended = self._flight.asked + end.seconds if isinstance(end, ToolOutcome) else now
+        end = self._execution.end
+        ended = self._execution.asked + end.seconds if isinstance(end, ToolOutcome) else now
         return max(0.0, ended - self._asked)
 
     def abandon(self) -> None:
@@ -541,5 +541,5 @@ class PendingCall:
         if self._holds:
             self._holds = False
             self._tell = None
-            self._flight.waiting.pop(self._told, None)
-            self._flight.leave()
+            self._execution.waiting.pop(self._told, None)
+            self._execution.leave()
