@@ -71,8 +71,8 @@ class Cell:
 
 
 CELLS = (
-    Cell(2_000, 2, allowed={OURS: 1.3, RECORDED: 1.6}, others=2, counted=True),
-    Cell(2_000, 2, stream=True, allowed={OURS: 1.1}, others=2, counted=True),
+    Cell(2_000, 2, allowed={OURS: 1.0, RECORDED: 1.25}, others=2, counted=True),
+    Cell(2_000, 2, stream=True, allowed={OURS: 0.8}, others=2, counted=True),
     Cell(10_000, 1, allowed={OURS: 1.5}),
     # Not a bar: where clients whose pool is searched for each request fall behind.
     Cell(2_000, 1, inflight=1_000, others=1),

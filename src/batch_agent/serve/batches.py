@@ -30,6 +30,7 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.reading import delete_run, run_names
+from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, status_of
@@ -397,9 +398,11 @@ class ServedBatches:
             return
         if batch.status == "in_progress" and not stop:
             await self._wait_open(batch)
+        opened: list[BatchLines] = []
         try:
-            lines = await in_thread(partial(BatchLines, folder, batch))
             try:
+                await in_whole_thread(lambda: opened.append(BatchLines(folder, batch)))
+                (lines,) = opened
                 if batch.status != "finalizing" and lines.left and not stop:
                     running = self.running[batch.id] = RunningBatch(
                         batch, lines, self._models, self._turnstile, travels=bool(self._store)
@@ -410,7 +413,8 @@ class ServedBatches:
                 await self._finalize(batch, lines, stop)
             finally:
                 self.running.pop(batch.id, None)
-                await in_thread(lines.close)
+                for lines in opened:
+                    await in_thread(lines.close)
         finally:
             self._leave_open(batch)
 
