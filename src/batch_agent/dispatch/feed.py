@@ -24,6 +24,7 @@ class Feed:
         self.channel: RowChannel[object] | None = None  # set when the rows come from runs that share this dispatcher
         self.room: asyncio.Future[None] | None = None
         self.reading = False  # waits for its next input
+        self.has_row = False  # has a row, which waits for room
         self.paced = False  # its inputs come only when an agent may start, so that it does not wait for room
 
     async def wait_room(self, is_over: Callable[[], object] = lambda: False) -> bool:
@@ -44,7 +45,7 @@ class Feed:
         """Return whether another agent would start if a slot were free."""
         if self.closed or self.ended or self.reading:
             return False
-        return self.channel is None or self.channel.waiting > 0
+        return self.channel is None or self.has_row or self.channel.waiting > 0
 
     @property
     def is_fed(self) -> bool:

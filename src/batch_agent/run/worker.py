@@ -395,8 +395,10 @@ class Worker:
             if not rows:
                 return
             for held, job in zip(rows, await self._jobs(rows), strict=True):
+                self._feed.has_row = True
                 if not await self._feed.wait_room(self._is_over):
                     return
+                self._feed.has_row = False
                 left = self._left()
                 self._feed.expect(left)
                 if held.lease.index not in self._leases.held:  # its lease was lost meanwhile
