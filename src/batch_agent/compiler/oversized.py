@@ -28,31 +28,31 @@ class Sizing:
     """The size limit of a row that is made to fit. ``max_tokens`` is the answer's limit, if set."""
 
     how: How
-    budget: ContextRoom
+    limit: ContextRoom
     max_tokens: int | None = None
     tools: bool = False
 
     @property
     def room(self) -> int:
         """Return the token limit of a request, shared part included."""
-        context, least = self.budget.model_max_context or 0, self.budget.min_response_tokens
+        context, least = self.limit.model_max_context or 0, self.limit.min_response_tokens
         answer = max(least, min(self.max_tokens or 0, context // 2))
         return int((context - answer) * (CAREFUL_WITH_TOOLS if self.tools else CAREFUL))
 
     def fits(self, tokens: int) -> bool:
-        return self.budget.room is None or tokens <= self.budget.room
+        return self.limit.room is None or tokens <= self.limit.room
 
     def cut(self, names: Sequence[str], texts: Mapping[str, str], tokens: int) -> list[dict[str, str]]:
         """Return the texts of the fields for each request that replaces one of ``tokens`` tokens; ``names`` are
         repeated as often as they occur in the task. Raises Oversized if cutting the longest field is not enough."""
         if not names:
-            self.budget.check(tokens)
+            self.limit.check(tokens)
         name = longest(names, texts)
         text, times = texts[name], names.count(name)
         others = tokens - estimate_tokens(text) * times
         most = (self.room - others) // times - MARK_TOKENS
         if most < LEAST_TOKENS:
-            self.budget.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
+            self.limit.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
         pieces = _headed(text, most) if self.how == "truncate" else _numbered(split(text, most))
         return [{**texts, name: piece} for piece in pieces]
 

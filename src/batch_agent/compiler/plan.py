@@ -94,7 +94,7 @@ class Plan:
 
     def fit(self, context: int) -> None:
         """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
-        self.sizing = replace(self.sizing, budget=replace(self.sizing.budget, model_max_context=context))
+        self.sizing = replace(self.sizing, limit=replace(self.sizing.limit, model_max_context=context))
 
     @property
     def prefix_tokens(self) -> int:
@@ -132,7 +132,7 @@ class Plan:
         if self.sizing.fits(tokens):
             return job
         if self.sizing.how == "fail" or not isinstance(template, Template):
-            self.sizing.budget.check(tokens)
+            self.sizing.limit.check(tokens)
             return job
         cut = self.sizing.cut(template.names, _texts(template, fields), tokens)
         if self.sizing.how == "truncate":
@@ -261,8 +261,8 @@ def compile_plan(
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
         )
-    budget = ContextRoom(spec.model_max_context, spec.min_response_tokens)
-    sizing = Sizing(spec.oversized, budget, spec.max_tokens, tools=bool(tools))
+    limit = ContextRoom(spec.model_max_context, spec.min_response_tokens)
+    sizing = Sizing(spec.oversized, limit, spec.max_tokens, tools=bool(tools))
 
     template: TaskTemplate | None = None
     unhoisted, head, warning = None, "", None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from batch_agent.backends.anthropic.models import ModelRules, model_of
-from batch_agent.backends.anthropic.request import thinking_budget
+from batch_agent.backends.anthropic.request import thinking_tokens
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import SpecError
 
@@ -56,13 +56,13 @@ def _check_sampling(shape: RequestShape, model: ModelRules, given: Mapping[str, 
 
 
 def _check_thinking(shape: RequestShape) -> None:
-    """Check the options of thinking with a token budget (older models). Newer models choose the amount themselves."""
-    budget = thinking_budget(shape)
-    if not budget:
+    """Check the options of thinking with a limit in tokens (older models). Newer models choose the amount."""
+    limit = thinking_tokens(shape)
+    if not limit:
         return
-    if shape.max_tokens is not None and shape.max_tokens <= budget:
+    if shape.max_tokens is not None and shape.max_tokens <= limit:
         raise SpecError(
-            f"max_tokens is {shape.max_tokens:,}, and thinking may take {budget:,} of them: give more than that"
+            f"max_tokens is {shape.max_tokens:,}, and thinking may take {limit:,} of them: give more than that"
         )
     if shape.temperature not in (None, _DEFAULT):
         raise SpecError("temperature: Anthropic's models think at temperature 1 only; leave it out")

@@ -181,14 +181,14 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
 
 def answer_limit(shape: RequestShape) -> int:
     """Return the most tokens of an answer: the API requires a number."""
-    return shape.max_tokens or model_of(shape.model).max_tokens + thinking_budget(shape)
+    return shape.max_tokens or model_of(shape.model).max_tokens + thinking_tokens(shape)
 
 
-def thinking_budget(shape: RequestShape) -> int:
-    """Return the user's token budget for thinking, which is part of the answer; 0 if the model decides."""
+def thinking_tokens(shape: RequestShape) -> int:
+    """Return the user's limit of thinking, in tokens, which is part of the answer; 0 if the model decides."""
     thinking = shape.extra_body.get("thinking")
-    budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
-    return budget if isinstance(budget, int) else 0
+    limit = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
+    return limit if isinstance(limit, int) else 0
 
 
 def answer_blocks(message: Message) -> list[JsonObject]:

@@ -131,15 +131,15 @@ class SimulatedEngine:
         """Return the next forward pass; None if there is nothing to compute."""
         if self.pins.blocks:
             self._make_room()
-        budget = self.model.max_batched_tokens
+        room = self.model.max_batched_tokens
         preempted = self.counters.preemptions
-        shares = self._continue_running(budget)
+        shares = self._continue_running(room)
         loaded = 0
         if self.counters.preemptions == preempted:
-            loaded = self._admit(budget - sum(share.tokens for share in shares), shares)
+            loaded = self._admit(room - sum(share.tokens for share in shares), shares)
         if not shares and self._waiting and self.pins.blocks:
             self.pins.clear()  # never in the way of the only request
-            loaded = self._admit(budget, shares)
+            loaded = self._admit(room, shares)
         if not shares:
             return None
         prefill = sum(share.tokens for share in shares if share.sequence.computed < share.sequence.known - 1)
@@ -173,35 +173,35 @@ class SimulatedEngine:
 
     def _make_room(self) -> None:
         """Release pins for what running sequences need in this step, and for the first request of the queue."""
-        budget = self.model.max_batched_tokens
-        growing = sum(min(budget, sequence.known - sequence.computed) for sequence in self.running)
-        needed = self._blocks_for(min(budget, growing)) + len(self.running)
+        room = self.model.max_batched_tokens
+        growing = sum(min(room, sequence.known - sequence.computed) for sequence in self.running)
+        needed = self._blocks_for(min(room, growing)) + len(self.running)
         self.pins.make_room(needed)
         if self._queue and not self._queue[0][1].ended:
             first = self._queue[0][1]
             held = sum(1 for block in self._prefix(first) if self.pool.blocks[block].ref_cnt)
             self.pins.make_room(needed + self._blocks_for(first.known) - held, whole=True)
 
-    def _continue_running(self, budget: int) -> list[Share]:
+    def _continue_running(self, room: int) -> list[Share]:
         shares: list[Share] = []
         position = 0
-        while position < len(self.running) and budget > 0:
+        while position < len(self.running) and room > 0:
             sequence = self.running[position]
-            tokens = min(sequence.known - sequence.computed, budget)
+            tokens = min(sequence.known - sequence.computed, room)
             while not self._grow(sequence, tokens):
                 victim = self.running.pop()
                 self._preempt(victim)
                 if victim is sequence:
                     return shares
             shares.append(Share(sequence, tokens))
-            budget -= tokens
+            room -= tokens
             position += 1
         return shares
 
-    def _admit(self, budget: int, shares: list[Share]) -> int:
+    def _admit(self, room: int, shares: list[Share]) -> int:
         """Start requests of the queue. Returns the tokens that are loaded from the slower memory for them."""
         loaded = 0
-        while budget > 0 and self._queue and len(self.running) < self.model.max_num_seqs:
+        while room > 0 and self._queue and len(self.running) < self.model.max_num_seqs:
             sequence = self._queue[0][1]
             if sequence.ended:
                 heapq.heappop(self._queue)
@@ -209,7 +209,7 @@ class SimulatedEngine:
             hits = self._prefix(sequence)
             offloaded = self._offloaded(sequence, len(hits))
             found = (len(hits) + offloaded) * self.model.block_size
-            tokens = min(sequence.known - found, budget)
+            tokens = min(sequence.known - found, room)
             if not self.pool.room_for(self._blocks_for(found + tokens) - len(hits), hits):
                 return loaded  # strict order: short requests must not starve a long one
             heapq.heappop(self._queue)
@@ -218,7 +218,7 @@ class SimulatedEngine:
             if not self._grow(sequence, tokens):
                 raise InternalError("the simulated engine admitted a request it has no KV blocks for")
             shares.append(Share(sequence, tokens))
-            budget -= tokens
+            room -= tokens
         return loaded
 
     def _offloaded(self, sequence: Sequence, hits: int) -> int:

@@ -136,16 +136,16 @@ def wait(options: argparse.Namespace) -> int:
     output = None if options.output in (None, "-") else Path(options.output)
     if output is not None and not output.absolute().parent.is_dir():
         raise SpecError(f"cannot write {str(output)!r}: there is no such directory")
-    progress = _Progress(waited)
+    line = _WaitLine(waited)
 
     async def run() -> None:
         async with Prober() as prober:
-            await wait_until_ready(waited, prober, options.timeout, progress)
+            await wait_until_ready(waited, prober, options.timeout, line)
 
     try:
         asyncio.run(run())
     finally:
-        progress.end()
+        line.end()
     found = f"{len(waited.up):,} of {counted(len(hosts), 'endpoint')} up"
     if not waited.enough:
         say(f"batch-agent: {found} after {clock(options.timeout)}; {waited.needed:,} are needed")
@@ -164,8 +164,8 @@ def wait(options: argparse.Namespace) -> int:
     return ALL_OK
 
 
-class _Progress:
-    """Progress of ``wait``: one line that is rewritten on a terminal, otherwise a line now and then."""
+class _WaitLine:
+    """What ``wait`` shows: one line that is rewritten on a terminal, otherwise a line now and then."""
 
     def __init__(self, waited: Waited) -> None:
         self._began, self._told_at, self._told = time.monotonic(), -math.inf, ""
