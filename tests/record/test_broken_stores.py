@@ -266,9 +266,9 @@ class OrderOfStepsChanges(ToyStore):
 class IgnoresTheQuestion(ToyStore):
     """A row keeps its answer under another fingerprint."""
 
-    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
         by_content = [NewRow(row.index, row.content, row.content, row.value) for row in rows]
-        return super().feed(sitting, by_content)
+        return super().feed(session, by_content)
 
 
 class SameGeneration(ToyStore):
@@ -376,8 +376,8 @@ class HandsBackForOthers(ToyStore):
 class LosesResults(ToyStore):
     """Only the latest result can be read."""
 
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
-        return super().results(sitting, after, 1000, wait)[-1:]
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        return super().results(session, after, 1000, wait)[-1:]
 
 
 class DeliversTwice(ToyStore):
@@ -389,13 +389,13 @@ class DeliversTwice(ToyStore):
 
 
 class PagesOverlap(ToyStore):
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
-        return super().results(sitting, str(max(0, int(after) - 1)) if int(after) % 2 else after, most, wait)
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        return super().results(session, str(max(0, int(after) - 1)) if int(after) % 2 else after, most, wait)
 
 
 class ResultsInOrderOfRows(ToyStore):
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
-        return sorted(super().results(sitting, after, most, wait), key=lambda result: result.index)
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
+        return sorted(super().results(session, after, most, wait), key=lambda result: result.index)
 
 
 class SameQuestionIsOneRow(ToyStore):
@@ -430,11 +430,11 @@ class LosesSteps(ToyStore):
 
 
 class ReplacedFeederWrites(ToyStore):
-    def check(self, sitting: int) -> None: ...
+    def check(self, session: int) -> None: ...
 
 
 class NeverDone(ToyStore):
-    def end_inputs(self, sitting: int) -> None: ...
+    def end_inputs(self, session: int) -> None: ...
 
 
 class FailuresCountAsOk(ToyStore):

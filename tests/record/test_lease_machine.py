@@ -41,7 +41,7 @@ class Leases(RuleBasedStateMachine):
         self.feeder = self.place.open()
         self.feeder.open(FRESH)
         opened = self.feeder.open_feed(facts(), FRESH)
-        self.sitting, self.position = opened.sitting, opened.position
+        self.session, self.position = opened.number, opened.position
         self.store = self.place.worker(self.feeder)
         self.workers = [self.store.join({}) for _ in range(3)]
         self.numbers = [count(1) for _ in range(3)]
@@ -57,7 +57,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(rows=st.integers(1, 4), worker=WORKERS, taken=st.integers(1, 4))
     def feed(self, rows: int, worker: int, taken: int) -> None:
-        self.feeder.feed(self.sitting, [new_row(self.place, self.fed + number) for number in range(rows)])
+        self.feeder.feed(self.session, [new_row(self.place, self.fed + number) for number in range(rows)])
         self.fed += rows
         self.take(worker, taken)
 
@@ -145,7 +145,7 @@ class Leases(RuleBasedStateMachine):
             return
         counts = self.feeder.standing().counts
         assert counts.unstarted + counts.leased + len(self.ended) == self.fed
-        for result in self.feeder.results(self.sitting, self.position, 10_000, 0):
+        for result in self.feeder.results(self.session, self.position, 10_000, 0):
             self.read.append(result.row)
             self.position = result.position
         assert len(self.read) == len(set(self.read)) == len(self.ended)

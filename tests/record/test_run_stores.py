@@ -25,7 +25,7 @@ from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import RowLease, RunStore, WorkStore
 from batch_agent.testing.run_store_contract import RunStoreContract
-from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, copied, new_row, sit
+from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, begin, copied, new_row
 
 NAMES = (f"run-{number}" for number in count())
 
@@ -238,7 +238,7 @@ class SlowStore(MemoryStore):
 
 def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_once() -> None:
     store, place = SlowStore(), MemoryPlace()
-    now = sit(place, store, new_row(place, 0))
+    now = begin(place, store, new_row(place, 0))
     (row,) = now.take()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(store.commit, now.worker, 1, [now.ended(row.lease)])

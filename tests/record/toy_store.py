@@ -25,7 +25,7 @@ from batch_agent.record.store import (
     NUMBERS,
     Counts,
     FeederReplaced,
-    FeederSitting,
+    FeederSession,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -96,7 +96,7 @@ class ToyStore:
 
     def begin_memory(self) -> None:
         self.resuming, self.phase, self.fed = Resuming(), None, False
-        self.sitting = self.generation = 0
+        self.session = self.generation = 0
         self.rows: dict[str, Row] = {}
         self.ended: list[SharedResult] = []
         self.ok = self.failed = 0
@@ -204,35 +204,35 @@ class ToyStore:
 
     def listen(self, changed: Callable[[], None], *, results: bool = False) -> None: ...
 
-    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSession:
         with self.changed:
             previous = self.kept.facts
             if previous is not None and not (resuming.resume or resuming.force):
                 raise SpecError(f"{self.folder} holds a run: resume it")
             self.keep("session", facts)
             self.resuming, self.phase, self.fed = resuming, "running", False
-            self.sitting = len(self.kept.outlays)
-            self.generation = self.sitting
+            self.session = len(self.kept.outlays)
+            self.generation = self.session
             self.lease_seconds = float(str(facts.get("lease", 15.0)))
-            return FeederSitting(self.sitting, previous, "0")
+            return FeederSession(self.session, previous, "0")
 
-    def check(self, sitting: int) -> None:
-        if sitting != self.sitting:
+    def check(self, session: int) -> None:
+        if session != self.session:
             raise FeederReplaced("another feeder feeds this run now")
 
-    def keep_feed(self, sitting: int) -> RunStanding:
+    def keep_feed(self, session: int) -> RunStanding:
         with self.changed:
-            self.check(sitting)
+            self.check(session)
             return self.standing()
 
-    def write_facts(self, sitting: int, facts: JsonObject) -> None:
+    def write_facts(self, session: int, facts: JsonObject) -> None:
         with self.changed:
-            self.check(sitting)
+            self.check(session)
             self.keep("facts", facts)
 
-    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
         with self.changed:
-            self.check(sitting)
+            self.check(session)
             answers = [self.feed_row(new) for new in rows]
             self.changed.notify_all()
             return answers
@@ -253,27 +253,27 @@ class ToyStore:
         retry = self.resuming.retry
         return bool(error) and (retry if isinstance(retry, bool) else error in retry)
 
-    def end_inputs(self, sitting: int) -> None:
+    def end_inputs(self, session: int) -> None:
         with self.changed:
-            self.check(sitting)
+            self.check(session)
             self.fed = True
             self.changed.notify_all()
 
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
         with self.changed:
             self.changed.wait_for(lambda: len(self.ended) > int(after), wait)
             return self.ended[int(after) : int(after) + most]
 
-    def set_phase(self, sitting: int, phase: Phase) -> None:
+    def set_phase(self, session: int, phase: Phase) -> None:
         with self.changed:
-            self.check(sitting)
+            self.check(session)
             self.phase = phase
 
-    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+    def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
         with self.changed:
-            self.check(sitting)
+            self.check(session)
             self.keep("facts", facts)
-            self.phase, self.sitting = phase, 0
+            self.phase, self.session = phase, 0
 
     def spent(self) -> Outlay:
         tokens, cost = 0, 0.0
@@ -293,7 +293,7 @@ class ToyStore:
             leased = sum(row.lease is not None for row in self.rows.values())
             waiting = sum(row.order > 0 for row in self.rows.values()) - leased
             counts = Counts(waiting, leased, self.ok, self.failed, self.fed)
-            return RunStanding(self.phase, self.generation, self.sitting > 0, counts)
+            return RunStanding(self.phase, self.generation, self.session > 0, counts)
 
     def join(self, description: JsonObject) -> int:
         with self.changed:

@@ -1,7 +1,7 @@
 """A worker of the user's that is killed with SIGKILL again and again until its rows are done.
 
 ``python tests/record/worker_crash.py --work URL DIRECTORY ROWS`` is the process that is killed. Every row writes before
-it asks, asks two things at once, in an order that changes from one sitting to the next, writes twice for one answer and
+it asks, asks two things at once, in an order that changes from one session to the next, writes twice for one answer and
 beside another ask, and rests a while after an answer. Answers that it has received are noted.
 """
 

@@ -25,7 +25,7 @@ MOST_MEMORY_MB = 400  # that a process may take, however many seeds it has playe
 @dataclass(slots=True)
 class Tally:
     runs: int = 0
-    sittings: int = 0
+    sessions: int = 0
     kills: int = 0
     requests: int = 0
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.runs += other.runs
-        self.sittings += other.sittings
+        self.sessions += other.sessions
         self.kills += other.kills
         self.requests += other.requests
         self.seconds += other.seconds
@@ -45,7 +45,7 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.runs} runs, {self.seconds / 3600:,.0f} simulated hours, {self.sittings} sittings, "
+            f"{self.runs} runs, {self.seconds / 3600:,.0f} simulated hours, {self.sessions} sessions, "
             f"{self.kills} kills, {self.requests} requests; {self.cpu:.0f} s of CPU, {self.memory_mb} MB; "
             f"{len(self.failed)} failed"
         )
@@ -59,7 +59,7 @@ def one(seed: int, shapes: tuple[Shape, ...]) -> Tally:
     problems = [*played.problems[:3], *(f"{trial}: {problem}" for problem in blamed.problems)]
     failed = {seed: "\n  ".join(problems)} if problems else {}
     return Tally(
-        1, played.sittings, played.kills, played.requests, played.seconds, process_time() - began, memory, failed
+        1, played.sessions, played.kills, played.requests, played.seconds, process_time() - began, memory, failed
     )
 
 
@@ -93,7 +93,7 @@ def explain(seed: int, shapes: tuple[Shape, ...]) -> bool:
         return False
     if not played.problems:
         print(
-            f"seed {seed}: {played.sittings} sittings, {played.kills} kills, {played.seconds:.0f} s; nothing is wrong"
+            f"seed {seed}: {played.sessions} sessions, {played.kills} kills, {played.seconds:.0f} s; nothing is wrong"
         )
         return True
     workload, faults, played = shrink(workload, faults, played)

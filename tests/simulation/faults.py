@@ -1,5 +1,5 @@
-"""What goes wrong in a simulated run. Some faults happen at a time, some at an event in one sitting of the run, some
-between two sittings. A schedule is a list of them, so a failing one is made smaller by leaving some out.
+"""What goes wrong in a simulated run. Some faults happen at a time, some at an event in one session of the run, some
+between two sessions. A schedule is a list of them, so a failing one is made smaller by leaving some out.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ FEEDER, MACHINE = 0, -1  # whose processes are killed; from 1: those of a worker
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """kill -9 of a process at the ``count``-th event of its kind in a sitting. ``who`` is the number of a worker,
+    """kill -9 of a process at the ``count``-th event of its kind in a session. ``who`` is the number of a worker,
     FEEDER, or MACHINE: at that event of the feeder all processes are killed."""
 
-    sitting: int
+    session: int
     event: Event
     count: int
     who: int = FEEDER
@@ -85,7 +85,7 @@ class Kill:
 class Stop:
     """The user does something to the run."""
 
-    sitting: int
+    session: int
     event: Event
     count: int
     how: Literal["cancel", "leave", "drain", "pause"]
@@ -93,9 +93,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Before a sitting, the user changes the prompt or the rows."""
+    """Before a session, the user changes the prompt or the rows."""
 
-    sitting: int
+    session: int
     what: EditKind
 
 
@@ -113,17 +113,17 @@ class Extent:
 
 def schedule(chance: Random, extent: Extent, servers: int, *, edits: bool, workers: int = 0) -> list[Fault]:
     faults: list[Fault] = []
-    sittings = chance.choice((0, 1, 1, 2, 3, 5, 8))
-    for sitting in range(sittings):
+    sessions = chance.choice((0, 1, 1, 2, 3, 5, 8))
+    for session in range(sessions):
         event = chance.choice(EVENTS)
-        count = chance.randint(1, 1 + extent.events.get(event, 0) // chance.choice((1, 2, sittings)))
+        count = chance.randint(1, 1 + extent.events.get(event, 0) // chance.choice((1, 2, sessions)))
         if chance.random() < 0.8:
-            faults.append(Kill(sitting, event, count))
+            faults.append(Kill(session, event, count))
         else:
-            faults.append(Stop(sitting, event, count, chance.choice(("cancel", "leave", "drain", "pause"))))
+            faults.append(Stop(session, event, count, chance.choice(("cancel", "leave", "drain", "pause"))))
         if edits and chance.random() < 0.2:
-            faults.append(Edit(sitting + 1, chance.choice(("prompt", "add", "remove", "replace", "reorder"))))
-    latest = extent.seconds * (1 + sittings)
+            faults.append(Edit(session + 1, chance.choice(("prompt", "add", "remove", "replace", "reorder"))))
+    latest = extent.seconds * (1 + sessions)
     for _ in range(chance.choice((0, 1, 2, 4))):
         length = 10 ** chance.uniform(-0.5, 3.2)
         faults.append(Outage(chance.uniform(0, latest), length, chance.randrange(servers), chance.choice(OUTAGES)))
@@ -136,9 +136,9 @@ def schedule(chance: Random, extent: Extent, servers: int, *, edits: bool, worke
     for _ in range(chance.choice((0, 0, 1))):
         mode: ToolMode = chance.choice(("slow", "fails", "hangs"))
         faults.append(ToolTrouble(chance.uniform(0, latest), 10 ** chance.uniform(0, 2), mode))
-    for sitting in range(1 + sittings) if workers else ():
+    for session in range(1 + sessions) if workers else ():
         for _ in range(chance.choice((0, 1, 1, 2, 3))):
             event = chance.choice(EVENTS)
             who = MACHINE if chance.random() < 0.1 else chance.randint(1, 2 * workers)
-            faults.append(Kill(sitting, event, chance.randint(1, 1 + extent.events.get(event, 0) // workers), who))
+            faults.append(Kill(session, event, chance.randint(1, 1 + extent.events.get(event, 0) // workers), who))
     return faults

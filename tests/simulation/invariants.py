@@ -1,4 +1,4 @@
-"""What must be true after each sitting and at the end, beside what the world complains of when it happens."""
+"""What must be true after each session and at the end, beside what the world complains of when it happens."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tests.simulation.process import Sitting, recorded
+from tests.simulation.process import Session, recorded
 from tests.simulation.workload import Edition, Outcome, Workload
 from tests.simulation.world import World
 
 SOON = 0.1  # seconds in which an answer is on disk, where nothing holds it up
 
 
-async def check_sitting(sitting: Sitting) -> None:
+async def check_session(session: Session) -> None:
     """Nothing runs any more; what was paid for is on disk, but for what came in the moment of a kill."""
-    world, directory = sitting.world, sitting.directory
+    world, directory = session.world, session.directory
     await asyncio.sleep(0)
     left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if left:
         world.complain(f"tasks are left behind: {left}")
-    sitting.end()
+    session.end()
     after = recorded(directory)
     if gone := world.held - after:
         world.complain(f"recorded answers are gone: {dict(gone)}")
     world.held = after
     answered: Counter[str] = Counter()
-    for process in sitting.processes:
+    for process in session.processes:
         answered += process.answered
         end = process.lost_touch_at
         for mark, at in process.answered_at.items():
             if not after[mark] and at + SOON < end and not world.disk.was_held_up(at):
                 world.complain(f"the answer {mark} of {at:.3f} s is not on disk at {end:.3f} s")
-    world.lost += answered - (after - sitting.before)
-    for row, count in sitting.feeder.delivered.items():
+    world.lost += answered - (after - session.before)
+    for row, count in session.feeder.delivered.items():
         world.done[row] = max(world.done[row], count)
 
 

@@ -1,4 +1,4 @@
-"""Plays a workload with a schedule of faults in virtual time, sitting after sitting, until every row is done."""
+"""Plays a workload with a schedule of faults in virtual time, session after session, until every row is done."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from pathlib import Path
 from random import Random
 
 from tests.simulation.faults import Edit, Event, Extent, Fault, FullDisk, Kill, Outage, Stop, Timed, schedule
-from tests.simulation.invariants import check_end, check_sitting
+from tests.simulation.invariants import check_end, check_session
 from tests.simulation.jobs import JobProvider
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.process import GONE, Process, Sitting, WorkerProcess, begin, world_urls
+from tests.simulation.process import GONE, Process, Session, WorkerProcess, begin, world_urls
 from tests.simulation.workload import SHAPES, Edition, Outcome, Shape, Workload
 from tests.simulation.world import World
 
 from batch_agent.errors import RunRejected, RunUnreachable, StoreError
 from batch_agent.testing import VirtualClockDeadlock
 
-MOST_SITTINGS = 60
-LONGEST_SITTING = 3 * 86_400.0  # virtual seconds
+MOST_SESSIONS = 60
+LONGEST_SESSION = 3 * 86_400.0  # virtual seconds
 MEMORY = Path("/dev/shm")  # a disk on which fsync costs nothing
 
 
 @dataclass(slots=True)
 class Played:
-    """What became of a workload. ``edition`` is that of the last sitting."""
+    """What became of a workload. ``edition`` is that of the last session."""
 
     edition: Edition
     outcome: Outcome = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    sittings: int = 0
+    sessions: int = 0
     kills: int = 0
     answered: Counter[str] = field(default_factory=Counter)  # answers by mark
     tokens_of: dict[str, int] = field(default_factory=dict)  # what each took
     tokens: int = 0
     requests: int = 0
-    events: dict[Event, int] = field(default_factory=dict)  # of the first sitting
+    events: dict[Event, int] = field(default_factory=dict)  # of the first session
 
 
 def play(seed: int, shapes: Sequence[Shape] = SHAPES) -> tuple[Workload, list[Fault], Played]:
@@ -89,7 +89,7 @@ def play_with(
         with world_urls(), tempfile.TemporaryDirectory(dir=place) as folder, runner:
             loop = runner.get_loop()
             loop.set_exception_handler(lambda _, context: played.problems.append(f"unhandled: {context}"))
-            runner.run(_sittings(workload, faults, Path(folder) / "run", played, calm))
+            runner.run(_play_sessions(workload, faults, Path(folder) / "run", played, calm))
     except VirtualClockDeadlock as deadlock:
         played.problems.append(f"deadlock: {deadlock}")
     finally:
@@ -100,7 +100,7 @@ def play_with(
     return played
 
 
-async def _sittings(
+async def _play_sessions(
     workload: Workload, faults: Sequence[Fault], directory: Path, played: Played, calm: Played | None
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -112,14 +112,14 @@ async def _sittings(
         world.usual, world.tokens_of = calm.answered, dict(calm.tokens_of)
         world.max_tokens = None if workload.budget is None else int(workload.budget * calm.tokens)
     world.plan([fault for fault in faults if isinstance(fault, Timed)], loop)
-    while played.sittings < MOST_SITTINGS:
-        sitting = played.sittings
+    while played.sessions < MOST_SESSIONS:
+        session = played.sessions
         for edit in faults:
-            if isinstance(edit, Edit) and edit.sitting == sitting:
+            if isinstance(edit, Edit) and edit.session == session:
                 played.edition = played.edition.edited(edit.what, world.chance(f"edit {edit}"))
-        interruptions = [each for each in faults if isinstance(each, Kill | Stop) and each.sitting == sitting]
-        processes = Sitting(world, directory, interruptions)
-        outcome = await _sit(workload, processes, played, faults)
+        interruptions = [each for each in faults if isinstance(each, Kill | Stop) and each.session == session]
+        processes = Session(world, directory, interruptions)
+        outcome = await _play_session(workload, processes, played, faults)
         if outcome is not None and not processes.feeder.dead and workload.is_complete(outcome, played.edition):
             played.outcome = outcome
             break
@@ -127,9 +127,9 @@ async def _sittings(
             break
         if outcome is not None and not processes.feeder.interrupted and world.is_quiet:
             world.max_tokens = None  # it was spent: the user allows more
-        await asyncio.sleep(world.chance(f"pause {sitting}").choice((0.0, 1.0, 60.0, 3600.0)))
+        await asyncio.sleep(world.chance(f"pause {session}").choice((0.0, 1.0, 60.0, 3600.0)))
     else:
-        world.complain(f"not done after {MOST_SITTINGS} sittings")
+        world.complain(f"not done after {MOST_SESSIONS} sessions")
     if not played.problems:
         await asyncio.sleep(max(0.0, world.quiet_from - loop.time()))
         await _look_again(workload, world, directory, played)
@@ -137,17 +137,19 @@ async def _sittings(
     played.tokens_of = world.tokens_of
 
 
-async def _sit(workload: Workload, sitting: Sitting, played: Played, faults: Sequence[Fault]) -> Outcome | None:
-    """One sitting to its end. What came of it, where that is not an error."""
-    loop, world, process = asyncio.get_running_loop(), sitting.world, sitting.feeder
+async def _play_session(
+    workload: Workload, session: Session, played: Played, faults: Sequence[Fault]
+) -> Outcome | None:
+    """One session to its end. What came of it, where that is not an error."""
+    loop, world, process = asyncio.get_running_loop(), session.world, session.feeder
     assert isinstance(loop, SimulatedLoop)
-    loop.threads = sitting
+    loop.threads = session
     world.want(played.edition.wanted())
     was_quiet = world.is_quiet
-    begin(process, workload.sit(process, played.edition))
+    begin(process, workload.play(process, played.edition))
     if not await _ended(process):
         return None
-    for worker in sitting.workers:
+    for worker in session.workers:
         if not await _ended(worker):
             return None
         _check_worker(worker, faults)
@@ -157,20 +159,20 @@ async def _sit(workload: Workload, sitting: Sitting, played: Played, faults: Seq
     if error is not None and not process.dead and not _is_expected(error, faults):
         world.complain("".join(traceback.format_exception(error)))
     elif task.cancelled() and not process.interrupted:
-        world.complain("the sitting was cancelled by nobody")
+        world.complain("the session was cancelled by nobody")
     elif error is None and not task.cancelled():
         outcome = task.result()
-    await check_sitting(sitting)
+    await check_session(session)
     if (
         was_quiet
-        and not any(each.interrupted for each in sitting.processes)
+        and not any(each.interrupted for each in session.processes)
         and world.max_tokens is None
         and not (outcome and workload.is_complete(outcome, played.edition))
     ):
-        world.complain(f"the sitting was not disturbed and did not do everything: {error or outcome}")
-    played.sittings += 1
-    played.kills += sum(each.dead for each in sitting.processes)
-    played.events = played.events or dict(sum((each.events for each in sitting.processes), Counter()))
+        world.complain(f"the session was not disturbed and did not do everything: {error or outcome}")
+    played.sessions += 1
+    played.kills += sum(each.dead for each in session.processes)
+    played.events = played.events or dict(sum((each.events for each in session.processes), Counter()))
     return outcome
 
 
@@ -178,7 +180,7 @@ async def _ended(process: Process) -> bool:
     """Wait for the end of a process; False if it does not come."""
     loop, task = asyncio.get_running_loop(), process.task
     assert isinstance(loop, SimulatedLoop) and task is not None
-    await asyncio.wait([task], timeout=LONGEST_SITTING)
+    await asyncio.wait([task], timeout=LONGEST_SESSION)
     if task.done():
         return True
     process.world.complain(f"process {process.number} does not end: {loop.who_waits()}")
@@ -198,7 +200,7 @@ async def _look_again(workload: Workload, world: World, directory: Path, played:
     """A run that is done comes back as it is, and nothing is asked."""
     asked, writes = world.asked.total(), world.writes.total()
     check_end(workload, world, played.edition, played.outcome, directory, counts=world.usual.total() > 0)
-    again = await _sit(workload, Sitting(world, directory, []), played, [])
+    again = await _play_session(workload, Session(world, directory, []), played, [])
     if (world.asked.total(), world.writes.total()) != (asked, writes):
         world.complain("a run that was done asked or wrote again")
     again = again or {}

@@ -1,4 +1,4 @@
-"""The simulated processes of one sitting of a run: its feeder and its workers. Each may be killed at any event.
+"""The simulated processes of one session of a run: its feeder and its workers. Each may be killed at any event.
 
 kill -9 of the feeder leaves the files as they are at that moment. So the run directory is copied then; the coroutines
 of the dead process are cancelled and do what they like with the original, which is thrown away. A worker has no files:
@@ -73,9 +73,9 @@ class Steered(Protocol):
 class Process:
     """``number`` is FEEDER, or that of a worker, from 1. ``interruptions`` are how it ends early, if it does."""
 
-    def __init__(self, sitting: Sitting, number: int, interruptions: Sequence[Kill | Stop]) -> None:
-        self.sitting, self.number = sitting, number
-        self.world, self.directory = sitting.world, sitting.directory
+    def __init__(self, session: Session, number: int, interruptions: Sequence[Kill | Stop]) -> None:
+        self.session, self.number = session, number
+        self.world, self.directory = session.world, session.directory
         self.dead = False
         self.interrupted = False
         self.events: Counter[Event] = Counter()
@@ -103,7 +103,7 @@ class Process:
         if isinstance(how, Kill):
             self.interrupted = True
             self.die()
-            for worker in self.sitting.workers if how.who == MACHINE else ():
+            for worker in self.session.workers if how.who == MACHINE else ():
                 worker.die()
         elif run is not None:
             self.interrupted = True
@@ -123,13 +123,13 @@ class Process:
             return
         self.world.note_kill(self.inflight)
         self.dead, self.killed_at = True, asyncio.get_running_loop().time()
-        self.sitting.bury(self)
+        self.session.bury(self)
         self.task.cancel()
 
     @property
     def lost_touch_at(self) -> float:
         """When it could record nothing any more."""
-        deaths = (self.killed_at, self.sitting.feeder.killed_at)
+        deaths = (self.killed_at, self.session.feeder.killed_at)
         return min((death for death in deaths if death is not None), default=asyncio.get_running_loop().time())
 
     async def alive(self) -> None:
@@ -154,8 +154,8 @@ class Process:
 class WorkerProcess(Process):
     """A process that joins the run of the feeder."""
 
-    def __init__(self, sitting: Sitting, number: int, interruptions: Sequence[Kill | Stop]) -> None:
-        super().__init__(sitting, number, interruptions)
+    def __init__(self, session: Session, number: int, interruptions: Sequence[Kill | Stop]) -> None:
+        super().__init__(session, number, interruptions)
         self.joined: list[tuple[str, int]] = []  # stage, and the number of a worker in it
         self.worker = JoinedWorker(ServedStore(self._exchange), Trust(everything=True), wait=30.0)
 
@@ -175,7 +175,7 @@ class WorkerProcess(Process):
 
     def _exchange(self, call: Call) -> Answered:
         """What ``Connections`` and ``StoreServer`` do."""
-        feeder, desk = self.sitting.feeder, self.sitting.desk
+        feeder, desk = self.session.feeder, self.session.desk
         commits = call[1] == "commit"
         if commits and not self.dead:
             feeder.event("before thread")
@@ -189,8 +189,8 @@ class WorkerProcess(Process):
         return cast(Answered, load(dump(answer)))
 
 
-class Sitting:
-    """The processes of a sitting. It is the ``Threads`` of the loop."""
+class Session:
+    """The processes of a session. It is the ``Threads`` of the loop."""
 
     def __init__(self, world: World, directory: Path, interruptions: Sequence[Kill | Stop]) -> None:
         self.world, self.directory = world, directory
@@ -264,22 +264,22 @@ def begin(process: Process, work: object) -> None:
 class SimulatedCrew(ProcessCrew):
     """The crew of a run with ``processes=N``, whose processes are simulated."""
 
-    def __init__(self, sitting: Sitting, count: int) -> None:
+    def __init__(self, session: Session, count: int) -> None:
         super().__init__(count)
-        self._sitting = sitting
+        self._session = session
         self._started: dict[int, WorkerProcess] = {}
 
     def _serve(self, run: Served) -> str:
-        self._sitting.desk = _desk_of(cast("Run[object]", run))
+        self._session.desk = _desk_of(cast("Run[object]", run))
         return ""
 
     async def _run_one(self, number: int) -> tuple[int, str]:
-        worker = self._started[number] = self._sitting.start_worker()
+        worker = self._started[number] = self._session.start_worker()
         assert worker.task is not None
         try:
             await asyncio.wait([worker.task])
         except asyncio.CancelledError:
-            if not self._sitting.feeder.dead:  # nobody else ends it
+            if not self._session.feeder.dead:  # nobody else ends it
                 worker.die()
                 await asyncio.wait([worker.task])
             raise
@@ -287,7 +287,7 @@ class SimulatedCrew(ProcessCrew):
         return status, said
 
     def _signal(self, number: int) -> None:
-        for worker in self._started.values() if not self._sitting.feeder.dead else ():
+        for worker in self._started.values() if not self._session.feeder.dead else ():
             worker.worker.cancel() if number == signal.SIGTERM else worker.die()
 
 
@@ -296,14 +296,14 @@ def _desk_of(run: Run[object]) -> StoreDesk:
     return run.serving.desk
 
 
-async def join_later(sitting: Sitting, run: Run[object], count: int, seconds: float) -> None:
+async def join_later(session: Session, run: Run[object], count: int, seconds: float) -> None:
     """Let workers join a run that was alone, as ``batch-agent work DIR`` does."""
     await asyncio.sleep(seconds)
-    if run.serving is not None and not sitting.feeder.dead:
-        sitting.desk = run.serving.desk
+    if run.serving is not None and not session.feeder.dead:
+        session.desk = run.serving.desk
         await run.serving.begin_sharing()
         for _ in range(count):
-            sitting.start_worker()
+            session.start_worker()
 
 
 class SimulatedStore(DirectoryStore):

@@ -1,6 +1,6 @@
 """What a simulated run has to do: rows, a shape of run, options. One seed makes one workload.
 
-A sitting opens the run in the feeder's process, takes the results and returns them as plain values that can be compared
+A session opens the run in the feeder's process, takes the results and returns them as plain values that can be compared
 with those of the undisturbed run.
 """
 
@@ -37,7 +37,7 @@ CONTEXT = 1_200  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Edition:
-    """The prompt and the rows of one sitting."""
+    """The prompt and the rows of one session."""
 
     version: int
     rows: tuple[str, ...]
@@ -156,19 +156,19 @@ class Workload:
         if self.max_inflight is not None:
             options["max_inflight"] = self.max_inflight
         if self.workers and self.joins is None:
-            options["cluster"] = SimulatedCrew(process.sitting, self.workers)
+            options["cluster"] = SimulatedCrew(process.session, self.workers)
         return options
 
     def joining(self, process: Process, run: Run[Any]) -> asyncio.Task[None] | None:
         """The task in which workers join a run that was alone."""
         if self.joins is None:
             return None
-        return asyncio.create_task(join_later(process.sitting, run, self.workers, self.joins), name="joining")
+        return asyncio.create_task(join_later(process.session, run, self.workers, self.joins), name="joining")
 
-    async def sit(self, process: Process, edition: Edition) -> Outcome:
-        """One sitting to its end."""
+    async def play(self, process: Process, edition: Edition) -> Outcome:
+        """One session to its end."""
         if self.is_pipeline:
-            return await self._sit_at_pipeline(process, edition)
+            return await self._play_pipeline(process, edition)
         options = self.options(process) | self._asking(process, edition)
         if self.shape == "user worker":
             options["worker"] = gather_answers
@@ -197,7 +197,7 @@ class Workload:
             "tools": [look, note],
         }
 
-    async def _sit_at_pipeline(self, process: Process, edition: Edition) -> Outcome:
+    async def _play_pipeline(self, process: Process, edition: Edition) -> Outcome:
         pipeline = (
             Pipeline([{"row": row, "words": words_of(row, 3)} for row in edition.rows])
             .map(

@@ -144,7 +144,7 @@ class World:
         self.problems: list[str] = []
         self.asked: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
-        self.held: Counter[str] = Counter()  # answers in the record, after the latest sitting
+        self.held: Counter[str] = Counter()  # answers in the record, after the latest session
         self.lost: Counter[str] = Counter()  # answers that did not reach it
         self.done: Counter[Row] = Counter()  # results that were delivered
         self.writes: Counter[str] = Counter()

@@ -32,7 +32,7 @@ from batch_agent.record.store import (
     UNKEPT_SECONDS,
     Counts,
     FeederReplaced,
-    FeederSitting,
+    FeederSession,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -55,10 +55,10 @@ class WaitingRow:
     """A row that has not ended. ``until`` is the end of its lease, by the store's clock. ``steps`` is what earlier
     agents of the row recorded, in this opening or before it."""
 
-    __slots__ = ("lease", "new", "order", "sitting", "steps", "until", "worker")
+    __slots__ = ("lease", "new", "order", "session", "steps", "until", "worker")
 
-    def __init__(self, new: NewRow, order: int, sitting: int, steps: list[KeptStep]) -> None:
-        self.new, self.order, self.sitting, self.steps = new, order, sitting, steps
+    def __init__(self, new: NewRow, order: int, session: int, steps: list[KeptStep]) -> None:
+        self.new, self.order, self.session, self.steps = new, order, session, steps
         self.lease: RowLease | None = None
         self.worker = 0
         self.until = 0.0
@@ -94,8 +94,8 @@ class MemoryStore:
         self._resuming = Resuming()
         self._phase: Phase | None = None
         self._fed = False
-        self._sitting = 0  # 0: there is no feeder
-        self._sittings = self._generation = 0
+        self._session = 0  # 0: there is no feeder
+        self._sessions = self._generation = 0
         self._lease_seconds = LEASE
         self._order = self._token = self._workers = self._position = 0
         self._own_workers: set[int] = set()  # in this process: their leases do not end
@@ -186,52 +186,52 @@ class MemoryStore:
 
     # The feeder
 
-    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSession:
         previous = self._begin(facts, resuming)
         with self._lock:
             if previous is None or previous.get("fingerprint") != facts.get("fingerprint"):
                 self._generation += 1
                 self._drop(list(self._queued.values()))
             self._facts, self._resuming, self._phase, self._fed = dict(facts), resuming, "running", False
-            self._sittings += 1
-            self._sitting = self._sittings
+            self._sessions += 1
+            self._session = self._sessions
             self._ok = self._failed = self._resumed = 0
             lease = facts.get("lease")
             self._lease_seconds = float(lease) if isinstance(lease, int | float) else LEASE
-            return FeederSitting(self._sitting, previous, str(self._position))
+            return FeederSession(self._session, previous, str(self._position))
 
-    def keep_feed(self, sitting: int) -> RunStanding:
+    def keep_feed(self, session: int) -> RunStanding:
         with self._lock:
-            self._check_feeder(sitting)
+            self._check_feeder(session)
             return self.standing()
 
-    def write_facts(self, sitting: int, facts: JsonObject) -> None:
+    def write_facts(self, session: int, facts: JsonObject) -> None:
         with self._lock:
-            self._check_feeder(sitting)
+            self._check_feeder(session)
             self._facts = dict(facts)
         self._write_facts(facts)
 
-    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
         past = self._past(rows)
         with self._lock:
-            self._check_feeder(sitting)
+            self._check_feeder(session)
             for place, new in enumerate(rows):
                 self._order += 1
-                queued = WaitingRow(new, self._order, sitting, [] if past is None else past[place])
+                queued = WaitingRow(new, self._order, session, [] if past is None else past[place])
                 self._queued[self._order] = queued
                 self._fresh.append(self._order)
             if not self._is_alone:
                 self._changed()
             return [None] * len(rows)
 
-    def end_inputs(self, sitting: int) -> None:
+    def end_inputs(self, session: int) -> None:
         with self._lock:
-            self._check_feeder(sitting)
+            self._check_feeder(session)
             self._fed = True
-            self._drop([queued for queued in self._queued.values() if queued.sitting < sitting])
+            self._drop([queued for queued in self._queued.values() if queued.session < session])
             self._changed(results=False)
 
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
         position = int(after)
         with self._lock:
             if wait > 0:
@@ -243,25 +243,25 @@ class MemoryStore:
                 results.popleft()
             return [results[place] for place in range(min(most, len(results)))]
 
-    def set_phase(self, sitting: int, phase: Phase) -> None:
+    def set_phase(self, session: int, phase: Phase) -> None:
         with self._lock:
-            self._check_feeder(sitting)
+            self._check_feeder(session)
             self._phase = phase
             self._changed()
 
-    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+    def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
         with self._lock:
-            self._check_feeder(sitting)
+            self._check_feeder(session)
         self._end(facts, phase)
         with self._lock:
-            self._facts, self._phase, self._sitting = dict(facts), phase, 0
+            self._facts, self._phase, self._session = dict(facts), phase, 0
             self._changed()
 
     def spent(self) -> Outlay:
         return Outlay()
 
-    def _check_feeder(self, sitting: int) -> None:
-        if sitting != self._sitting:
+    def _check_feeder(self, session: int) -> None:
+        if session != self._session:
             raise FeederReplaced("another feeder feeds this run now")
 
     def _drop(self, rows: Sequence[WaitingRow]) -> None:
@@ -279,7 +279,7 @@ class MemoryStore:
             held = len(self._held)
             counts = Counts(len(self._queued) - held, held, self._ok, self._failed, self._fed)
             # Workers of an earlier opening must leave, so the number is unique over all openings.
-            return RunStanding(self._phase, self._opening + self._generation, self._sitting > 0, counts)
+            return RunStanding(self._phase, self._opening + self._generation, self._session > 0, counts)
 
     @property
     def has_begun(self) -> bool:

@@ -148,10 +148,10 @@ class RunStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class FeederSitting:
-    """A session of a feeder. ``sitting`` is its fencing token; ``previous`` are the facts before it."""
+class FeederSession:
+    """A session of a feeder. ``number`` is its fencing token; ``previous`` are the facts before it."""
 
-    sitting: int
+    number: int
     previous: JsonObject | None
     position: str  # position of the latest result
 
@@ -328,40 +328,40 @@ class RunStore(WorkStore, Protocol):
         resumed, StoreError if another process has it. ``close`` undoes this."""
         ...
 
-    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSession:
         """Become the feeder once the lease of an earlier one has ended. Another ``fingerprint`` in the facts empties
         the queue and begins a new generation. Raises SpecError if there is a run and it is not to be resumed;
         StoreError if another feeder keeps its lease."""
         ...
 
-    def keep_feed(self, sitting: int) -> RunStanding:
+    def keep_feed(self, session: int) -> RunStanding:
         """Renew the feeder's lease and return the state of the run. Raises FeederReplaced."""
         ...
 
-    def write_facts(self, sitting: int, facts: JsonObject) -> None: ...
+    def write_facts(self, session: int, facts: JsonObject) -> None: ...
 
-    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
         """Add rows to the queue. Returns, for each row, its result from an earlier session if the store keeps results;
         None if it was queued. A failed row is queued again if it is to be retried. A row that ended and whose result is
         not kept is queued with its steps: a worker computes the result again."""
         ...
 
-    def end_inputs(self, sitting: int) -> None:
+    def end_inputs(self, session: int) -> None:
         """Record that every input was fed. Rows of earlier sessions that were not fed again leave the queue."""
         ...
 
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
         """Return at most ``most`` results after that position. Waits up to ``wait`` seconds for the first."""
         ...
 
-    def set_phase(self, sitting: int, phase: Phase) -> None: ...
+    def set_phase(self, session: int, phase: Phase) -> None: ...
 
     def follow_row(self, row: str) -> JsonObject | None:
         """Ask the worker of a row to report its conversation, and return what it last reported; None if there is
         nothing yet. A row of a pipeline is ``STAGE/ROW``."""
         ...
 
-    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+    def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
         """Write the facts and the phase, and release the feeder's lease."""
         ...
 

@@ -120,18 +120,18 @@ def copy_to_store(reader: RunReader, store: RunStore, prepared: Mapping[str, Pre
     """
     view = reader.view()
     facts = _facts(reader, view, None if view.stages else prepared[stage])
-    sitting = store.open_feed(facts, Resuming(retry=False)).sitting
+    session = store.open_feed(facts, Resuming(retry=False)).number
     count = 0
     for name in view.stages:
         with reader.stage(name) as inner, closing(store.stage(name)) as target:
             count += copy_to_store(inner, target, prepared, name)
-        store.keep_feed(sitting)
+        store.keep_feed(session)
     if not view.stages:
-        count = _copy_rows(reader, store, prepared[stage], sitting)
+        count = _copy_rows(reader, store, prepared[stage], session)
     if not stage and (lines := reader.job_lines()):
         store.add_job_lines(lines)
     _note_spent(store, view.latest, stage)
-    store.close_feed(sitting, facts, "ended")
+    store.close_feed(session, facts, "ended")
     return count
 
 
@@ -144,7 +144,7 @@ def _facts(reader: RunReader, view: RunSnapshot, prepared: Prepared | None) -> J
     return facts
 
 
-def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, sitting: int) -> int:
+def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: int) -> int:
     """Feed the rows, and commit their steps and results. A row that is not done is copied if its input is known."""
     plan, keys, worker = prepared.plan, Keys(rows_under(prepared)), store.join({"copies": reader.name})
     rows = (row for row in _rows(reader) if row.index is not None)
@@ -156,7 +156,7 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, sitting: 
             job = plan.job(cast(int, row.index), row.value, row.name)
             known[job.index] = row, keys.identity(job, plan.question(job))
         fed = [NewRow(index, key.key, key.row, encode_row(row.value, row.name)) for index, (row, key) in known.items()]
-        store.feed(sitting, fed)
+        store.feed(session, fed)
         while known and (taken := store.take(worker, len(known), 0.0)):
             for lease in (each.lease for each in taken):
                 number += 1
@@ -166,9 +166,9 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, sitting: 
                 if change.result is None:
                     unfinished.append(lease)
                 count += change.result is not None
-        store.keep_feed(sitting)
+        store.keep_feed(session)
     store.hand_back(worker, unfinished)
-    store.end_inputs(sitting)
+    store.end_inputs(session)
     store.leave(worker)
     return count
 

@@ -27,7 +27,7 @@ from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
-from batch_agent.record.store import FeederSitting, NewRow, Resuming, RunStanding, RunStore
+from batch_agent.record.store import FeederSession, NewRow, Resuming, RunStanding, RunStore
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
@@ -82,7 +82,7 @@ class Feeder:
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
-        self._sitting: FeederSitting | None = None
+        self._session: FeederSession | None = None
         self._had_past, self._identifies = False, True
         self._reads_documents = False
         self._reading = asyncio.Lock()
@@ -112,16 +112,16 @@ class Feeder:
         self.facts["started"] = previous.get("started", facts["started"])
         resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
-        self._sitting = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
-        self._position = self._sitting.position
-        self._had_past = bool(self._sitting.previous)
+        self._session = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
+        self._position = self._session.position
+        self._had_past = bool(self._session.previous)
         self._identifies = type(store) is not MemoryStore  # rows without a record need no identity
         store.listen(on_this_loop(self._news.set), results=True)
 
     @property
-    def sitting(self) -> int:
-        assert self._sitting is not None, "begin() is called before rows are fed"
-        return self._sitting.sitting
+    def session(self) -> int:
+        assert self._session is not None, "begin() is called before rows are fed"
+        return self._session.number
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a call of the store that may block in a thread."""
@@ -129,15 +129,15 @@ class Feeder:
 
     def set_trouble(self, trouble: str | None, since: float) -> None:
         """Record what currently blocks the run, and since when, for readers outside."""
-        if self._sitting is not None and self.facts.get("trouble") != trouble:
+        if self._session is not None and self.facts.get("trouble") != trouble:
             self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
-            self.run(partial(self.store.write_facts, self.sitting, dict(self.facts))).add_done_callback(_log_failure)
+            self.run(partial(self.store.write_facts, self.session, dict(self.facts))).add_done_callback(_log_failure)
 
     async def end(self, facts: JsonObject) -> BaseException | None:
         """Write the end of the session, so that workers leave. A cancellation does not interrupt this. Returns its
         error, if it fails."""
         failure = None
-        if self._sitting is not None:
+        if self._session is not None:
             rows: JsonObject = {
                 "read": self.keys.count,
                 "digest": self.keys.digest,
@@ -146,7 +146,7 @@ class Feeder:
                 "resumed": self.resumed,
             }
             last = {**self.facts, **facts, "rows": rows}
-            failure = await to_its_end(self.run(partial(self.store.close_feed, self.sitting, last, "ended")))
+            failure = await to_its_end(self.run(partial(self.store.close_feed, self.session, last, "ended")))
         self._threads.shutdown(wait=False)
         return failure
 
@@ -192,9 +192,9 @@ class Feeder:
 
     async def _end_inputs(self) -> None:
         if self.store.instant:
-            self.store.end_inputs(self.sitting)
+            self.store.end_inputs(self.session)
         else:
-            await self.run(partial(self.store.end_inputs, self.sitting))
+            await self.run(partial(self.store.end_inputs, self.session))
         self.fed = True
         if self.outstanding <= 0:  # else a result sets it
             self._news.set()
@@ -218,9 +218,9 @@ class Feeder:
                 new.append(NewRow(job.index, b"", b"", bare, job))
         self.outstanding += len(new)
         if self._had_past:
-            await self.run(partial(self.store.feed, self.sitting, new))
+            await self.run(partial(self.store.feed, self.session, new))
         else:
-            self.store.feed(self.sitting, new)
+            self.store.feed(self.session, new)
 
     async def _send(self, first: int, values: Sequence[object]) -> None:
         """Feed rows to a store outside this process, as JSON."""
@@ -239,7 +239,7 @@ class Feeder:
                 self._emit(JobStarted(self._clock(), self._run, index, name))
                 self.outstanding += 1
                 self._finish(Failure(index, name, shown, False, None, AgentError.of(error)))
-        answers = await self.run(partial(self.store.feed, self.sitting, [row for row, _ in new]))
+        answers = await self.run(partial(self.store.feed, self.session, [row for row, _ in new]))
         self.outstanding += len(answers)
         self._news.set()
         for (row, job_id), answer in zip(new, answers, strict=True):
@@ -279,8 +279,8 @@ class Feeder:
 
     async def standing(self) -> RunStanding:
         if self.store.instant:
-            return self.store.keep_feed(self.sitting)
-        return await self.run(partial(self.store.keep_feed, self.sitting))
+            return self.store.keep_feed(self.session)
+        return await self.run(partial(self.store.keep_feed, self.session))
 
     async def share(
         self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool
@@ -290,7 +290,7 @@ class Feeder:
         self.alone, filling = False, None
         if "spec" not in self.facts:
             self.facts |= facts()
-            await self.run(partial(self.store.write_facts, self.sitting, dict(self.facts)))
+            await self.run(partial(self.store.write_facts, self.session, dict(self.facts)))
         if self.tasks is not None:
             self._keeping.append(self.tasks.create_task(self._keep(lease)))
             if has_rows:
@@ -306,7 +306,7 @@ class Feeder:
 
     async def dismiss(self) -> None:
         """Let workers leave when their rows are done, and take no more."""
-        await self.run(partial(self.store.set_phase, self.sitting, "draining"))
+        await self.run(partial(self.store.set_phase, self.session, "draining"))
         self._draining = True
 
     async def _keep(self, lease: float) -> None:
@@ -366,9 +366,9 @@ class Feeder:
         store = self.store
         if store.instant:
             self._news.clear()
-            found = store.results(self.sitting, self._position, AT_ONCE, 0.0)
+            found = store.results(self.session, self._position, AT_ONCE, 0.0)
         else:
-            found = await self.run(partial(store.results, self.sitting, self._position, AT_ONCE, wait))
+            found = await self.run(partial(store.results, self.session, self._position, AT_ONCE, wait))
         for each in found:
             self._position = each.position
             if not each.own:
@@ -383,7 +383,7 @@ class Feeder:
 
     def deliver_recorded(self, *, callback: bool = True) -> None:
         """Deliver what is recorded in a store in this process, at the end of a run."""
-        while found := self.store.results(self.sitting, self._position, AT_ONCE, 0.0) if self.store.instant else ():
+        while found := self.store.results(self.session, self._position, AT_ONCE, 0.0) if self.store.instant else ():
             for each in found:
                 self._position = each.position
                 if isinstance(each.result, BaseResult):

@@ -76,7 +76,7 @@ class Shares:
 
     async def _open_lender(self) -> Lending:
         shared, feeder = self._shared, self._feeder
-        name = str(self._number) if feeder is None else f"feeder-{feeder.sitting}"
+        name = str(self._number) if feeder is None else f"feeder-{feeder.session}"
         lender = Lending(self._store, name, self._lease)
         self._moved = NOTHING
         if feeder is not None:

@@ -94,9 +94,9 @@ class Lending:
         self._beating: asyncio.Future[Allotment] | None = None  # the latest report
 
     async def begin(self, *backends: Backend) -> None:
-        """Start a new sitting of the run, with this process as the feeder.
+        """Start a new session of the run, with this process as the feeder.
 
-        Clear the control actions of earlier sittings, and store the hostfiles for workers on other machines.
+        Clear the control actions of earlier sessions, and store the hostfiles for workers on other machines.
         """
         self._hostfiles = [hostfile for backend in backends if (hostfile := hostfile_of(backend)) is not None]
         await self._beside(lambda: self._store.steer({"do": "begin"}))

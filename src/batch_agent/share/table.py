@@ -22,9 +22,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import cast
+from typing import Annotated, cast
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import AliasChoices, Field, JsonValue, TypeAdapter
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -85,7 +85,8 @@ class Steering:
     """Requests to all workers. ``number`` grows with each; ``rows`` are those for single rows."""
 
     number: int = 0
-    sitting: int = 0  # the number at which the run began or was resumed
+    # The number at which the session began; earlier versions wrote it as ``sitting``.
+    session: Annotated[int, Field(validation_alias=AliasChoices("session", "sitting"))] = 0
     paused: bool = False
     ending: str = ""  # "drain" or "cancel"
     max_inflight: int | None = None
@@ -151,8 +152,8 @@ class Table:
         others = [each for name, each in self.members.items() if name != worker and each.until]
         known = {name: [each.learnt[name] for each in others if name in each.learnt] for name in learnt}
         if (told := learnt.get(BUDGET)) is not None and told.down:
-            self.exhausted = (self.steering.sitting, told.reason)
-        if self.exhausted[1] and self.exhausted[0] == self.steering.sitting:
+            self.exhausted = (self.steering.session, told.reason)
+        if self.exhausted[1] and self.exhausted[0] == self.steering.session:
             known[BUDGET] = [Learnt(down=True, reason=self.exhausted[1])]
         return Allotment(grants, known, self.steering, 1 + len(others))
 

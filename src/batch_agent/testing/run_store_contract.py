@@ -40,13 +40,13 @@ from batch_agent.testing.store_place import (
     MEMBER,
     RESUME,
     StorePlace,
+    begin,
     begun,
     bodies,
     done,
     facts,
     needs,
     new_row,
-    sit,
     texts,
     turn,
 )
@@ -69,7 +69,7 @@ class RunStoreContract(DurabilityContract):
     def test_rows_are_leased_once_in_their_order_and_results_come_in_the_order_of_their_ends(
         self, place: StorePlace
     ) -> None:
-        now = sit(place, place.open(), *(new_row(place, index) for index in range(5)))
+        now = begin(place, place.open(), *(new_row(place, index) for index in range(5)))
         other = now.work.join({"host": "b"})
         assert other != now.worker
         first, second = now.take(3), now.work.take(other, 3, 0)
@@ -86,7 +86,7 @@ class RunStoreContract(DurabilityContract):
         assert now.store.standing().done
 
     def test_each_result_is_read_once_in_pages(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), *(new_row(place, index) for index in range(7)))
+        now = begin(place, place.open(), *(new_row(place, index) for index in range(7)))
         rows = now.take()
         now.finish(*rows[:5])
         read: list[int] = []
@@ -104,7 +104,7 @@ class RunStoreContract(DurabilityContract):
         self, place: StorePlace
     ) -> None:
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         two = now.work.join({})
         (old,) = now.take()
         now.record(old, turn(row, "turn 1"), begun(row))
@@ -125,7 +125,7 @@ class RunStoreContract(DurabilityContract):
         assert now.delivered() == [(0, "result 0")]
 
     def test_a_row_whose_lease_ended_comes_before_new_rows(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), *(new_row(place, index) for index in range(3)))
+        now = begin(place, place.open(), *(new_row(place, index) for index in range(3)))
         first, _ = now.take(2)
         now.finish(first)
         place.expire()
@@ -133,7 +133,7 @@ class RunStoreContract(DurabilityContract):
         assert [row.lease.index for row in now.take(2)] == [1, 2]
 
     def test_a_lease_holds_for_its_whole_time(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), new_row(place, 0))
+        now = begin(place, place.open(), new_row(place, 0))
         (held,) = now.take()
         needs(place.wait_half(), "time cannot be moved by half a lease")
         assert now.work.take(now.work.join({}), 1, 0) == []
@@ -141,7 +141,7 @@ class RunStoreContract(DurabilityContract):
 
     def test_a_worker_that_takes_its_own_row_again_is_refused_under_the_old_token(self, place: StorePlace) -> None:
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         (old,) = now.take()
         place.expire()
         (new,) = now.take()
@@ -151,7 +151,7 @@ class RunStoreContract(DurabilityContract):
         assert now.finish(new) == set()
 
     def test_a_renewed_lease_outlasts_the_time_of_a_lease(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), new_row(place, 0), new_row(place, 1))
+        now = begin(place, place.open(), new_row(place, 0), new_row(place, 1))
         two = now.work.join({})
         first, second = now.take()
         place.expire()
@@ -159,7 +159,7 @@ class RunStoreContract(DurabilityContract):
         assert [row.lease.row for row in now.work.take(two, 2, 0)] == [second.lease.row]
 
     def test_a_commit_refuses_the_rows_that_are_lost_and_records_the_others(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), new_row(place, 0), new_row(place, 1))
+        now = begin(place, place.open(), new_row(place, 0), new_row(place, 1))
         two = now.work.join({})
         rows = now.take()
         place.expire()
@@ -170,7 +170,7 @@ class RunStoreContract(DurabilityContract):
 
     def test_a_commit_that_is_repeated_changes_nothing_and_answers_the_same(self, place: StorePlace) -> None:
         one, two = rows = new_row(place, 0), new_row(place, 1)
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         other = now.work.join({})
         first, second = now.take()
         change = [RowChange(first.lease, (turn(one, "turn"),))]
@@ -189,7 +189,7 @@ class RunStoreContract(DurabilityContract):
 
     def test_what_is_handed_back_can_be_taken_at_once_with_its_steps(self, place: StorePlace) -> None:
         rows = [new_row(place, index) for index in range(3)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         two = now.work.join({})
         held = now.take()
         turns = [turn(row, f"turn {row.index}") for row in rows]
@@ -213,7 +213,7 @@ class RunStoreContract(DurabilityContract):
         self, place: StorePlace
     ) -> None:
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         needs(now.store.instant, "no worker is in the process of this store")
         own = now.store.join({"feeder": True})
         (held,) = now.store.take(own, 1, 0)
@@ -226,7 +226,7 @@ class RunStoreContract(DurabilityContract):
 
     def test_a_worker_in_the_feeders_process_continues_an_agent_of_another_process(self, place: StorePlace) -> None:
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         needs(now.store.instant and place.keeps != "nothing", "no worker is in the process of this store")
         (old,) = now.take()
         now.record(old, turn(row, "first", next(now.work.agent_numbers(now.worker))))
@@ -234,12 +234,12 @@ class RunStoreContract(DurabilityContract):
         own = now.store.join({"feeder": True})
         (taken,) = now.store.take(own, 1, 0)
         now.store.commit(own, 1, [RowChange(taken.lease, (turn(row, "second", taken.steps[0].agent),))])
-        (again,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        (again,) = begin(place, place.reopen(now.store), row, how=RESUME).take()
         assert bodies(again.steps) == bodies([turn(row, "first"), turn(row, "second")])
         assert len({step.agent for step in again.steps}) == 1
 
     def test_rows_that_ask_the_same_are_rows_of_their_own(self, place: StorePlace) -> None:
-        now = sit(
+        now = begin(
             place, place.open(), *(new_row(place, index, "same") for index in range(3)), new_row(place, 3, "other")
         )
         now.store.feed(now.number, [new_row(place, 4, "same"), new_row(place, 5, "same")])
@@ -250,14 +250,14 @@ class RunStoreContract(DurabilityContract):
         assert [index for index, _ in now.delivered()] == [0, 1, 2, 3, 4, 5]
 
     def test_no_two_agents_have_one_number(self, place: StorePlace) -> None:
-        now = sit(place, place.open())
+        now = begin(place, place.open())
         workers = [now.work.join({}) for _ in range(3)]
         numbers = [now.work.agent_numbers(worker) for worker in workers]
         drawn = [next(each) for each in numbers for _ in range(5)]
         assert len(set(drawn)) == 15
 
     def test_threads_that_take_at_once_never_get_one_row_twice(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), *(new_row(place, index) for index in range(60)))
+        now = begin(place, place.open(), *(new_row(place, index) for index in range(60)))
 
         def take(_: int) -> list[int]:
             worker, taken = now.work.join({}), list[int]()
@@ -272,7 +272,7 @@ class RunStoreContract(DurabilityContract):
         assert sorted(index for index, _ in now.delivered()) == list(range(60))
 
     def test_a_worker_that_waits_gets_a_row_when_one_is_fed_and_the_feeder_its_result(self, place: StorePlace) -> None:
-        now = sit(place, place.open())
+        now = begin(place, place.open())
 
         def work() -> None:
             rows: list[LeasedRow] = []
@@ -290,7 +290,7 @@ class RunStoreContract(DurabilityContract):
     # The feeder
 
     def test_workers_see_the_phase_and_whether_there_is_a_feeder(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), new_row(place, 0))
+        now = begin(place, place.open(), new_row(place, 0))
         assert now.work.renew(now.worker, [])[1].phase == "running"
         assert now.store.keep_feed(now.number).feeder
         now.store.set_phase(now.number, "draining")
@@ -300,13 +300,13 @@ class RunStoreContract(DurabilityContract):
         assert (standing.phase, standing.feeder, standing.done) == ("ended", False, True)
 
     def test_facts_are_those_that_were_written_last(self, place: StorePlace) -> None:
-        now = sit(place, place.open())
+        now = begin(place, place.open())
         assert (now.work.facts() or {})["spec"] == {"task": "t"}
         now.store.write_facts(now.number, facts(total=7))
         assert (now.work.facts() or {})["total"] == 7
 
     def test_a_feeder_that_was_replaced_writes_nothing(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), new_row(place, 0))
+        now = begin(place, place.open(), new_row(place, 0))
         late, store = now.number + 1, now.store
         if place.shared:
             place.expire()
@@ -314,7 +314,7 @@ class RunStoreContract(DurabilityContract):
             late = now.number
             store, opened = now.store, other.open_feed(facts(), RESUME)
             assert opened.previous == facts()
-            assert other.keep_feed(opened.sitting).feeder
+            assert other.keep_feed(opened.number).feeder
         calls = (
             lambda: store.feed(late, [new_row(place, 1)]),
             lambda: store.keep_feed(late),
@@ -332,17 +332,17 @@ class RunStoreContract(DurabilityContract):
 
     def test_a_run_is_resumed_only_on_request(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
-        sit(place, place.open(), new_row(place, 0)).close()
+        begin(place, place.open(), new_row(place, 0)).close()
         again = place.open()
         with pytest.raises(SpecError, match="resume"):
             again.open(FRESH)
         again.close()
-        resumed = sit(place, place.open(), new_row(place, 0), how=RESUME)
+        resumed = begin(place, place.open(), new_row(place, 0), how=RESUME)
         assert (resumed.previous or {})["fingerprint"] == "0f"
 
     def test_only_one_process_feeds_a_run(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing" and not place.shared, "other processes do not open this store")
-        sit(place, place.open(), new_row(place, 0))
+        begin(place, place.open(), new_row(place, 0))
         other = place.open()
         with pytest.raises(StoreError):
             other.open(RESUME)
@@ -350,16 +350,16 @@ class RunStoreContract(DurabilityContract):
     def test_leases_hold_when_another_process_becomes_the_feeder(self, place: StorePlace) -> None:
         needs(place.shared, "workers do not outlive the feeder of this store")
         rows = [new_row(place, index) for index in range(2)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         held = now.take()
         now.store.close_feed(now.number, facts(), "running")
         other = place.open()
         opened = other.open_feed(facts(), RESUME)
         now.finish(held[0])
-        answers = other.feed(opened.sitting, rows)
-        assert answers == other.feed(opened.sitting, rows) == [place.result("result 0", 0), None]
+        answers = other.feed(opened.number, rows)
+        assert answers == other.feed(opened.number, rows) == [place.result("result 0", 0), None]
         now.finish(held[1])
-        found = other.results(opened.sitting, opened.position, 10, 0)
+        found = other.results(opened.number, opened.position, 10, 0)
         assert [each.index for each in found if each.own] == [1]
 
     # The next process
@@ -367,12 +367,12 @@ class RunStoreContract(DurabilityContract):
     def test_after_a_kill_everything_that_was_committed_is_there(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index) for index in range(4)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         ended, failed, running, _ = now.take()
         now.record(running, turn(rows[2], LONG, 3), begun(rows[2], 3))
         now.finish(ended, steps=[done(rows[0], "the answer", 1)])
         now.finish(failed, error="Unavailable", steps=[turn(rows[1], "a turn", 2)])
-        again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        again = begin(place, place.reopen(now.store), *rows, how=RESUME)
         assert again.delivered() == []
         found = {row.lease.index: bodies(row.steps) for row in again.take()}
         known = {
@@ -390,41 +390,41 @@ class RunStoreContract(DurabilityContract):
 
     def test_a_long_input_and_a_long_result_are_kept_whole(self, place: StorePlace) -> None:
         row = new_row(place, 0, LONG)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         (held,) = now.take()
         assert texts([held], place) == [f"input {LONG}"]
         now.commit(RowChange(held.lease, (), place.result(LONG, 0)))
         assert now.delivered() == [(0, LONG)]
         if place.keeps == "results":
-            assert sit(place, place.reopen(now.store), row, how=RESUME).answers == [LONG]
+            assert begin(place, place.reopen(now.store), row, how=RESUME).answers == [LONG]
 
     def test_a_write_that_was_begun_is_known_after_a_kill(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         now.record(now.take()[0], begun(row))
-        (taken,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        (taken,) = begin(place, place.reopen(now.store), row, how=RESUME).take()
         assert bodies(taken.steps) == bodies([begun(row)])
 
     def test_steps_keep_their_order_and_their_agents(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         (held,) = now.take()
         (agent,) = [next(now.work.agent_numbers(now.worker))]
         wanted = [turn(row, f"turn {number}", agent) for number in range(12)]
         for start in range(0, 12, 3):
             now.record(held, *wanted[start : start + 3])
-        (taken,) = sit(place, place.reopen(now.store), row, how=RESUME).take()
+        (taken,) = begin(place, place.reopen(now.store), row, how=RESUME).take()
         assert bodies(taken.steps) == bodies(wanted)
         assert len({step.agent for step in taken.steps}) == 1
 
     def test_a_lease_from_before_a_kill_is_refused_once_the_row_is_leased_again(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         (old,) = now.take()
-        again = sit(place, place.reopen(now.store), row, how=RESUME)
+        again = begin(place, place.reopen(now.store), row, how=RESUME)
         (taken,) = again.take()
         late = again.ended(old.lease)
         assert again.work.commit(now.worker, 9, [late]) == {old.lease.place}
@@ -435,33 +435,33 @@ class RunStoreContract(DurabilityContract):
     def test_a_worker_number_and_agent_numbers_are_not_used_again_after_a_kill(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, 0), new_row(place, 1)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         one, _ = now.take()
         mine = now.work.agent_numbers(now.worker)
         now.record(one, turn(rows[0], "of the first", next(mine)))
-        again = sit(place, place.reopen(now.store), *rows, how=RESUME)
+        again = begin(place, place.reopen(now.store), *rows, how=RESUME)
         first, second = sorted(again.take(), key=lambda row: row.lease.index)
         assert bodies(first.steps) == bodies([turn(rows[0], "of the first")])
         number = next(again.work.agent_numbers(again.worker))
         assert number not in [step.agent for step in first.steps]
         again.record(second, turn(rows[1], "of the second", number))
-        third = sit(place, place.reopen(again.store), *rows, how=RESUME)
+        third = begin(place, place.reopen(again.store), *rows, how=RESUME)
         found = [bodies(row.steps) for row in sorted(third.take(), key=lambda row: row.lease.index)]
         assert found == [bodies([turn(rows[0], "of the first")]), bodies([turn(rows[1], "of the second")])]
 
     def test_only_the_failures_that_are_named_are_tried_again(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index) for index in range(2)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         one, two = now.take()
         now.finish(one, error="Unavailable")
         now.finish(two, error="Invalid")
         now.close()
-        none = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=False))
+        none = begin(place, place.open(), *rows, how=Resuming(resume=True, retry=False))
         assert none.answers == ["result 0", "result 1"] if place.keeps == "results" else not none.take()[0].retry
         none.close()
         named = ("Invalid",)
-        again = sit(place, place.open(), *rows, how=Resuming(resume=True, retry=named))
+        again = begin(place, place.open(), *rows, how=Resuming(resume=True, retry=named))
         tried = again.take()
         if place.keeps == "steps":
             assert [row.retry for row in tried] == [named, named]  # a worker decides from the steps
@@ -470,17 +470,17 @@ class RunStoreContract(DurabilityContract):
         assert [row.lease.index for row in tried] == [1]
         again.finish(*tried)
         again.close()
-        assert sit(place, place.open(), *rows, how=RESUME).answers == [None, "result 1"]
+        assert begin(place, place.open(), *rows, how=RESUME).answers == [None, "result 1"]
 
     def test_rows_that_ask_the_same_each_get_a_record_once(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index, "same") for index in range(3)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         numbers = now.work.agent_numbers(now.worker)
         for number, row in enumerate(now.take()):
             now.finish(row, steps=[done(rows[0], f"answer {number}", next(numbers))])
         now.close()
-        again = sit(place, place.open(), *(new_row(place, index, "same") for index in range(4)), how=RESUME)
+        again = begin(place, place.open(), *(new_row(place, index, "same") for index in range(4)), how=RESUME)
         answers = [row for row in again.take() if row.steps]
         if place.keeps == "results":
             assert sorted(str(answer) for answer in again.answers[:3]) == ["result 0", "result 1", "result 2"]
@@ -492,11 +492,11 @@ class RunStoreContract(DurabilityContract):
     def test_each_recorded_agent_is_claimed_once(self, place: StorePlace) -> None:
         needs(place.keeps == "steps", "a leased row has the steps of all its agents")
         row, part = new_row(place, 0), new_row(place, 0, "part")
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         numbers = now.work.agent_numbers(now.worker)
         (held,) = now.take()
         now.record(held, done(row, "whole", next(numbers)), done(part, "left", next(numbers)))
-        again = sit(place, place.reopen(now.store), row, how=RESUME)
+        again = begin(place, place.reopen(now.store), row, how=RESUME)
         (taken,) = again.take()
         assert taken.more
         wanted = [Identity(part.key, part.content)] * 2
@@ -507,10 +507,10 @@ class RunStoreContract(DurabilityContract):
     def test_a_row_that_moved_keeps_its_record_and_one_that_is_gone_leaves_the_queue(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         a, b, c = (new_row(place, index, name) for index, name in enumerate("abc"))
-        now = sit(place, place.open(), a, b, c)
+        now = begin(place, place.open(), a, b, c)
         held = now.take(1)[0]
         now.record(held, turn(a, "turn"))
-        again = sit(place, place.reopen(now.store), new_row(place, 0, "b"), new_row(place, 1, "a"), how=RESUME)
+        again = begin(place, place.reopen(now.store), new_row(place, 0, "b"), new_row(place, 1, "a"), how=RESUME)
         again.store.end_inputs(again.number)
         taken = {row.lease.index: bodies(row.steps) for row in again.take()}
         assert taken == {0: [], 1: bodies([turn(a, "turn")])}
@@ -519,12 +519,12 @@ class RunStoreContract(DurabilityContract):
     def test_another_fingerprint_begins_a_generation_and_old_answers_are_not_used(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
         rows = [new_row(place, index) for index in range(2)]
-        now = sit(place, place.open(), *rows)
+        now = begin(place, place.open(), *rows)
         ended, running = now.take()
         now.finish(ended, steps=[done(rows[0], "old answer")])
         generation = now.store.standing().generation
         changed = [new_row(place, index, question="another question about ") for index in range(2)]
-        again = sit(place, place.reopen(now.store), *changed, how=RESUME, fingerprint="1f")
+        again = begin(place, place.reopen(now.store), *changed, how=RESUME, fingerprint="1f")
         assert again.store.standing().generation != generation
         assert again.answers == [None, None]
         assert again.work.renew(now.worker, [running.lease])[0] == {running.lease.place}
@@ -533,20 +533,20 @@ class RunStoreContract(DurabilityContract):
     def test_by_force_rows_keep_their_steps_though_the_question_changed(self, place: StorePlace) -> None:
         needs(place.keeps == "steps", "this store looks rows up by their question")
         row = new_row(place, 0)
-        now = sit(place, place.open(), row)
+        now = begin(place, place.open(), row)
         now.finish(now.take()[0], steps=[done(row, "old answer")])
         now.close()
         changed = new_row(place, 0, question="another question about ")
-        again = sit(place, place.open(), changed, how=Resuming(resume=True, force=True), fingerprint="1f")
+        again = begin(place, place.open(), changed, how=Resuming(resume=True, force=True), fingerprint="1f")
         (taken,) = again.take()
         assert (bodies(taken.steps), taken.checks) == (bodies([done(row, "old answer")]), False)
 
     def test_the_steps_of_successful_rows_are_dropped_if_only_results_are_kept(self, place: StorePlace) -> None:
         store = place.open()
         store.open(FRESH)
-        sitting = store.open_feed(facts(), FRESH, keep_results_only=True).sitting
+        session = store.open_feed(facts(), FRESH, keep_results_only=True).number
         rows = [new_row(place, index) for index in range(2)]
-        store.feed(sitting, rows)
+        store.feed(session, rows)
         worker = store.join({})
         good, bad = store.take(worker, 2, 0)
         needs(place.steps_kept(store, good.lease) is not None, "this store keeps all steps")
@@ -565,38 +565,38 @@ class RunStoreContract(DurabilityContract):
         )
         store = place.open()
         for outlay, ends in sessions:
-            now = sit(place, store, how=RESUME)
+            now = begin(place, store, how=RESUME)
             own = store.join({"feeder": True})
             store.commit(own, 1, [], Outlay(1, None, (1000, 9.0)))
             store.commit(own, 2, [], outlay)
             if ends:
                 now.close()
             store = place.reopen(store)
-        last = sit(place, store, how=RESUME)
+        last = begin(place, store, how=RESUME)
         assert last.store.spent() == Outlay(140, 1.5, None, (1, 2, 3))
 
     def test_an_advance_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(
         self, place: StorePlace
     ) -> None:
         needs(place.ledger, "the table of shares has what was spent")
-        now = sit(place, place.open())
+        now = begin(place, place.open())
         now.store.commit(now.store.join({"feeder": True}), 1, [], Outlay(0, None, (500, 0.0)))
-        again = sit(place, place.reopen(now.store), how=RESUME)
+        again = begin(place, place.reopen(now.store), how=RESUME)
         assert again.store.spent().tokens == 500
 
     def test_the_share_of_a_killed_worker_stays_spent_for_the_next_process(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")
-        now = sit(place, place.open())
+        now = begin(place, place.open())
         granted = now.work.beat("killed", DEAD, {BUDGET_TOKENS: Claim(1000, 0, 600)}, {}, {}).grants[BUDGET_TOKENS]
         assert granted.held == 600
-        again = sit(place, place.reopen(now.store), how=RESUME)
+        again = begin(place, place.reopen(now.store), how=RESUME)
         grants = again.work.beat("next", MEMBER, {BUDGET_TOKENS: Claim(1000, 0, 1000)}, {}, {}).grants
         assert grants[BUDGET_TOKENS].held == 400
 
     # Shares
 
     def test_workers_that_claim_at_once_never_hold_more_than_the_limit(self, place: StorePlace) -> None:
-        work = sit(place, place.open()).work
+        work = begin(place, place.open()).work
 
         def claim(number: int) -> int:
             held = 0
@@ -612,7 +612,7 @@ class RunStoreContract(DurabilityContract):
         assert sum(member.claims[BUDGET_TOKENS].held for member in table.members.values()) == 1000
 
     def test_a_worker_that_resigns_returns_its_slots_and_a_dead_one_loses_them(self, place: StorePlace) -> None:
-        work, everything = sit(place, place.open()).work, {SLOT_POT: Claim(8, 0, 8)}
+        work, everything = begin(place, place.open()).work, {SLOT_POT: Claim(8, 0, 8)}
         first = work.beat("left", MEMBER, everything, {}, {}).grants[SLOT_POT].held
         none = work.beat("b", MEMBER, everything, {}, {}).grants[SLOT_POT].held
         work.resign("left")
@@ -621,7 +621,7 @@ class RunStoreContract(DurabilityContract):
         assert (first, none, again, after) == (8, 0, 8, 8)
 
     def test_requests_reach_every_worker(self, place: StorePlace) -> None:
-        work = sit(place, place.open()).work
+        work = begin(place, place.open()).work
         before = work.beat("a", MEMBER, {}, {"gpu": Learnt(down=True)}, {"host": "one"}).steering
         work.steer({"do": "pause"})
         work.steer({"do": "retry-row", "row": 7})
@@ -638,7 +638,7 @@ class RunStoreContract(DurabilityContract):
     # Calls that run once
 
     def test_a_call_runs_at_one_worker_and_the_others_find_its_result(self, place: StorePlace) -> None:
-        work = sit(place, place.open()).work
+        work = begin(place, place.open()).work
         work.beat("a", MEMBER, {}, {}, {})
         mine = work.begin_call("a", "key", "t1", "")
         theirs = work.begin_call("b", "key", "t2", "")
@@ -660,7 +660,7 @@ class RunStoreContract(DurabilityContract):
         ]
 
     def test_a_result_that_is_not_kept_is_for_the_workers_that_waited(self, place: StorePlace) -> None:
-        work = sit(place, place.open()).work
+        work = begin(place, place.open()).work
         work.beat("a", MEMBER, {}, {}, {})
         work.begin_call("a", "key", "t1", "")
         work.end_call("key", "t1", "it failed", False, 0.0)
@@ -669,7 +669,7 @@ class RunStoreContract(DurabilityContract):
         assert work.begin_call("c", "key", "t3", "").state == "mine"
 
     def test_the_call_of_a_dead_worker_is_free_and_the_worker_cannot_end_it_later(self, place: StorePlace) -> None:
-        work = sit(place, place.open()).work
+        work = begin(place, place.open()).work
         work.beat("dead", DEAD, {}, {}, {})
         work.begin_call("dead", "key", "t1", "")
         taken = work.begin_call("b", "key", "t2", "t1")
@@ -684,31 +684,31 @@ class RunStoreContract(DurabilityContract):
         assert work.begin_call("b", "key", "t4", "t3").state == "mine"
 
     def test_a_file_is_found_by_its_name(self, place: StorePlace) -> None:
-        work = sit(place, place.open()).work
+        work = begin(place, place.open()).work
         work.put_file("hosts.txt", "gpu-1\ngpu-2 8001\n")
         work.put_file("more.txt", "é")
         assert [work.get_file(name) for name in ("hosts.txt", "more.txt")] == ["gpu-1\ngpu-2 8001\n", "é"]
         assert work.get_file("others.txt") is None
 
     def test_the_jobs_of_all_workers_are_there_in_their_order_and_known_after_a_kill(self, place: StorePlace) -> None:
-        now = sit(place, place.open())
+        now = begin(place, place.open())
         lines = [b'{"wave":"1"}', b'{"wave":"2"}', b'{"wave":"1","job":"j"}']
         now.work.add_job_lines(lines[:2])
         place.worker(now.store).add_job_lines(lines[2:])
         assert now.work.job_lines() == now.store.job_lines() == lines
         assert now.work.outlasts() == (place.keeps != "nothing")
         if place.keeps != "nothing":
-            assert sit(place, place.reopen(now.store), how=RESUME).work.job_lines() == lines
+            assert begin(place, place.reopen(now.store), how=RESUME).work.job_lines() == lines
 
     def test_stages_have_rows_of_their_own_and_share_everything_else(self, place: StorePlace) -> None:
-        now = sit(place, place.open(), new_row(place, 0))
+        now = begin(place, place.open(), new_row(place, 0))
         stages = [now.store.stage(name) for name in ("first", "second")]
         rows = [new_row(place, index) for index in range(3)]
-        sittings = []
+        sessions = []
         for stage, fed in zip(stages, (rows[:2], rows), strict=True):
             stage.open(FRESH)
-            sittings.append(stage.open_feed(facts(), FRESH).sitting)
-            stage.feed(sittings[-1], fed)
+            sessions.append(stage.open_feed(facts(), FRESH).number)
+            stage.feed(sessions[-1], fed)
         worked, second = (now.work.stage(name) for name in ("first", "second"))
         assert [each.standing().counts.unstarted for each in (now.work, worked, second)] == [1, 2, 3]
         worker = worked.join({})
@@ -723,18 +723,18 @@ class RunStoreContract(DurabilityContract):
         now.work.add_job_lines([b"{}"])
         assert worked.job_lines() == [b"{}"]
         worked.hand_back(worker, [one.lease, two.lease])
-        for stage, sitting in zip(stages, sittings, strict=True):
-            stage.close_feed(sitting, facts(), "running")
+        for stage, session in zip(stages, sessions, strict=True):
+            stage.close_feed(session, facts(), "running")
         if place.keeps != "nothing":
             self._resume_stages(place, now.store, rows)
         for each in (worked, second, *stages):
             each.close()
 
     def _resume_stages(self, place: StorePlace, killed: RunStore, rows: Sequence[NewRow]) -> None:
-        again = sit(place, place.reopen(killed), how=RESUME)
+        again = begin(place, place.reopen(killed), how=RESUME)
         for name, steps in (("first", bodies([turn(rows[0], "of the first stage")])), ("second", [])):
             stage = again.store.stage(name)
             stage.open(RESUME)
-            stage.feed(stage.open_feed(facts(), RESUME).sitting, rows)
+            stage.feed(stage.open_feed(facts(), RESUME).number, rows)
             assert bodies(stage.take(stage.join({}), 1, 0)[0].steps) == steps
             stage.close()

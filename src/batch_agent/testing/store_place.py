@@ -180,7 +180,7 @@ def bodies(steps: Sequence[KeptStep]) -> list[tuple[int, bytes]]:
     return [(step.kind, step.body) for step in steps]
 
 
-class Sitting:
+class Session:
     """A session of a feeder with one worker, for tests. ``answers`` is what the feeder got for its rows."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Sitting:
         store.open(how)
         self.place, self.store, self.facts = place, store, facts
         opened = store.open_feed(facts, how)
-        self.number, self.position, self.previous = opened.sitting, opened.position, opened.previous
+        self.number, self.position, self.previous = opened.number, opened.position, opened.previous
         self.answers = [None if got is None else place.read_result(got) for got in store.feed(self.number, rows)]
         self.work = place.worker(store)
         self.worker = self.work.join({})
@@ -221,14 +221,14 @@ class Sitting:
         self.store.close()
 
 
-def sit(
+def begin(
     place: StorePlace,
     store: RunStore,
     *rows: NewRow,
     how: Resuming = FRESH,
     fingerprint: str = "0f",
-) -> Sitting:
-    return Sitting(place, store, rows, how, facts(fingerprint))
+) -> Session:
+    return Session(place, store, rows, how, facts(fingerprint))
 
 
 def texts(rows: Sequence[LeasedRow], place: StorePlace) -> list[object]:

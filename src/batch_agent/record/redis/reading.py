@@ -106,7 +106,7 @@ class RedisReader(RunReader):
         return self._view(facts, table, [member.status for member in table.live(now).values()])
 
     def _view(self, facts: JsonObject, table: Table, workers: list[JsonObject]) -> RunSnapshot:
-        standing, sitting = self.store.standing(), int(self.command("HGET", self.store.key("run"), "sitting") or 0)
+        standing, session = self.store.standing(), int(self.command("HGET", self.store.key("run"), "sitting") or 0)
         state = cast(ShownState, facts.get("state"))
         if state == "running" and not standing.feeder:
             state = "interrupted"
@@ -115,7 +115,7 @@ class RedisReader(RunReader):
         ended, summary, counts = facts.get("rows"), facts.get("summary"), standing.counts
         resumed = cast(int, ended.get("resumed", 0)) if isinstance(ended, dict) else 0
         ok, failed = counts.ok, counts.failed
-        if sitting > 1 and not counts.fed:  # results of earlier sessions are not counted before they are fed again
+        if session > 1 and not counts.fed:  # results of earlier sessions are not counted before they are fed again
             ok, failed = self.rows.counts()
         tokens, cost = (table.spent_of(of_stage(name, self.stage_name)) for name in (BUDGET_TOKENS, BUDGET_COST))
         stages = {}
@@ -127,7 +127,7 @@ class RedisReader(RunReader):
             self.name,
             {name: value for name, value in facts.items() if name not in INTERNAL},
             state,
-            sitting,
+            session,
             RunProgress(ok, failed, resumed, tokens, cost / DOLLAR if cost else None),
             max(0, counts.ok + counts.failed - resumed),
             stages,
@@ -220,8 +220,8 @@ class RedisReader(RunReader):
         fed, latest, since = self.command("HMGET", self.store.key("run"), "fed", "sitting", "since")
         rows = []
         for (place, fields), now in zip(found, known, strict=True):
-            sitting, index, _, at, *_ = (now or b"0 0 f 0").split(b" ")
-            is_valid = at.decode() == place and (fed != b"1" or sitting == latest) and int(sitting) >= int(since or 0)
+            session, index, _, at, *_ = (now or b"0 0 f 0").split(b" ")
+            is_valid = at.decode() == place and (fed != b"1" or session == latest) and int(session) >= int(since or 0)
             rows.append((_place(place), _record(fields[b"result"], int(index)) if is_valid else None))
         return rows
 

@@ -14,16 +14,16 @@ REPLACED, TAKEN, HELD = b"REPLACED", b"TAKEN", b"HELD"
 _HEAD = f"""
 local run, feeder, queue, rows, results, again, contents = unpack(KEYS, 1, 7)
 local group = '{GROUP}'
-local function replaced(sitting)
-  return redis.call('HGET', run, 'sitting') ~= sitting
+local function replaced(session)
+  return redis.call('HGET', run, 'sitting') ~= session
 end
 local function describe(row)
   local known = redis.call('HGET', rows, row)
   if not known then return nil end
   return string.match(known, '^(%d+) (%d+) (%a) (%S+) ?(.*)$')
 end
-local function keep(row, sitting, index, state, place, error)
-  redis.call('HSET', rows, row, string.format('%s %s %s %s %s', sitting, index, state, place, error))
+local function keep(row, session, index, state, place, error)
+  redis.call('HSET', rows, row, string.format('%s %s %s %s %s', session, index, state, place, error))
 end
 local function field(entry, name)
   local fields = entry[2]
@@ -44,7 +44,7 @@ end
 """
 
 # facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder, '1' if the results of
-# earlier sittings are dropped
+# earlier sessions are dropped
 OPEN_FEED = (
     _HEAD
     + """
@@ -57,25 +57,25 @@ if holder and string.match(holder, ' (%S+)$') == nonce then
 end
 if before[1] and resume == '0' then return 'TAKEN' end
 if holder then return {'HELD', redis.call('PTTL', feeder)} end
-local sitting = redis.call('HINCRBY', run, 'sitting', 1)
+local session = redis.call('HINCRBY', run, 'sitting', 1)
 if before[2] ~= fingerprint then
   redis.call('HINCRBY', run, 'generation', 1)
   redis.call('DEL', queue)
 end
-if drop == '1' then redis.call('HSET', run, 'since', sitting) end
+if drop == '1' then redis.call('HSET', run, 'since', session) end
 if redis.call('EXISTS', queue) == 0 then
   redis.call('XGROUP', 'CREATE', queue, group, '0', 'MKSTREAM')
 end
 redis.call('DEL', again)
 redis.call('HSET', run, 'facts', facts, 'previous', before[3] or '', 'fingerprint', fingerprint, 'lease', lease,
   'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0')
-redis.call('SET', feeder, sitting .. ' ' .. nonce, 'PX', lease)
+redis.call('SET', feeder, session .. ' ' .. nonce, 'PX', lease)
 local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
-return {tostring(sitting), before[3] or '', latest and latest[1] or '0-0'}
+return {tostring(session), before[3] or '', latest and latest[1] or '0-0'}
 """
 )
 
-# sitting, a number that is unique to this feeder
+# session, a number that is unique to this feeder
 KEEP_FEED = (
     _HEAD
     + """
@@ -91,13 +91,13 @@ return standing()
 """.replace("{RETURNED}", RETURNED)
 )
 
-# sitting, number of the call, what is retried ('*', or the types between bars), prefix of steps, '1' if rows keep their
+# session, number of the call, what is retried ('*', or the types between bars), prefix of steps, '1' if rows keep their
 # answers by force, '1' if answers that were cut are asked again; then for each row: index, key, content, value
 FEED = (
     _HEAD
     + """
-local sitting, number, retry, prefix, force, cut = unpack(ARGV, 1, 6)
-if replaced(sitting) then return 'REPLACED' end
+local session, number, retry, prefix, force, cut = unpack(ARGV, 1, 6)
+if replaced(session) then return 'REPLACED' end
 force = force == '1'
 local function retried(state, error)
   return state == 'f' and (retry == '*' or string.find(retry, '|' .. error .. '|', 1, true))
@@ -126,7 +126,7 @@ local function earlier(content)
     local at = n > 0 and content .. ':' .. n or content
     local row = redis.call('HGET', contents, at)
     local fed = row and describe(row)
-    if fed and fed ~= sitting then
+    if fed and fed ~= session then
       redis.call('HSET', again, content .. ':', n - 1)
       return at, row
     end
@@ -144,7 +144,7 @@ for i = 7, #ARGV, 4 do
       if force then slot, old = earlier(content) end
       if not old then
         remember(content, row)
-        keep(row, sitting, index, 'q', add(row, index, value), '')
+        keep(row, session, index, 'q', add(row, index, value), '')
         break
       end
       redis.call('HSET', contents, slot, row)
@@ -158,19 +158,19 @@ for i = 7, #ARGV, 4 do
         if entry then
           answer = field(entry, 'result')
           redis.call('HINCRBY', run, was == 'k' and 'ok' or 'failed', 1)
-          keep(row, sitting, index, was, from, why)
+          keep(row, session, index, was, from, why)
           break
         end
       end
-      keep(row, sitting, index, 'q', add(row, index, value, ended), '')
+      keep(row, session, index, 'q', add(row, index, value, ended), '')
       break
-    elseif fed == sitting and at == index then  -- a repeated call: its first answer was lost
+    elseif fed == session and at == index then  -- a repeated call: its first answer was lost
       if state ~= 'q' then
         local entry = redis.call('XRANGE', results, place, place)[1]
-        if entry and field(entry, 'sitting') ~= sitting then answer = field(entry, 'result') end
+        if entry and field(entry, 'sitting') ~= session then answer = field(entry, 'result') end
       end
       break
-    elseif fed ~= sitting then
+    elseif fed ~= session then
       local entry = nil
       if not force and redis.call('HDEL', contents, '=' .. row) == 1 then  -- its answer is one to another question
         redis.call('DEL', prefix .. row)
@@ -191,7 +191,7 @@ for i = 7, #ARGV, 4 do
           state, place, error = 'q', add(row, index, value), ''
         end
       end
-      keep(row, sitting, index, state, place, error)
+      keep(row, session, index, state, place, error)
       break
     end
     copies = copies + 1
@@ -213,19 +213,19 @@ return answers
 """
 )
 
-# sitting
+# session
 END_INPUTS = (
     _HEAD
     + """
-local sitting = ARGV[1]
-if replaced(sitting) then return 'REPLACED' end
+local session = ARGV[1]
+if replaced(session) then return 'REPLACED' end
 local start = '-'
-while sitting ~= '1' do
+while session ~= '1' do
   local page = redis.call('XRANGE', queue, start, '+', 'COUNT', 500)
   if #page == 0 then break end
   for _, entry in ipairs(page) do
     local row = field(entry, 'row')
-    if describe(row) ~= sitting then
+    if describe(row) ~= session then
       redis.call('XACK', queue, group, entry[1])
       redis.call('XDEL', queue, entry[1])
     end
@@ -237,7 +237,7 @@ return 'OK'
 """
 )
 
-# sitting, then fields and values of the run
+# session, then fields and values of the run
 WRITE = (
     _HEAD
     + """
@@ -247,7 +247,7 @@ return 'OK'
 """
 )
 
-# sitting, facts, phase
+# session, facts, phase
 CLOSE_FEED = (
     _HEAD
     + """
@@ -333,7 +333,7 @@ COMMIT = (
 local worker, own, number, prefix = unpack(ARGV, 1, 4)
 local last = redis.call('HMGET', own, 'commit', 'lost')
 if last[1] == number then return cjson.decode(last[2]) end
-local sitting, kept = unpack(redis.call('HMGET', run, 'sitting', 'keep'))
+local session, kept = unpack(redis.call('HMGET', run, 'sitting', 'keep'))
 local lost = {}
 local i = 5
 while i <= #ARGV do
@@ -355,7 +355,7 @@ while i <= #ARGV do
       redis.call('XACK', queue, group, place)
       redis.call('XDEL', queue, place)
       if kept == 'results' and error == '' then redis.call('DEL', prefix .. row) end
-      if fed == sitting then redis.call('HINCRBY', run, error == '' and 'ok' or 'failed', 1) end
+      if fed == session then redis.call('HINCRBY', run, error == '' and 'ok' or 'failed', 1) end
     end
   end
 end

@@ -25,7 +25,7 @@ from batch_agent.record.store import (
     NUMBERS,
     Counts,
     FeederReplaced,
-    FeederSitting,
+    FeederSession,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -134,7 +134,7 @@ class RedisRunStore(RedisShares):
 
     # The feeder
 
-    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSitting:
+    def open_feed(self, facts: JsonObject, resuming: Resuming, *, keep_results_only: bool = False) -> FeederSession:
         self._resuming = resuming
         self.stop_announcing()
         lease = float(cast(float, facts.get("lease", LEASE)))
@@ -157,45 +157,45 @@ class RedisRunStore(RedisShares):
             raise self._taken()
         if not self.address.stage:
             self._command("SADD", RUNS, self.address.name)
-        sitting, previous, position = answer
+        session, previous, position = answer
         if resuming.force and previous:
             logger.warning(KEEPS, self.address)
-        return FeederSitting(
-            int(sitting), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
+        return FeederSession(
+            int(session), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
         )
 
-    def keep_feed(self, sitting: int) -> RunStanding:
-        return _standing(self._fenced(scripts.KEEP_FEED, sitting, self._nonce))
+    def keep_feed(self, session: int) -> RunStanding:
+        return _standing(self._fenced(scripts.KEEP_FEED, session, self._nonce))
 
-    def write_facts(self, sitting: int, facts: JsonObject) -> None:
-        self._fenced(scripts.WRITE, sitting, "facts", to_json(facts))
+    def write_facts(self, session: int, facts: JsonObject) -> None:
+        self._fenced(scripts.WRITE, session, "facts", to_json(facts))
 
-    def feed(self, sitting: int, rows: Sequence[NewRow]) -> list[object]:
+    def feed(self, session: int, rows: Sequence[NewRow]) -> list[object]:
         retry = self._resuming.retry
         again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
         how = int(self._resuming.force), int(self._resuming.cut)
-        arguments: list[object] = [sitting, next(self._calls), again, self._steps, *how]
+        arguments: list[object] = [session, next(self._calls), again, self._steps, *how]
         for row in rows:
             arguments += (row.index, row.key.hex(), row.content.hex(), row.value)
         return cast("list[object]", self._fenced(scripts.FEED, *arguments))
 
-    def end_inputs(self, sitting: int) -> None:
-        self._fenced(scripts.END_INPUTS, sitting)
+    def end_inputs(self, session: int) -> None:
+        self._fenced(scripts.END_INPUTS, session)
 
-    def results(self, sitting: int, after: str, most: int, wait: float) -> list[SharedResult]:
+    def results(self, session: int, after: str, most: int, wait: float) -> list[SharedResult]:
         blocked = ("BLOCK", max(1, int(min(wait, BLOCKED) * 1000))) if wait > 0 else ()
         read = self._command("XREAD", "COUNT", most, *blocked, "STREAMS", self.key("results"), after)
         found = []
         for place, fields in entries(read):
-            own = int(fields[b"sitting"]) == sitting
+            own = int(fields[b"sitting"]) == session
             found.append(SharedResult(place, fields[b"row"].decode(), int(fields[b"index"]), fields[b"result"], own))
         return found
 
-    def set_phase(self, sitting: int, phase: Phase) -> None:
-        self._fenced(scripts.WRITE, sitting, "phase", phase)
+    def set_phase(self, session: int, phase: Phase) -> None:
+        self._fenced(scripts.WRITE, session, "phase", phase)
 
-    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
-        self._fenced(scripts.CLOSE_FEED, sitting, to_json(facts), phase)
+    def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
+        self._fenced(scripts.CLOSE_FEED, session, to_json(facts), phase)
 
     def spent(self) -> Outlay:
         """Return nothing: the table of shares has what was spent."""
