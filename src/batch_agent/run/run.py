@@ -479,6 +479,14 @@ class Run(Generic[T]):
         shared.spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
             shared.lender, shared.journal = self._outer.lender, self._outer.journal
+        elif (
+            self._crew
+            and self._record
+            and not self._inside
+            and not self._rows.channel
+            and (shared.spending.is_time_spent(await in_thread(self._record.spent)))
+        ):  # only what is recorded is delivered, for which no worker is needed
+            self._crew, self._works, self._is_shared, self._feed.reading = None, True, False, False
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
