@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -252,11 +253,10 @@ def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_o
     assert len(now.delivered()) == 1
 
 
-def test_directories_that_killed_processes_left_for_their_sockets_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_directories_that_killed_processes_left_for_their_sockets_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as extent:
+        temporary = extent.enter_context(tempfile.TemporaryDirectory())  # the path of a socket is short
+        monkeypatch.setattr("tempfile.tempdir", temporary)
         listening, killed, young = (extent.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3))
         folders = [socket_folder() for _ in range(3)]
         for each, folder in zip((listening, killed, young), folders, strict=True):
@@ -265,4 +265,4 @@ def test_directories_that_killed_processes_left_for_their_sockets_are_removed(
         for folder in folders[:2]:
             os.utime(folder / "control", (0, 0))
         new = socket_folder()
-        assert sorted(tmp_path.iterdir()) == sorted([folders[0], folders[2], new])
+        assert sorted(Path(temporary).iterdir()) == sorted([folders[0], folders[2], new])
