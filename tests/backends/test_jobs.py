@@ -282,7 +282,9 @@ async def test_nothing_is_bought_again_while_it_cannot_be_known_whether_it_was_b
     assert service.submitted == 1
 
 
-async def test_what_was_bought_before_a_kill_is_taken_although_its_lease_has_used_the_budget_up(tmp_path: Path) -> None:
+async def test_what_was_bought_before_a_kill_is_taken_although_its_advance_has_used_the_budget_up(
+    tmp_path: Path,
+) -> None:
     limits = {"max_total_tokens": 700, "max_tokens": 500}
     async with BatchServer(echo) as server:
         await ask(server, "a", run_dir=tmp_path / "first", **limits)

@@ -215,10 +215,10 @@ async def test_a_stop_returns_the_reservations_and_removes_the_control_socket(
         assert await process.wait() == 128 + number
         assert not place.exists() and not socket.parent.exists()
     with sqlite3.connect(tmp_path / "r" / "journal.db") as journal:
-        [(tokens, leased)] = journal.execute("SELECT tokens, leased_tokens FROM session")
+        [(tokens, advance)] = journal.execute("SELECT tokens, leased_tokens FROM session")
     journal.close()
-    # The cancelled call may have been computed, so it counts as reserved; nothing is leased beyond it.
-    assert leased is None and tokens < 3_000
+    # The cancelled call may have been computed, so it counts as reserved; nothing is advanced beyond it.
+    assert advance is None and tokens < 3_000
 
 
 @pytest.mark.parametrize(("name", "ordered"), [("out.jsonl", ()), ("out.csv", ("--ordered",))])

@@ -16,12 +16,15 @@ import pytest
 from tests.record.redis_servers import needs_redis
 
 from batch_agent import BatchAgent, Pipeline, SpecError
+from batch_agent.agent.fingerprint import fingerprint_of
+from batch_agent.agent.prepare import prepare
 from batch_agent.cli.commands.work import named_things
-from batch_agent.errors import InputError
+from batch_agent.errors import InputError, StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import connect
-from batch_agent.run.joining import open_store, prepare_recorded
+from batch_agent.run.joining import open_store, prepare_recorded, prepare_worker
 from batch_agent.run.joining import work as join
+from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.run.spec_json import FEEDERS, read_spec
 from batch_agent.run.trust import DIRECTORIES, NAMES, PLACES, Trust, fingerprint_of_things, sign, sign_file, things_of
 from batch_agent.spec import BatchSpec
@@ -224,7 +227,7 @@ def read(url: str) -> dict[str, Any]:
         return json.loads(found) if found else {}
 
 
-def change(url: str, how: Callable[[dict[str, Any]], None]) -> None:
+def change(url: str, how: Callable[[dict[str, Any]], object]) -> None:
     """Write into the record, as everybody can who reaches Redis."""
     address, facts = StoreAddress.parse(url), read(url)
     how(facts)
@@ -286,6 +289,39 @@ async def test_with_one_secret_nothing_else_is_needed_and_a_changed_record_is_re
             await join(url, wait=5.0)
         monkeypatch.setenv("BATCH_AGENT_CLUSTER_SECRET", "one")
         assert (await join(url, wait=5.0)).rows == 2
+
+
+@needs_redis
+async def test_a_record_with_facts_that_are_missing_or_of_a_wrong_type_is_refused_in_words(
+    url: str, ours: ScriptedServer
+) -> None:
+    async with fed(url, ours):
+        before = read(url)
+        damages: dict[str, Callable[[dict[str, Any]], object]] = {
+            "versions": lambda facts: facts.update(versions=[]),
+            "fingerprint": lambda facts: facts.pop("fingerprint"),
+            "lease": lambda facts: facts.update(lease="long"),
+            "first": lambda facts: facts.update(first="not JSON"),
+            "spec.tools.0": lambda facts: facts["spec"].update(tools=[5]),
+            "specs.second": lambda facts: facts.update(specs={"second": "text"}),
+        }
+        for place, damage in damages.items():
+            change(url, damage)
+            with pytest.raises(SpecError, match=rf"damaged or forged: missing or of a wrong type: {place}$"):
+                await join(url, wait=5.0, trust=fingerprint_of_things(before))
+            change(url, lambda facts: (facts.clear(), facts.update(before)))
+        with closing(connect(StoreAddress.parse(url))) as client:
+            client.execute_command("HSET", f"{StoreAddress.parse(url).prefix}run", "facts", "[5]")
+        with pytest.raises(StoreError, match="damaged or forged: its facts are unreadable"):
+            await join(url, wait=5.0)
+    assert ours.received == 0
+
+
+def test_a_worker_takes_the_model_from_the_signed_options_alone() -> None:
+    spec = BatchSpec(task="Do {input}", inputs=["a"], backend="vllm://gpu-1:8000")
+    feeders = prepare(spec)
+    facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), **facts_for_workers(feeders, "a")}
+    assert prepare_worker({**facts, "model": "changed"}, None, trust(environ=SECRET)).model is None
 
 
 @needs_redis

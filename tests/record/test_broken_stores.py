@@ -301,7 +301,7 @@ class TokensBeginAgain(ToyStore):
         return kept
 
 
-class ForgetsLeasedBudget(ToyStore):
+class ForgetsAdvances(ToyStore):
     def spent(self) -> Outlay:
         found = self.kept.outlays
         learnt = [each.learnt for each in found if each.learnt]
@@ -712,8 +712,8 @@ FOUND_BY: dict[type[ToyStore], str] = {
     RetriesNothing: "only_the_failures_that_are_named",
     ReusesWorkerNumbers: "not_used_again_after_a_kill",
     TokensBeginAgain: "a_lease_from_before_a_kill",
-    ForgetsLeasedBudget: "an_unreturned_lease",
-    KeepsBudgetOnlyWithSteps: "a_lease_of_the_budget",
+    ForgetsAdvances: "an_unreturned_advance",
+    KeepsBudgetOnlyWithSteps: "an_advance_of_the_budget",
     SharesInMemory: "the_share_of_a_killed_worker",
     TokenDoesNotGrow: "under_the_old_token",
     ExpiredLeaseCommits: "the_old_holder_is_refused",

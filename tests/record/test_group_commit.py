@@ -53,13 +53,13 @@ class Purse(Account):
     def so_far(self) -> tuple[int, float | None]:
         return 45, 0.75
 
-    def lease(self) -> tuple[int, float] | None:
+    def next_advance(self) -> tuple[int, float] | None:
         return 100, 1.0
 
     def learnt(self) -> tuple[int, ...] | None:
         return None
 
-    def leased(self, error: StoreError | None = None) -> None:
+    def advance_written(self, error: StoreError | None = None) -> None:
         self.told.append(error)
 
 
@@ -239,11 +239,11 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
         await book.flush()
         assert (disk.commits[1:], account.told) == ([[]], [None, None])
         assert await book.end() is None
-        assert disk.outlay == Outlay(45, 0.75)  # at its end a session returns its lease
+        assert disk.outlay == Outlay(45, 0.75)  # at its end a session returns its advance
     assert disk.numbers == sorted(set(disk.numbers))
 
 
-async def test_an_account_is_told_that_its_lease_will_never_be_on_disk() -> None:
+async def test_an_account_is_told_that_its_advance_will_never_be_on_disk() -> None:
     disk, account = Disk(), Purse()
     disk.error = StoreError("the disk is full")
     async with journal(disk, account=account) as book:

@@ -141,17 +141,17 @@ def test_what_sessions_spent_is_added_up(opened: Opened) -> None:
     store.close()
 
 
-def test_a_lease_that_was_not_returned_is_spent_and_what_was_learnt_is_there_for_the_next_session(
+def test_an_advance_that_was_not_returned_is_spent_and_what_was_learnt_is_there_for_the_next_session(
     opened: Opened,
 ) -> None:
     for progress in (
-        RunProgress(tokens=10, cost=0.5, lease=(90, 0.25)),  # killed
-        RunProgress(tokens=20, cost=None, lease=(5, 0.0), learnt=(1, 2, 3)),
+        RunProgress(tokens=10, cost=0.5, advance=(90, 0.25)),  # killed
+        RunProgress(tokens=20, cost=None, advance=(5, 0.0), learnt=(1, 2, 3)),
         RunProgress(tokens=30, cost=1.0),  # at its end
     ):
         store = opened()
         store.begin(b"f", "now")
-        store.commit([], RunProgress(lease=(1000, 9.0)))
+        store.commit([], RunProgress(advance=(1000, 9.0)))
         store.commit([], progress)
         store.close()
     store = opened()

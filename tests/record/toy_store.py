@@ -161,10 +161,8 @@ class ToyStore:
                     if change["result"] is not None:
                         kept.results[change["row"]] = base64.b64decode(change["result"]), change["error"]
                 if content["outlay"] is not None:
-                    tokens, cost, lease, learnt = content["outlay"]
-                    kept.outlays[-1] = Outlay(
-                        tokens, cost, None if lease is None else tuple(lease), None if learnt is None else tuple(learnt)
-                    )
+                    tokens, cost, advance, learnt = content["outlay"]
+                    kept.outlays[-1] = Outlay(tokens, cost, advance and tuple(advance), learnt and tuple(learnt))
             case _:
                 raise ValueError(f"unknown line {name!r}")
 
@@ -280,9 +278,9 @@ class ToyStore:
     def spent(self) -> Outlay:
         tokens, cost = 0, 0.0
         for each in self.kept.outlays:
-            leased, leased_cost = each.lease or (0, 0.0)
-            tokens += max(each.tokens, leased)
-            cost += max(each.cost or 0.0, leased_cost)
+            ahead, cost_ahead = each.advance or (0, 0.0)
+            tokens += max(each.tokens, ahead)
+            cost += max(each.cost or 0.0, cost_ahead)
         learnt = [each.learnt for each in self.kept.outlays if each.learnt is not None]
         return Outlay(tokens, cost, None, learnt[-1] if learnt else None)
 
@@ -482,4 +480,4 @@ def read_step(step: Any) -> KeptStep:
 
 
 def as_list(outlay: Outlay) -> list[object]:
-    return [outlay.tokens, outlay.cost, outlay.lease, outlay.learnt]
+    return [outlay.tokens, outlay.cost, outlay.advance, outlay.learnt]

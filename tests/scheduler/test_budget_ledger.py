@@ -76,14 +76,14 @@ def test_without_limits_everything_fits() -> None:
 def test_over_kills_at_any_moment_a_recorded_run_spends_no_more_than_its_limit(
     limit: int, calls: list[tuple[int, int]], chance: random.Random
 ) -> None:
-    """Each session begins with what the lease of the one before says."""
-    billed, leased = 0, Amount()
-    ledger, flying = _session(limit, leased)
+    """Each session begins with what the advance of the one before says."""
+    billed, advance = 0, Amount()
+    ledger, flying = _session(limit, advance)
     for most, part in calls:
         amount, actual = Amount(most), min(most, part)
         if ledger.short(amount) is None:
             if not ledger.covers(amount):
-                ledger.lease = leased = ledger.next_lease(amount)
+                ledger.advance = advance = ledger.next_advance(amount)
             assert ledger.covers(amount)
             ledger.reserve(amount)
             flying.append((most, actual))
@@ -92,17 +92,17 @@ def test_over_kills_at_any_moment_a_recorded_run_spends_no_more_than_its_limit(
             ledger.settle(Amount(most), Amount(actual))
             billed += actual
         if chance.random() < 0.2:
-            ledger.lease = leased = ledger.next_lease(Amount())  # with any commit
+            ledger.advance = advance = ledger.next_advance(Amount())  # with any commit
         if chance.random() < 0.1:
             billed += sum(actual for _, actual in flying)  # answers that were lost with the process
-            ledger, flying = _session(limit, leased)
-        assert billed + sum(actual for _, actual in flying) <= leased.tokens
+            ledger, flying = _session(limit, advance)
+        assert billed + sum(actual for _, actual in flying) <= advance.tokens
     assert billed + sum(actual for _, actual in flying) <= limit
 
 
 def _session(limit: int, before: Amount) -> tuple[Ledger, list[tuple[int, int]]]:
     ledger = Ledger(max_tokens=limit)
-    ledger.spent = ledger.lease = before
+    ledger.spent = ledger.advance = before
     return ledger, []
 
 
@@ -113,7 +113,7 @@ def test_a_kill_costs_a_recorded_run_at_most_a_part_of_what_is_left() -> None:
     while ledger.short(Amount(60)) is None:
         ledger.reserve(Amount(60))
         sent += 1
-    assert (sent, ledger.next_lease(Amount()).tokens) == (8, 600)
+    assert (sent, ledger.next_advance(Amount()).tokens) == (8, 600)
     assert Ledger(max_tokens=1000).short(Amount(900), beside=Amount(100)) is None  # nothing is recorded
 
 

@@ -37,33 +37,33 @@ def test_whenever_requests_come_no_minute_has_more_than_its_budget(rpm: int, gap
 def test_tokens_are_reserved_before_and_settled_after() -> None:
     rates = Rates(tpm=1_000)
     expected = Usage(prompt_tokens=300, completion_tokens=500)
-    lease = rates.reserve(begin(rates, 0.0), expected, 0.0)
-    assert lease is not None
+    reservation = rates.reserve(begin(rates, 0.0), expected, 0.0)
+    assert reservation is not None
     assert rates.free_at(0.0) > 0.0  # another like it does not fit
-    rates.settle(lease, Usage(prompt_tokens=100, completion_tokens=50), 1.0)
+    rates.settle(reservation, Usage(prompt_tokens=100, completion_tokens=50), 1.0)
     assert rates.free_at(1.0) <= 1.0  # it took less
 
 
 def test_tokens_count_for_a_minute_from_the_answer_on() -> None:
     rates = Rates(tpm=1_000)
-    lease = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=900), 0.0)
-    assert lease is not None
-    rates.settle(lease, Usage(prompt_tokens=900), 20.0)
+    reservation = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=900), 0.0)
+    assert reservation is not None
+    rates.settle(reservation, Usage(prompt_tokens=900), 20.0)
     assert rates.free_at(30.0) == 20.0 + MINUTE + SLACK
 
 
 def test_a_request_beyond_the_whole_budget_goes_alone() -> None:
     rates = Rates(tpm=100)
-    lease = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=500), 0.0)
-    assert lease is not None
+    reservation = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=500), 0.0)
+    assert reservation is not None
     assert rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=500), 0.0) is None
 
 
 def test_an_answer_from_elsewhere_gives_all_of_it_back() -> None:
     rates = Rates(rpm=1, tpm=100)
-    lease = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=100), 0.0)
-    assert lease is not None
-    rates.unsend(lease, 0.0)
+    reservation = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=100), 0.0)
+    assert reservation is not None
+    rates.unsend(reservation, 0.0)
     assert rates.free_at(0.0) <= 0.0
 
 
@@ -91,12 +91,12 @@ def test_what_requests_took_less_than_was_reserved_is_free_once_the_headers_tell
     rates = Rates()
     rates.learn(Quota(tokens=Allowance(1_000, 900, 60.0)), None, 0, Usage(), 0.0)
     began = [begin(rates, 0.0) for _ in range(3)]
-    leases = [rates.reserve(lease, Usage(prompt_tokens=300), 0.0) for lease in began]
+    sent = [rates.reserve(reservation, Usage(prompt_tokens=300), 0.0) for reservation in began]
     assert rates.free_at(0.0) > 0.0
-    for lease, left in zip(leases, (870, 840, 810), strict=True):
-        assert lease is not None
-        rates.learn(Quota(tokens=Allowance(1_000, left, 59.0)), lease, 0, Usage(), 1.0)
-        rates.settle(lease, Usage(prompt_tokens=30), 1.0)
+    for reservation, left in zip(sent, (870, 840, 810), strict=True):
+        assert reservation is not None
+        rates.learn(Quota(tokens=Allowance(1_000, left, 59.0)), reservation, 0, Usage(), 1.0)
+        rates.settle(reservation, Usage(prompt_tokens=30), 1.0)
     for _ in range(2):  # of 810
         assert rates.reserve(begin(rates, 1.0), Usage(prompt_tokens=300), 1.0) is not None
     assert rates.free_at(1.0) > 1.0

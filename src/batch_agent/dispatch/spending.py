@@ -5,8 +5,8 @@ flight, it waits in order until they settle, and no other request gets a slot me
 nothing in flight means that the run is out of budget: its agent ends as Interrupted, and no more agents start. A limit
 never cancels calls in flight.
 
-A recorded run sends a call only when its lease covers it (``scheduler.budget``). Each commit of the journal renews the
-lease, so a call waits for a commit of its own only while earlier calls are still unanswered.
+A recorded run sends a call only when its advance covers it (``scheduler.budget``). Each commit of the journal renews
+the advance, so a call waits for a commit of its own only while earlier calls are still unanswered.
 
 With a price per GPU-hour, running time is what is spent. It is recorded each second, and a little ahead: a call is sent
 only in time that is recorded as spent. So kills cannot make a run longer than its budget.
@@ -30,7 +30,7 @@ from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
 from batch_agent.record.base import Account
 from batch_agent.scheduler.budget import (
-    LEASED_TEMPLATE_TOKENS,
+    ADVANCE_TEMPLATE_TOKENS,
     NOTHING,
     Amount,
     Estimator,
@@ -110,9 +110,9 @@ class Spending(Account):
         self._time_alone = 0.0  # $ of running time before this run was shared, that the table does not have
         self._before = NOTHING  # what earlier sessions spent
         self._commit: Callable[[], None] | None = None
-        self._claimed = NOTHING  # spent when a lease was last claimed
-        self._next_lease = NOTHING  # the lease of the pending commit
-        self._broken: StoreError | None = None  # reason why no lease can be obtained any more
+        self._claimed = NOTHING  # spent when an advance was last claimed
+        self._next_advance = NOTHING  # the advance of the pending commit
+        self._broken: StoreError | None = None  # reason why no advance can be obtained any more
         self._started: float | None = None
         self._closed: float | None = None
 
@@ -141,7 +141,7 @@ class Spending(Account):
         shared: bool = False,
     ) -> None:
         """Start the clock. ``spent``: cost of earlier sessions of the run; ``learnt``: their call statistics.
-        ``commit`` requests a commit of the journal of a recorded run, and with it a new lease; ``shared``: a share of
+        ``commit`` requests a commit of the journal of a recorded run, and with it a new advance; ``shared``: a share of
         the budget of all workers."""
         loop = asyncio.get_running_loop()
         if learnt is not None:
@@ -151,7 +151,7 @@ class Spending(Account):
         self._is_shared = shared
         if commit is not None and self._counting:
             self._commit = commit
-            self._ledger.lease = spent if self._limited else None
+            self._ledger.advance = spent if self._limited else None
         if self._max_wall_time is not None:
             words = f"max_wall_time, {self._max_wall_time:g} s, is over"
             self._wall_timer = loop.call_later(self._max_wall_time, self._stop_the_clock, words)
@@ -187,7 +187,7 @@ class Spending(Account):
         self._before = NOTHING
         if self._counting:
             self._commit = commit
-            self._ledger.lease = self._ledger.spent + self._ledger.reserved if self._limited else None
+            self._ledger.advance = self._ledger.spent + self._ledger.reserved if self._limited else None
 
     def claim_time(self) -> tuple[float, float | None]:
         """Return the $ of running time before this run was shared, and the limit of all workers together."""
@@ -208,22 +208,22 @@ class Spending(Account):
 
     # As the journal sees it
 
-    def lease(self) -> tuple[int, float] | None:
-        """Return the lease for the commit that begins now, in tokens and $ of this session; None: none is needed."""
+    def next_advance(self) -> tuple[int, float] | None:
+        """Return the advance for the commit that begins now, in tokens and $ of this session; None: none is needed."""
         ledger = self._ledger
-        if ledger.lease is None:
-            return self._time_lease(0)
+        if ledger.advance is None:
+            return self._time_advance(0)
         known = bool(self._estimator.answers)
-        template = Usage(prompt_tokens=0 if known else LEASED_TEMPLATE_TOKENS)
+        template = Usage(prompt_tokens=0 if known else ADVANCE_TEMPLATE_TOKENS)
         more = _amount(template, None if self._prices is None else self._prices.most(template))
-        lease = self._next_lease = ledger.next_lease(self._awaited(), more)
-        # Until the commit is done, the disk may hold either lease.
-        ledger.lease = Amount(min(lease.tokens, ledger.lease.tokens), min(lease.cost, ledger.lease.cost))
-        own = lease - self._before
-        return self._time_lease(own.tokens) or (own.tokens, own.cost)
+        advance = self._next_advance = ledger.next_advance(self._awaited(), more)
+        # Until the commit is done, the disk may hold either advance.
+        ledger.advance = Amount(min(advance.tokens, ledger.advance.tokens), min(advance.cost, ledger.advance.cost))
+        own = advance - self._before
+        return self._time_advance(own.tokens) or (own.tokens, own.cost)
 
-    def _time_lease(self, tokens: int) -> tuple[int, float] | None:
-        """Return a lease with the running time of this session so far, and a little more; None if it is unlimited."""
+    def _time_advance(self, tokens: int) -> tuple[int, float] | None:
+        """Return an advance with the running time of this session so far, and a little more; None: it is unlimited."""
         if not self._timed or self._started is None or self._is_shared:
             return None
         self._next_paid = asyncio.get_running_loop().time() + PAID_AHEAD
@@ -231,34 +231,34 @@ class Spending(Account):
         return tokens, max(used, min(used + PAID_AHEAD * self._per_second, most))
 
     def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
-        """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
-        least growth that is of use. Nothing is kept ahead while a call waits: two workers that each hold half of what
-        they need would wait for each other. Nor does a worker with nothing in flight keep any: others wait for what it
-        may still spend."""
+        """What this worker of a shared run has spent, what it keeps of its advance, the advance that it asks for, and
+        the least growth that is of use. Nothing is kept ahead while a call waits: two workers that each hold half of
+        what they need would wait for each other. Nor does a worker with nothing in flight keep any: others wait for
+        what it may still spend."""
         ledger = self._ledger
-        assert ledger.lease is not None
-        self.lease()
+        assert ledger.advance is not None
+        self.next_advance()
         used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
         ahead = ledger.ahead_of(ledger.spent - self._claimed)
         self._claimed = ledger.spent
         if first == NOTHING and ledger.in_flight:
-            return ledger.spent, ledger.lease, self._next_lease + ahead, NOTHING
-        ledger.lease = used
-        return ledger.spent, used, used if first == NOTHING else self._next_lease + ahead, first
+            return ledger.spent, ledger.advance, self._next_advance + ahead, NOTHING
+        ledger.advance = used
+        return ledger.spent, used, used if first == NOTHING else self._next_advance + ahead, first
 
     @property
-    def is_leased(self) -> bool:
-        """Whether the run has a limit that its leases hold."""
-        return self._ledger.lease is not None
+    def has_advance(self) -> bool:
+        """Whether the run has a limit that its advances hold."""
+        return self._ledger.advance is not None
 
     @property
     def limits(self) -> tuple[int | None, float | None]:
         """The most that all workers may spend, in tokens and $."""
         return self._ledger.max_tokens, self._ledger.max_cost
 
-    def granted(self, lease: Amount, others: Amount, others_open: Amount) -> None:
-        """The lease that this worker of a shared run holds from now on, beside what the others spent and hold."""
-        self._ledger.lease, self._ledger.others, self._ledger.others_open = lease, others, others_open
+    def granted(self, advance: Amount, others: Amount, others_open: Amount) -> None:
+        """The advance that this worker of a shared run holds from now on, beside what the others spent and hold."""
+        self._ledger.advance, self._ledger.others, self._ledger.others_open = advance, others, others_open
         self._serve()
 
     def learnt(self) -> Learnt | None:
@@ -268,14 +268,14 @@ class Spending(Account):
             return None
         return known.answers, known.longest, known.least, known.weighed, math.ceil(1000 * known.heaviest)
 
-    def leased(self, error: StoreError | None = None) -> None:
-        """Called when the commit with the latest lease is on disk, or with the error that ended all commits."""
-        if self._ledger.lease is None and not self._timed:
+    def advance_written(self, error: StoreError | None = None) -> None:
+        """Called when the commit with the latest advance is on disk, or with the error that ended all commits."""
+        if self._ledger.advance is None and not self._timed:
             return
         self._broken = error
         if error is None:
-            if self._ledger.lease is not None:
-                self._ledger.lease = self._next_lease
+            if self._ledger.advance is not None:
+                self._ledger.advance = self._next_advance
             if not self._is_shared:
                 self._paid_until = self._next_paid
         self._serve()
@@ -403,7 +403,7 @@ class Spending(Account):
                 waiters.popleft()
         self._on_short(lacks == "room")
 
-    def _answer(self, call: Call, turn: asyncio.Future[None]) -> Literal["", "room", "lease"]:
+    def _answer(self, call: Call, turn: asyncio.Future[None]) -> Literal["", "room", "advance"]:
         """Grant or refuse a waiting call. Returns what it must wait for, if neither is possible yet."""
         if self.time_is_up:
             turn.set_exception(self.refusal())
@@ -415,7 +415,7 @@ class Spending(Account):
         if limit and in_flight:
             return "room"
         if limit and others:  # other workers return what they do not spend
-            return "lease"
+            return "advance"
         if limit:
             turn.set_exception(self._refused(limit))
         elif self._broken is not None:
@@ -423,7 +423,7 @@ class Spending(Account):
         elif asyncio.get_running_loop().time() > self._paid_until or not self._ledger.covers(amount):
             assert self._commit is not None
             self._commit()
-            return "lease"
+            return "advance"
         else:
             call.amount = amount
             self._ledger.reserve(amount)

@@ -6,8 +6,8 @@ the journal unchanged. Fields are never removed or moved, so every version reads
 
     format 2    kind 6: an agent ended without a last answer
     format 3    kind 7: a conversation was compacted
-    format 4    the lease of a session; kinds 8 to 10: requests and calls of a user's worker; its output in kind 6; the
-                digest of the request in kinds 1 and 4
+    format 4    the advance of a session; kinds 8 to 10: requests and calls of a user's worker; its output in kind 6;
+                the digest of the request in kinds 1 and 4
     format 5    kinds 8 to 10 record the tool loop too, instead of kinds 1 to 4; its last answer in kind 6; the request
                 of a compaction in kind 7; the traceback of an error in kind 5
     format 6    kind 11: a row starts again in a new conversation

@@ -248,7 +248,7 @@ class DirectoryStore(MemoryStore):
             self._resumed + sum([change.resumed for change in ended]),
             outlay.tokens,
             outlay.cost,
-            outlay.lease,
+            outlay.advance,
             outlay.learnt,
         )
 
@@ -272,7 +272,7 @@ class DirectoryStore(MemoryStore):
         with self._lock, self._disk:
             moved = self._outlay
             self._shares, self._outlay = True, Outlay(learnt=moved.learnt)
-            # This session is alive: its lease is not spent.
+            # This session is alive: its advance is not spent.
             self._journal.commit((), replace(self._progress(), tokens=moved.tokens, cost=moved.cost))
             tokens, cost = self._journal.spent(shared=False)
             for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, round(cost * DOLLAR))):

@@ -345,7 +345,7 @@ class Journal:
         return self._gathering
 
     def touch(self) -> None:
-        """Commit soon even without new records, to write what the session has spent, and its lease."""
+        """Commit soon even without new records, to write what the session has spent, and its advance."""
         if self._failure is None and not self.in_memory:
             self._touched = True
             self._wake()
@@ -377,7 +377,7 @@ class Journal:
         return waiter
 
     async def end(self) -> StoreError | None:
-        """Write everything that is left, and return the lease of the session. A cancellation does not interrupt this.
+        """Write everything that is left, and return the advance of the session. A cancellation does not interrupt this.
         Returns the error if something could not be written."""
         failure = await to_its_end(self.flush())
         if failure is None and not self.in_memory:
@@ -421,8 +421,8 @@ class Journal:
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
-        lease = self._account.lease()
-        outlay = Outlay(*self._account.so_far(), lease, self._account.learnt())
+        advance = self._account.next_advance()
+        outlay = Outlay(*self._account.so_far(), advance, self._account.learnt())
         self._committing = [row for row, _ in results]
         self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
         self.in_thread(lambda: self._write(number, entries, results, outlay)).add_done_callback(self._committed)
@@ -461,7 +461,7 @@ class Journal:
         self._set_overdue(False)
         if error is None:
             self._durable = number
-            self._account.leased()
+            self._account.advance_written()
             self._on_committed(commit.result(), self._committing)
             self._release(self._waiters.pop(number, []))
         else:
@@ -484,7 +484,7 @@ class Journal:
         self._entries.clear()
         self._results.clear()
         self._touched = False
-        self._account.leased(error)
+        self._account.advance_written(error)
         waiters, self._waiters = self._waiters, {}
         for waiting in waiters.values():
             for waiter in waiting:

@@ -69,7 +69,7 @@ ALTER TABLE record ADD COLUMN "check" INTEGER;
 CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """,
 }
-LEASES, CHECKS = 4, 5  # the first formats with leases, and with checksums and facts
+ADVANCES, CHECKS = 4, 5  # the first formats with advances, and with checksums and facts
 BUSY = 60.0  # seconds to wait while another process locks the journal
 
 
@@ -89,7 +89,7 @@ class SqliteJournal:
         self._db = connection
         self._path = path
         self._session = 0
-        self._lease: tuple[int, float] = (0, 0.0)  # as written on disk
+        self._advance: tuple[int, float] = (0, 0.0)  # as written on disk
         self._full: bool | None = None  # whether commits are synced
         self._by_row = False
         self._claimed = bytearray()  # a bit for each recorded agent
@@ -142,7 +142,7 @@ class SqliteJournal:
             return int(self._db.execute("SELECT coalesce(max(agent), 0) + 1 FROM record").fetchone()[0])
 
     def spent(self, *, shared: bool = True) -> tuple[int, float]:
-        """Return the tokens and $ of all sessions. A session that did not return its lease counts as having spent all
+        """Return the tokens and $ of all sessions. A session that did not return its advance counts as having spent all
         of it. ``shared``: with what is in the table of shares."""
         with _explained(self._path):
             tokens, cost = _spent(self._db, shared=shared)
@@ -158,8 +158,8 @@ class SqliteJournal:
                 return None
 
     def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
-        """Write all steps, and a lease that grew, to disk before this returns, or write none of them. The progress is
-        on disk at the latest together with the next steps."""
+        """Write all steps, and an advance that grew, to disk before this returns, or write none of them. The progress
+        is on disk at the latest together with the next steps."""
         values: list[object] = []
         for step in steps:
             check = crc32(step.body, crc32(step.key + step.content, step.agent & 0xFFFF_FFFF) ^ step.kind)
@@ -168,8 +168,8 @@ class SqliteJournal:
             if not self._path.exists():  # SQLite would continue writing to the deleted file
                 raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
             # Progress alone need not survive a power failure: rows that come from the record are not worth an fsync.
-            tokens, cost = lease = progress.lease or (0, 0.0)
-            full = bool(steps) or tokens > self._lease[0] or cost > self._lease[1]
+            tokens, cost = advance = progress.advance or (0, 0.0)
+            full = bool(steps) or tokens > self._advance[0] or cost > self._advance[1]
             if full is not self._full:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
                 self._full = full
@@ -182,7 +182,7 @@ class SqliteJournal:
                     (*_counts(progress), self._session),
                 )
                 self._db.execute("COMMIT")
-                self._lease = lease
+                self._advance = advance
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -377,17 +377,17 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
-    tokens, cost = progress.lease or (None, None)
-    leased = None if tokens is None else min(tokens, LARGEST)
+    tokens, cost = progress.advance or (None, None)
+    ahead = None if tokens is None else min(tokens, LARGEST)
     learnt = None if progress.learnt is None else json.dumps(progress.learnt)
     spent = min(progress.tokens, LARGEST), progress.cost
-    return progress.ok, progress.failed, progress.resumed, *spent, leased, cost, learnt
+    return progress.ok, progress.failed, progress.resumed, *spent, ahead, cost, learnt
 
 
 def _spent(db: sqlite3.Connection, *, looking: bool = False, shared: bool = True) -> tuple[int, float | None]:
-    """Return the tokens and $ of all sessions. An unreturned lease counts as spent. With ``looking``, the lease of the
-    latest session does not count, because the session may still be running."""
-    if int(db.execute("PRAGMA user_version").fetchone()[0]) < LEASES:
+    """Return the tokens and $ of all sessions. An unreturned advance counts as spent. With ``looking``, the advance of
+    the latest session does not count, because the session may still be running."""
+    if int(db.execute("PRAGMA user_version").fetchone()[0]) < ADVANCES:
         query = "SELECT coalesce(sum(tokens), 0), sum(cost) FROM session"
     else:
         over = "id < (SELECT max(id) FROM session)" if looking else "TRUE"

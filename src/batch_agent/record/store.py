@@ -367,5 +367,5 @@ class RunStore(WorkStore, Protocol):
 
     def spent(self) -> Outlay:
         """Return what all earlier sessions have spent, if the store keeps the ledger of a run with one worker. A
-        session that did not return its lease counts as having spent all of it. ``learnt`` is that of the latest."""
+        session that did not return its advance counts as having spent all of it. ``learnt`` is that of the latest."""
         ...

@@ -11,10 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from batch_agent.agent.fingerprint import fingerprint_of, under_record
-from batch_agent.agent.prepare import Prepared, prepare, with_model
+from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.backends.registry import BACKEND_VARIABLE
 from batch_agent.backends.schemes import PROVIDERS
 from batch_agent.dispatch.cancellation import wait_event
@@ -47,6 +49,40 @@ SERVED = "unix:"  # before the path of a socket that another process serves
 
 class NoRunCame(StoreError):
     """There was no run to work on, or it had no feeder."""
+
+
+class _RecordedOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    tools: list[str] = []
+
+
+class _RecordedFacts(BaseModel):
+    """The types of the facts that a worker reads. BatchSpec checks the other options."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    spec: _RecordedOptions
+    specs: dict[str, _RecordedOptions] = {}
+    stages: list[str] = []
+    versions: dict[str, str | int]
+    fingerprint: str
+    pieces: dict[str, str] = {}
+    first: Annotated[str, AfterValidator(from_json)]
+    lease: PositiveFloat = LEASE
+    row_schema: str | None = None
+    hosts: list[str] = []
+
+
+def refuse_damaged(facts: JsonObject) -> None:
+    """Raise SpecError if a fact that workers read is missing or has a wrong type."""
+    try:
+        _RecordedFacts.model_validate(facts)
+    except ValidationError as error:
+        wrong = sorted({".".join(map(str, each["loc"])) for each in error.errors()})
+        raise SpecError(
+            f"the record of this run is damaged or forged: missing or of a wrong type: {', '.join(wrong)}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +122,7 @@ class JoinedWorker:
         facts = await self._facts()
         if facts is None:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
+        refuse_damaged(facts)
         self._trust.check(facts)
         KEPT_HOSTFILES.set(self._trust.file(self._store.get_file))
         prepared = prepare_worker(facts, self._import_from, self._trust)
@@ -220,6 +257,7 @@ class WorkedStages:
     async def _work_on(self, outer: Run[object], stage: str, store: WorkStore) -> None:
         """Work on a stage whenever it has rows, until this worker leaves."""
         while (facts := await self._begun(store)) is not None:
+            refuse_damaged(facts)
             self._trust.check(facts)
             prepared = self._backends.share(prepare_worker(facts, self._import_from, self._trust))
             run = self._runs[stage] = worker_run(prepared, store, facts, within=outer, stage=stage)
@@ -301,8 +339,6 @@ def prepare_worker(facts: JsonObject, import_from: Path | None, trust: Trust) ->
                 f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
     prepared = prepare_recorded(cast(JsonObject, facts["spec"]), import_from, trust)
-    if prepared.model is None and facts.get("model"):  # the feeder has asked the backend
-        prepared = with_model(prepared, str(facts["model"]))
     prepared = under_record(prepared, facts)
     with suppress(SpecError):  # a row that another stage made: it fails alone
         prepared.plan.check_first(from_json(str(facts["first"]).encode()))

@@ -227,7 +227,7 @@ class StageAccount(Account):
     def so_far(self) -> tuple[int, float | None]:
         return self._metrics.spent()
 
-    def leased(self, error: StoreError | None = None) -> None:
+    def advance_written(self, error: StoreError | None = None) -> None:
         if self._journal is not None:
             self._journal.touch()
 

@@ -267,7 +267,7 @@ class Lending:
         for name, grant in beat.grants.items():
             self._places[name].apply(min(grant.held, grant.fair))
             self._places[name].learn(grant)
-        if shared.spending.is_leased:
+        if shared.spending.has_advance:
             _grant_budget(shared.spending, beat.grants)
         if shared.spending.per_second:
             time = beat.grants[BUDGET_COST]
@@ -368,7 +368,7 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
 def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
     """Yield both budgets, which are granted together. Without a limit they only report the spending. ``every`` is the
     number of seconds between two reports."""
-    if spending.is_leased:
+    if spending.has_advance:
         spent, kept, wanted, part = spending.claim()
         tokens, cost = spending.limits
     else:

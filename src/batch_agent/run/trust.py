@@ -43,11 +43,9 @@ MODES = ("auto", "off")  # values of ``compaction`` that name nothing
 
 def things_of(facts: Mapping[str, object]) -> list[str]:
     """Return everything that a record tells a worker to execute, connect to, import or open."""
-    stages = facts.get("specs", {})
-    specs = [facts.get("spec", {}), *(stages.values() if isinstance(stages, Mapping) else [stages])]
-    if not all(isinstance(spec, Mapping) for spec in specs):
-        raise SpecError("the record of this run is damaged: its options are not a mapping")
-    found = {thing for spec in specs for thing in _things_in(cast(JsonObject, spec))}
+    stages = cast("dict[str, JsonObject]", facts.get("specs", {}))
+    specs = [cast(JsonObject, facts.get("spec", {})), *stages.values()]
+    found = {thing for spec in specs for thing in _things_in(spec)}
     if isinstance(rows := facts.get(ROWS), str):
         found.add(rows)
     return sorted(found.union(cast("list[str]", facts.get(HOSTS, []))))
@@ -63,12 +61,12 @@ def _things_in(spec: Mapping[str, object]) -> Iterator[str]:
         yield "image_root=."
     runtime = spec.get("runtime")
     if runtime is not None:
-        yield f"runtime:{runtime if isinstance(runtime, str) else orjson.dumps(runtime).decode()}"
+        yield f"runtime:{runtime if isinstance(runtime, str) else to_json(runtime).decode()}"
 
 
 def _addresses(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
-        yield str(value.get("url")) if value.keys() <= {"url"} else orjson.dumps(dict(value)).decode()
+        yield str(value.get("url")) if value.keys() <= {"url"} else to_json(dict(value)).decode()
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _addresses(each)

@@ -5,9 +5,9 @@ fits if everything settled, everything reserved and the call itself stay within 
 beside others may fit after they are settled, because most answers use less than was reserved. So the run is out of
 budget only if a call does not fit with nothing in flight.
 
-The ledger of a recorded run also has a lease: the amount up to which it may spend. The lease is on disk before that
-amount is reached. After a kill the lease counts as spent, so the limits hold over any number of kills. To keep a kill
-from costing the rest of the budget, calls in flight may use only a part of that rest (``AT_RISK``).
+The ledger of a recorded run also has an advance: the amount up to which it may spend. The advance is on disk before
+that amount is reached. After a kill the advance counts as spent, so the limits hold over any number of kills. To keep a
+kill from costing the rest of the budget, calls in flight may use only a part of that rest (``AT_RISK``).
 
 ``dispatch.spending`` does the waiting; this module has no clock and no await.
 """
@@ -30,10 +30,10 @@ UNKNOWN_TEMPLATE_TOKENS = 1024
 # Tokens of a picture or file per expected token, for calls beside others, until a server has counted one.
 UNKNOWN_WEIGHT = 64
 LEAST_BYTES_PER_TOKEN = 8  # text has at least one token in this many bytes; the rest of a prompt is files
-LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: how much more than its reservation an unknown template may have
+ADVANCE_TEMPLATE_TOKENS = 256  # the same for an advance: what an unknown template may add to a reservation
 AT_RISK = 0.5  # part of the rest that several calls in flight of a recorded run may use
-AHEAD = 0.25  # part of the amount in flight that is leased in addition, so that a call rarely waits for the disk
-SMALL = 32  # a worker may lease 1/32 of the rest for coming requests
+AHEAD = 0.25  # part of the amount in flight that is advanced in addition, so that a call rarely waits for the disk
+SMALL = 32  # a worker may take 1/32 of the rest in advance for coming requests
 ROUNDING = 1e-9  # $ by which sums of floats may differ
 
 
@@ -56,7 +56,7 @@ prompts with pictures or files, and 1,000 times the most tokens per expected tok
 
 
 class Ledger:
-    """``spent`` is the settled amount; a resumed run starts with what earlier sessions spent. ``lease`` is the total
+    """``spent`` is the settled amount; a resumed run starts with what earlier sessions spent. ``advance`` is the total
     that may be spent, as written on disk; None for a run without a record. ``others`` is what other workers of the run
     have spent, and ``others_open`` what they may spend in addition."""
 
@@ -66,7 +66,7 @@ class Ledger:
         self.spent = Amount()
         self.reserved = Amount()
         self.others = self.others_open = NOTHING
-        self.lease: Amount | None = None
+        self.advance: Amount | None = None
         self.in_flight = 0
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
@@ -74,7 +74,7 @@ class Ledger:
         needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
         # Part of the rest that may be in flight.
         several = self.in_flight or beside != NOTHING or self.others_open != NOTHING
-        most = AT_RISK if self.lease is not None and several else 1.0
+        most = AT_RISK if self.advance is not None and several else 1.0
         if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
             return (
                 f"max_total_tokens {self.max_tokens:,}: {spent.tokens:,} are spent, "
@@ -88,14 +88,14 @@ class Ledger:
         return None
 
     def covers(self, amount: Amount) -> bool:
-        """Return whether the lease covers this call too."""
-        if self.lease is None:
+        """Return whether the advance covers this call too."""
+        if self.advance is None:
             return True
         needed = self.spent + self.reserved + amount
-        return needed.tokens <= self.lease.tokens and needed.cost <= self.lease.cost + ROUNDING
+        return needed.tokens <= self.advance.tokens and needed.cost <= self.advance.cost + ROUNDING
 
-    def next_lease(self, waiting: Amount, more: Amount = NOTHING) -> Amount:
-        """Return the lease to write: what is spent, in flight and waiting to be sent, and a little more. ``more`` is
+    def next_advance(self, waiting: Amount, more: Amount = NOTHING) -> Amount:
+        """Return the advance to write: what is spent, in flight and waiting to be sent, and a little more. ``more`` is
         what calls may use beyond their reservations. It stays within the limits if these are sufficient."""
         needed = self.spent + self.reserved + waiting
         ahead = Amount(math.ceil(self.reserved.tokens * AHEAD), self.reserved.cost * AHEAD) + more
@@ -107,8 +107,8 @@ class Ledger:
         return Amount(tokens, cost)
 
     def ahead_of(self, lately: Amount) -> Amount:
-        """Return what a worker of a shared run leases beyond what is in flight: twice what it spent since its last
-        lease, but only a small part of the rest, because it is lost if the worker dies."""
+        """Return what a worker of a shared run takes in advance beyond what is in flight: twice what it spent since its
+        last advance, but only a small part of the rest, because it is lost if the worker dies."""
         spent, tokens, cost = self.spent + self.others, 2 * lately.tokens, 2 * lately.cost
         if self.max_tokens is not None:
             tokens = min(tokens, max(0, self.max_tokens - spent.tokens) // SMALL)

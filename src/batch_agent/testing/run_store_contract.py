@@ -556,7 +556,7 @@ class RunStoreContract(DurabilityContract):
 
     # What was spent
 
-    def test_what_sessions_spent_is_added_up_and_an_unreturned_lease_counts_as_spent(self, place: StorePlace) -> None:
+    def test_what_sessions_spent_is_added_up_and_an_unreturned_advance_counts_as_spent(self, place: StorePlace) -> None:
         needs(place.ledger, "the table of shares has what was spent")
         sessions = (
             (Outlay(10, 0.5, (90, 0.25)), False),  # killed
@@ -575,7 +575,7 @@ class RunStoreContract(DurabilityContract):
         last = sit(place, store, how=RESUME)
         assert last.store.spent() == Outlay(140, 1.5, None, (1, 2, 3))
 
-    def test_a_lease_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(
+    def test_an_advance_of_the_budget_is_known_after_a_kill_also_before_anything_was_spent(
         self, place: StorePlace
     ) -> None:
         needs(place.ledger, "the table of shares has what was spent")

@@ -26,7 +26,7 @@ from batch_agent.files.results import to_json
 from batch_agent.job import Job
 from batch_agent.record.reader import FinishedRows, RunReader
 from batch_agent.record.rundir import stage_names
-from batch_agent.run.joining import prepare_worker
+from batch_agent.run.joining import prepare_worker, refuse_damaged
 from batch_agent.run.trust import SECRET, Trust
 
 
@@ -46,6 +46,7 @@ def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[s
     if "spec" in next(iter(recorded.values()), {}):  # the run is or was in Redis
         trust = Trust(environ={**os.environ, SECRET: ""})
         for each in recorded.values():  # an MCP server would be started or connected to
+            refuse_damaged(each)
             tools = cast("dict[str, list[str]]", each["spec"]).get("tools", [])
             trust.check({"spec": {"tools": [t for t in tools if t[:4] == "mcp:"]}})
         return {name: prepare_worker(each, import_from, trust) for name, each in recorded.items()}

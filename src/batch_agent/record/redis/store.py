@@ -120,7 +120,17 @@ class RedisRunStore(RedisShares):
 
     def facts(self) -> JsonObject | None:
         found = self._command("HGET", self.key("run"), "facts")
-        return None if found is None else cast(JsonObject, from_json(found))
+        if found is None:
+            return None
+        try:
+            facts = from_json(found)
+        except ValueError:
+            facts = None
+        if not isinstance(facts, dict):
+            raise StoreError(
+                f"the record of the run {self.address.name!r} is damaged or forged: its facts are unreadable"
+            )
+        return cast(JsonObject, facts)
 
     # The feeder
 
