@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -92,6 +93,14 @@ def test_the_error_types_are_these_and_all_documented() -> None:
     assert kinds == ERROR_TYPES
     documented = (ROOT / "docs" / "errors.md").read_text()
     assert [kind for kind in sorted(kinds) if f"`{kind}`" not in documented] == []
+
+
+def test_a_wrong_error_type_is_answered_with_the_types_that_the_documentation_gives_for_results() -> None:
+    with pytest.raises(SpecError) as refused:
+        BatchSpec(task="{input}", inputs=["a"], run_dir="run", resume=True, retry_failed="Foo")
+    listed = str(refused.value).rpartition("rows fail with ")[2].split(", ")
+    documented = re.findall(r"^\| `(\w+)` \| \w+", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert ERROR_TYPES.intersection(listed) == ERROR_TYPES.intersection(documented)
 
 
 def test_the_typed_options_are_those_of_the_spec() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from batch_agent.errors import JobError, error_types
+from batch_agent.errors import BackendError, JobError, ToolError, error_types
 
 # Texts that must not be blank, and what to do instead.
 NOT_BLANK = {
@@ -59,4 +59,7 @@ def _of_the_record(options: Mapping[str, object]) -> Iterator[str]:
     known = error_types(JobError)
     for name in named:
         if name not in known:
-            yield f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}"
+            of_rows = (
+                known - error_types(ToolError) - {JobError.type, BackendError.type}
+            )  # without a worker of the user's
+            yield f"retry_failed: there is no error type {name!r}; rows fail with {', '.join(sorted(of_rows))}"

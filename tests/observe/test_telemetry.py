@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import aiohttp
@@ -37,10 +39,15 @@ def script(request: Request) -> Say:
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     called.clear()
     for name in ("OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    yield
+    for thread in threading.enumerate():  # threads that were abandoned still retry, and take numbers from `random`
+        if thread.name in ("batch-agent telemetry", "batch-agent metrics"):
+            thread.join(30)
 
 
 @needs_sdk

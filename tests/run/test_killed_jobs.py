@@ -100,7 +100,7 @@ async def killed_and_stopped(options: dict[str, Any], first: str, last: str) -> 
 STAGES = Counter(f"one {row}" for row in ROWS) + Counter(f"two heard one {row}" for row in ROWS)
 
 
-@pytest.mark.parametrize("processes", [None, 1])
+@pytest.mark.parametrize("processes", [None, pytest.param(1, marks=pytest.mark.soak)])
 async def test_a_pipeline_that_is_killed_and_stopped_buys_nothing_twice(tmp_path: Path, processes: int | None) -> None:
     given = {"stages": True, "processes": processes, "run_dir": str(tmp_path / "run")}
     assert await killed_and_stopped(given, "one", "two") == STAGES

@@ -170,6 +170,21 @@ async def test_the_budget_is_one_for_all_processes(tmp_path: Path) -> None:
     assert server.received == 60 and before < 60
 
 
+async def test_a_resume_whose_gpu_time_is_spent_delivers_the_record_without_starting_workers(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"run_dir": tmp_path, "prices": {"gpu_hour": 3600.0}, "max_inflight": 1, "resume": True}
+    async with ScriptedServer(echo, models=["m"]) as server:
+        await BatchAgent.run(**options(server, 2, max_cost=1000.0, **given))
+        received, spent = server.received, look(tmp_path).latest.cost
+        assert spent is not None
+        resuming = asyncio.ensure_future(BatchAgent.run(**options(server, 4, max_cost=spent / 2, processes=2, **given)))
+        started: set[int] = set()
+        while not resuming.done():
+            started.update(workers_of(os.getpid()))
+            await asyncio.sleep(0.01)
+    assert [result.output for result in await resuming] == [*expected(2), None, None]
+    assert not started and server.received == received and look(tmp_path).state == "out of budget"
+
+
 async def test_after_a_kill_of_the_feeder_only_what_is_not_recorded_is_asked(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     go_on = asyncio.Event()

@@ -1,5 +1,6 @@
 import asyncio
 import contextvars
+import queue
 import threading
 
 import pytest
@@ -212,18 +213,19 @@ async def test_a_tool_that_takes_too_long_is_given_up(open_pool) -> None:
 
 
 async def test_a_tool_without_a_timeout_has_the_pools(open_pool) -> None:
-    release, threads = threading.Event(), []
+    release, threads = threading.Event(), queue.SimpleQueue[threading.Thread]()
 
     def stuck() -> None:
-        threads.append(threading.current_thread())
+        threads.put(threading.current_thread())
         release.wait()
 
-    async with open_pool(stuck, timeout=0.01) as pool:
+    async with open_pool(stuck, timeout=0.1) as pool:
         outcome = await pool.start(call("stuck")).wait()
     release.set()
     assert not outcome.ok
-    threads[0].join(10)
-    assert not threads[0].is_alive()
+    thread = await asyncio.to_thread(threads.get, timeout=10)  # on a busy machine it may begin later than the timeout
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 async def test_waiting_for_the_rate_limit_is_not_part_of_the_timeout(open_pool) -> None:

@@ -28,7 +28,7 @@ from batch_agent.compiler.prices import Prices
 from batch_agent.dispatch.prompt_sizes import NOT_MEASURED, PromptSizes, RequestSize
 from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
-from batch_agent.record.base import Account
+from batch_agent.record.base import Account, Outlay
 from batch_agent.scheduler.budget import (
     ADVANCE_TEMPLATE_TOKENS,
     NOTHING,
@@ -161,6 +161,10 @@ class Spending(Account):
             if self._commit is not None:
                 self._paid_until = self._started
                 self._tick()
+
+    def is_time_spent(self, before: Outlay) -> bool:
+        """Return whether earlier sessions have spent the whole budget on running time."""
+        return self._timed and (before.cost or 0.0) >= (self._max_cost or 0.0)
 
     def _stop_in(self, left: float) -> None:
         """Stop when running time has cost ``left`` $ from now on."""

@@ -469,16 +469,20 @@ class Run(Generic[T]):
     # Its work
 
     async def _work(self, prepared: Prepared) -> None:
-        shared, store = self.shared, self._opened
+        shared, spending, store = self.shared, self.shared.spending, self._opened
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
         self._prepared = prepared = await as_recorded(prepared, self._record, self._function)
         shapes = prepared.shapes
-        shared.spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
+        spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
             shared.lender, shared.journal = self._outer.lender, self._outer.journal
+        alone = self._outer is None and self._inside is None and self._rows.channel is None
+        if alone and self._crew and self._record and spending.is_time_spent(await in_thread(self._record.spent)):
+            # Only what is recorded is delivered, for which no worker is needed.
+            self._crew, self._works, self._is_shared, self._feed.reading = None, True, False, False
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
