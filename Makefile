@@ -33,12 +33,18 @@ test: $(VENV)/.ready  ## set up and pass the tests; Redis is installed with apt 
 test-pythons:  ## the same with other versions of Python: PYTHONS="python3.12 python3.13", names or paths
 	for python in $(or $(PYTHONS),python3.12 python3.13); do $(MAKE) test PYTHON=$$python || exit 1; done
 
-test-serve: .venv-serve/.ready  ## unchanged programs of openai and anthropic against batch-agent serve
+test-serve: .venv-serve/.ready .venv-curator/.ready  ## unchanged programs of openai and anthropic, inspect_ai and curator against batch-agent serve
 	.venv-serve/bin/python tests/real/serve_clients.py
 
 .venv-serve/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-serve
-	.venv-serve/bin/python -m pip install --quiet --editable . openai anthropic
+	.venv-serve/bin/python -m pip install --quiet --editable . openai anthropic inspect-ai
+	touch $@
+
+# curator needs older clients than inspect_ai; its Anthropic batches call a function that instructor 1.15 removed.
+.venv-curator/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-curator
+	.venv-curator/bin/python -m pip install --quiet bespokelabs-curator "instructor<1.15"
 	touch $@
 
 test-wheel:  ## build the wheel, install it into an empty environment, and try it there

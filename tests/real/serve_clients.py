@@ -1,7 +1,9 @@
-"""Unchanged programs of ``openai`` and ``anthropic``, and our own batch backends, against ``batch-agent serve``.
+"""Unchanged programs of ``openai`` and ``anthropic``, the batch modes of inspect_ai and curator, and our own batch
+backends, against ``batch-agent serve``.
 
-Run by ``make test-serve``, which installs the clients. The model is a scripted server; the server of batches is a
-process of its own, which is killed once in the middle.
+Run by ``make test-serve``, which installs the clients; curator is in ``.venv-curator``, because it needs other versions
+of them. The model is a scripted server; the server of batches is a process of its own, which is killed once in the
+middle.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -24,13 +27,36 @@ from batch_agent.testing.replies import ScriptedReply
 PORT = 8799
 URL = f"http://127.0.0.1:{PORT}"
 LINES = 200
+GPT, CLAUDE = "gpt-4o", "claude-sonnet-4-20250514"  # names by which tools choose what they send
+TOOL_SECONDS = 120.0
+CURATOR = Path(".venv-curator/bin/python")
+
+EVALUATION = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import includes
+
+@task
+def echoes():
+    return Task([Sample(input=f"say {n}", target=f"echo say {n}") for n in range(8)], scorer=includes())
+"""
+CURATION = """
+import sys
+from bespokelabs import curator
+
+model, backend, url = sys.argv[1:]
+params = {"base_url": url, "batch_check_interval": 1}
+llm = curator.LLM(model_name=model, backend=backend, batch=True, backend_params=params)
+answers = llm([f"say {n}" for n in range(8)]).dataset["response"]
+assert sorted(answers) == [f"echo say {n}" for n in range(8)], answers
+"""
 
 
 async def main() -> None:
     def script(request: Request) -> ScriptedReply:
         return Say(f"echo {request.text}", latency=0.02)
 
-    async with ScriptedServer(script, models=["m"]) as model:
+    async with ScriptedServer(script, models=["m", GPT, CLAUDE]) as model:
         with tempfile.TemporaryDirectory() as data:
             process, key = await start(data, model.backend_url)
             try:
@@ -43,11 +69,13 @@ async def main() -> None:
                 await asyncio.to_thread(finish, key, batch)
                 await asyncio.to_thread(message_batch, key)
                 await own_backends(key)
+                await inspect_ai(key)
+                await curator(key)
                 webhook()
             finally:
                 process.terminate()
                 await process.wait()
-    print("openai, anthropic and the batch backends work against batch-agent serve")
+    print("openai, anthropic, inspect_ai, curator and the batch backends work against batch-agent serve")
 
 
 async def start(data: str, backend: str) -> tuple[asyncio.subprocess.Process, str]:
@@ -75,7 +103,8 @@ def anthropic_client(key: str) -> Any:
 def interactive(key: str) -> None:
     client, other = openai_client(key), anthropic_client(key)
     asked = [{"role": "user", "content": "hello"}]
-    assert [model.id for model in client.models.list()] == ["m"] == [model.id for model in other.models.list()]
+    served = ["m", GPT, CLAUDE]
+    assert [model.id for model in client.models.list()] == served == [model.id for model in other.models.list()]
     assert client.chat.completions.create(model="m", messages=asked).choices[0].message.content == "echo hello"
     stream = client.chat.completions.create(model="m", messages=asked, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == "echo hello"
@@ -114,6 +143,46 @@ def message_batch(key: str) -> None:
         time.sleep(0.2)
     results = list(client.messages.batches.results(batch.id))
     assert [each.result.type for each in results] == ["succeeded"] * 5
+
+
+async def run_tool(key: str, folder: str, *command: str) -> str:
+    """Run a tool in a folder, and return what it printed. Only its addresses and keys are ours."""
+    ours = {"OPENAI_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": URL, "ANTHROPIC_API_KEY": key}
+    quiet = {"CURATOR_CACHE_DIR": folder, "TELEMETRY_ENABLED": "false", "CURATOR_DISABLE_RICH_DISPLAY": "1"}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env={**os.environ, **ours, **quiet},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        printed, _ = await asyncio.wait_for(process.communicate(), TOOL_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode == 0, printed.decode()
+    return printed.decode()
+
+
+async def inspect_ai(key: str) -> None:
+    program = str(Path(sys.executable).with_name("inspect"))
+    for model in (f"openai/{GPT}", f"anthropic/{CLAUDE}"):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "echoes.py").write_text(EVALUATION)
+            Path(folder, "batch.json").write_text('{"size": 8, "send_delay": 1, "tick": 0.5}')
+            options = ("--batch", "batch.json", "--model", model, "--display", "plain", "--log-dir", "logs")
+            printed = await run_tool(key, folder, program, "eval", "echoes.py", *options)
+        assert "Created batch" in printed and "accuracy  1.000" in printed, printed
+        print(f"inspect_ai: a batch of {model}")
+
+
+async def curator(key: str) -> None:
+    for model, backend, url in ((GPT, "openai", f"{URL}/v1"), (CLAUDE, "anthropic", URL)):
+        with tempfile.TemporaryDirectory() as folder:
+            await run_tool(key, folder, str(CURATOR.absolute()), "-c", CURATION, model, backend, url)
+        print(f"curator: a batch of {model}")
 
 
 async def own_backends(key: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +21,7 @@ from batch_agent.job import AgentResult, BaseResult
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
+from batch_agent.record.private import socket_folder
 from batch_agent.record.redis.connection import connect
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import encode_result
@@ -247,3 +251,18 @@ def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_o
         store.may_write.set()
         assert first.result() == again.result() == set()
     assert len(now.delivered()) == 1
+
+
+def test_directories_that_killed_processes_left_for_their_sockets_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as extent:
+        temporary = extent.enter_context(tempfile.TemporaryDirectory())  # the path of a socket is short
+        monkeypatch.setattr("tempfile.tempdir", temporary)
+        listening, killed, young = (extent.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3))
+        folders = [socket_folder() for _ in range(3)]
+        for each, folder in zip((listening, killed, young), folders, strict=True):
+            each.bind(str(folder / "control"))
+        listening.listen()
+        for folder in folders[:2]:
+            os.utime(folder / "control", (0, 0))
+        new = socket_folder()
+        assert sorted(Path(temporary).iterdir()) == sorted([folders[0], folders[2], new])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from batch_agent.serve import server
 from batch_agent.serve.catalog import Catalog, Tenant
 from batch_agent.serve.models import open_models
 from batch_agent.serve.server import BatchService, ServeOptions
+from batch_agent.serve.turnstile import PENDING, Entrant
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
@@ -86,8 +88,8 @@ async def test_a_larger_share_gets_more(tmp_path: Path) -> None:
         for name, share in (("large", 3.0), ("small", 1.0)):
             tenant = add(client, name, share=share)
             batches.append((tenant, await tenant.create([chat(f"l{n}", f"{name} {n}") for n in range(80)])))
-        for tenant, batch in batches:
-            await tenant.wait(batch["id"], "in_progress")
+        while len(client.server.turnstile.entrants) < 2:
+            await asyncio.sleep(0.01)
         await model.wait_requests(1)
         gate.set()
         for tenant, batch in batches:
@@ -167,3 +169,24 @@ def test_without_tenants_it_listens_on_loopback_only_with_a_key_that_stays(tmp_p
         BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
     Catalog(tmp_path).add_tenant(Tenant("one"))
     BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
+
+
+async def test_a_line_that_may_start_is_granted_at_once_if_no_other_batch_is_about_to_ask(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        turnstile, first, other = client.server.turnstile, Entrant("b1", "one", inf), Entrant("b2", "two", inf)
+        turnstile.enter(first)
+        for _ in range(PENDING - 1):
+            with pytest.raises(StopIteration):
+                turnstile.wait_turn(first, 10).send(None)
+        turnstile.enter(other)
+        turn = turnstile.wait_turn(first, 10)
+        assert turn.send(None) is not None  # the other batch may come first
+        assert turnstile.inflight == PENDING - 1
+        turn.close()
+        turnstile.leave(other)
+        with pytest.raises(StopIteration):
+            turnstile.wait_turn(first, 10).send(None)
+        turn = turnstile.wait_turn(first, 10)
+        assert turn.send(None) is not None  # as many were granted as may be without a slot
+        turn.close()
+        turnstile.leave(first)

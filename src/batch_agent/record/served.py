@@ -18,7 +18,6 @@ import pickle
 import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from batch_agent.job import BaseResult, Job
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.memory import MemoryStore
+from batch_agent.record.private import socket_folder
 from batch_agent.record.row_json import decode_result, encode_row
 from batch_agent.record.store import (
     NUMBERS,
@@ -172,7 +172,7 @@ class StoreServer:
 
     def _bind(self, folder: Path | None) -> Path:
         if folder is None:
-            folder = self._made = Path(tempfile.mkdtemp(prefix="batch-agent-"))
+            folder = self._made = socket_folder()
         path = folder.absolute() / SOCKET
         path.unlink(missing_ok=True)  # of a killed run
         self._socket.bind(str(path))

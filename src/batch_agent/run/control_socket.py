@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -22,7 +21,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.control import CONTROL
 from batch_agent.record.journal import to_its_end
-from batch_agent.record.private import private
+from batch_agent.record.private import private, socket_folder
 from batch_agent.record.store import FOLLOWED_SECONDS
 from batch_agent.run.control import Controls
 
@@ -47,7 +46,7 @@ class ControlSocket:
             left = from_json(self._pointer.read_bytes())
             if isinstance(left, dict) and left.get("host") == platform.node():
                 shutil.rmtree(Path(str(left["socket"])).parent, ignore_errors=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="batch-agent-"))
+        self._folder = socket_folder()
         place = {"socket": str(self._folder / "control"), "pid": os.getpid(), "host": platform.node()}
         with open(self._pointer, "wb", opener=private) as file:
             file.write(to_json(place) + b"\n")

@@ -530,7 +530,8 @@ class Worker:
             return
         if trail.ended:
             task.add_done_callback(lambda _: self._following.release())
-        await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
+        if not self._feed.paced:
+            await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
 
     async def _accompany(self, held: HeldRow, agent: Agent, ticket: Ticket | None) -> None:
         """Run one agent from its first turn until its result is recorded."""

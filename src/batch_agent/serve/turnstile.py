@@ -161,6 +161,9 @@ class Turnstile:
         entrant.size = size
         waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         entrant.waiting = waiting
+        if self._all_ask() and self._has_room() and self._has_slot() and self.choose() is entrant:
+            self._grant(entrant)
+            return True
         self.touch()
         try:
             return await waiting
@@ -228,7 +231,7 @@ class Turnstile:
                 if len(self.entrants) > 1 and await self._wait_for_all():
                     continue
                 entrant = self.choose()
-                if entrant is None:
+                if entrant is None or (self._pending and not self._has_slot()):
                     self._changed.clear()
                     await self._changed.wait()
                     continue
@@ -247,10 +250,22 @@ class Turnstile:
         """Wait for a batch that was just granted a line: it may ask for the next one, and be the first again. Returns
         whether the last slot was taken meanwhile."""
         for _ in range(SOON):
-            if not any(each.waiting is None and not each.away for each in self.entrants.values()):
+            if self._all_ask():
                 break
             await asyncio.sleep(0)
-        return not self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time())
+        return not self._has_room()
+
+    def _all_ask(self) -> bool:
+        """Return whether every batch that has lines left to start asks for its next one."""
+        return all(each.waiting is not None or each.away for each in self.entrants.values())
+
+    def _has_slot(self) -> bool:
+        """Return whether a slot is free beside those that granted lines will take."""
+        scheduler = self._dispatcher.scheduler
+        return scheduler.slots is None or scheduler.inflight + self._pending < scheduler.slots
+
+    def _has_room(self) -> bool:
+        return self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time())
 
     def choose(self) -> Entrant | None:
         """Return the batch whose line starts next; None if no line may start now."""
