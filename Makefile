@@ -41,7 +41,7 @@ test-serve: .venv-serve/.ready .venv-curator/.ready  ## unchanged programs of op
 	.venv-serve/bin/python -m pip install --quiet --editable . openai anthropic inspect-ai
 	touch $@
 
-# curator needs older clients than inspect_ai; its Anthropic batches call a function that instructor 1.15 removed.
+# curator needs older clients than inspect_ai; its Anthropic batches call a function that instructor 1.16 lacks.
 .venv-curator/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-curator
 	.venv-curator/bin/python -m pip install --quiet bespokelabs-curator "instructor<1.15"
