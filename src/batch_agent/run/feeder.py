@@ -208,9 +208,8 @@ class Feeder:
             self._reads_documents = True
         new = []
         for job, bare in zip(await compile_all(plan, first, values), bare_values, strict=True):
-            if isinstance(job, Job) and job.own_id is not None and self._rows.channel is None:
-                name = self._ids.unique(job.job_id)
-                job = job if name == job.job_id else replace(job, job_id=name)
+            if isinstance(job, Job):
+                job = self._named(job)
             if isinstance(job, Job) and self._identifies:
                 identity = self.keys.identity(job, plan.question(job))
                 new.append(NewRow(job.index, identity.key, identity.row, bare, job))
@@ -256,12 +255,19 @@ class Feeder:
         value, _ = decode_row(data, self._row_schema)
         if self._rows.channel is None:
             self._plan.check_first(value)
-        job = self._plan.job(index, value, name)
-        job_id = job.job_id
-        if job.own_id is not None and self._rows.channel is None and (job_id := self._ids.unique(job_id)) != job.job_id:
-            data = encode_row(value, job_id)
+        compiled = self._plan.job(index, value, name)
+        job = self._named(compiled)
+        if job is not compiled:
+            data = encode_row(value, job.job_id)
         identity = self.keys.identity(job, self._plan.question(job))
-        return NewRow(index, identity.key, identity.row, data), job_id
+        return NewRow(index, identity.key, identity.row, data), job.job_id
+
+    def _named(self, job: Job) -> Job:
+        """Return the job with its own id made unique. Rows of an earlier stage have unique names already."""
+        if job.own_id is None or self._rows.channel is not None:
+            return job
+        name = self._ids.unique(job.job_id)
+        return job if name == job.job_id else replace(job, job_id=name)
 
     async def _keep_full(self) -> None:
         """Keep a window of unstarted rows in the queue, for several workers, until every input is fed."""

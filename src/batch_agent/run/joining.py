@@ -127,9 +127,8 @@ class JoinedWorker:
         KEPT_HOSTFILES.set(self._trust.file(self._store.get_file))
         prepared = prepare_worker(facts, self._import_from, self._trust)
         for spec in cast("dict[str, JsonObject]", facts.get("specs", {})).values():
-            prepare_recorded(
-                spec, self._import_from, self._trust
-            )  # raises before this worker takes rows of another stage
+            # Raises before this worker takes rows of another stage.
+            prepare_recorded(spec, self._import_from, self._trust)
         stages: WorkedStages | None = None
         if names := stage_names(facts):
             backends = SharedBackends()
@@ -243,7 +242,8 @@ class WorkedStages:
             standing = await in_thread(self._store.standing)
             if standing.phase != "running":
                 begun = [facts for stage in stages if (facts := await in_thread(stage.facts)) is not None]
-                return "done" if all(facts.get("state") == "complete" for facts in begun) else "asked to leave"
+                complete = begun and all(facts.get("state") == "complete" for facts in begun)
+                return "done" if complete else "asked to leave"
             now = asyncio.get_running_loop().time()
             if standing.feeder or any(run.holds_rows for run in self._runs.values()):
                 lonely_since = None
