@@ -4,6 +4,8 @@
 as on several machines; all of them share this one's cores, so the scaling says something only until those are full.
 
 - ``linear``: 1, 2 and 4 workers with 48 agents each, answers in 200 ms: rows per second over those of one worker
+- ``processes``: ``processes=2`` over one process, answers at once: rows per second, and the same by CPU time, as if
+  each process had a core of its own
 - ``record``: CPU per turn of one process that feeds and works, with its record in Redis and in a directory
 - ``memory``: many rows of one turn through Redis: what the feeder and the worker hold late in the run over what they
   held early, and the bytes that Redis keeps for a row
@@ -25,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ from benchmarks.server import serving
 from benchmarks.shared_tools import CALLS
 
 AGENTS, SLOW = 48, 0.2  # alive in each worker, and seconds that an answer takes
-LINEAR_BAR, CPU_BAR, MEMORY_BAR = 0.9, 1.5, 1.2
+LINEAR_BAR, CPU_BAR, MEMORY_BAR, PROCESS_BAR = 0.9, 1.5, 1.2, 1.8
+PROCESS_ROWS = 10_000
 SPEC = """\
 task: "Review record #{{record}}: what does it say of the topic?"
 model: bench
@@ -118,6 +122,16 @@ class Process:
         if self._process.returncode:
             raise SystemExit(f"{' '.join(map(str, self._process.args))} failed:\n{said}")  # type: ignore[arg-type]
 
+    def wait_cpu(self) -> float:
+        """Wait for the end, and return the CPU seconds of the process and of those that it started."""
+        assert self._process.stderr is not None
+        said = self._process.stderr.read()
+        _, status, used = os.wait4(self._process.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        if self._process.returncode:
+            raise SystemExit(said)
+        return used.ru_utime + used.ru_stime
+
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
@@ -195,6 +209,28 @@ def linear(folder: Path, counts: Sequence[int], rows_each: int) -> dict[int, flo
             rates[workers] = rows / seconds
             print(f"{workers} workers: {rates[workers]:,.0f} rows/s", flush=True)
     return rates
+
+
+def processes(folder: Path, rows: int, repetitions: int) -> dict[int, dict[str, float]]:
+    """Seconds of a run of ``rows`` rows of two turns beyond those of a tenth of them, by number of processes: wall time
+    and CPU time, the best of several repetitions."""
+    best: dict[tuple[int, int], tuple[float, float]] = {}
+    with serving() as server:
+        for number in range(repetitions):
+            for count in (1, 2):
+                for size in (rows // 10, rows):
+                    place = prepared(folder / f"rows-{size}", server.url, size, agents=256, tools=True)
+                    words = ("--processes", str(count)) if count > 1 else ()
+                    begun = time.monotonic()
+                    cpu = feeding(place, str(place / f"run-{count}-{number}"), *words).wait_cpu()
+                    wall, (least_wall, least_cpu) = time.monotonic() - begun, best.get((count, size), (inf, inf))
+                    best[count, size] = min(wall, least_wall), min(cpu, least_cpu)
+    found = {}
+    for count in (1, 2):
+        (wall, cpu), (few_wall, few_cpu) = best[count, rows], best[count, rows // 10]
+        found[count] = {"wall_s": wall - few_wall, "cpu_s": cpu - few_cpu}
+        print(f"{count} processes: {found[count]}", flush=True)
+    return found
 
 
 def record(folder: Path, rows: int, repetitions: int) -> dict[str, list[float]]:
@@ -326,12 +362,29 @@ def memory_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.
     return [report.Bar("rows finished", held["rows"], ">=", options.rows), *bars], held
 
 
+def processes_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.Bar], object]:
+    found = processes(folder, PROCESS_ROWS, options.repetitions)
+    one, two = found[1], found[2]
+    by_cpu = 2 * one["cpu_s"] / two["cpu_s"]
+    bars = [
+        report.Bar("2 processes: rows per second over 1", one["wall_s"] / two["wall_s"], ">=", PROCESS_BAR),
+        report.Bar("2 processes: the same by CPU time on two cores", by_cpu, ">=", PROCESS_BAR),
+    ]
+    return bars, found
+
+
 def calls_bars(folder: Path, options: argparse.Namespace) -> tuple[list[report.Bar], object]:
     ran = calls(folder, 4, 2_000)
     return [report.Bar("a tool with 10 different arguments over 4 workers: runs", ran.total(), "<=", 10)], ran
 
 
-PARTS = {"linear": linear_bars, "record": record_bars, "calls": calls_bars, "memory": memory_bars}
+PARTS = {
+    "linear": linear_bars,
+    "processes": processes_bars,
+    "record": record_bars,
+    "calls": calls_bars,
+    "memory": memory_bars,
+}
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from batch_agent import BatchAgent
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.local import from_url, physical_cores, weights
 from batch_agent.backends.local.child import open_pipeline
-from batch_agent.backends.local.toolgrammar import compile_turn
+from batch_agent.backends.local.grammar import compile_turn
 from batch_agent.messages import Conversation, Message, Usage
 from benchmarks.report import Bar, environment, finish, table
 

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -347,7 +346,7 @@ async def fleet(options: argparse.Namespace) -> object:
             seconds.setdefault(name, []).append(round(time.perf_counter() - began, 2))
     best = min(statistics.median(times[1:]) for name, times in seconds.items() if name != "fleet")
     ratio = round(statistics.median(seconds["fleet"][1:]) / best, 3)
-    return {"work": str(replace(work, found=True)), "seconds": seconds, "fleet_over_the_best_alone": ratio}
+    return {"work": f"{work}; ours: no number given", "seconds": seconds, "fleet_over_the_best_alone": ratio}
 
 
 # Answers of questions whose answer depends on what the model wants to say; the others are left to the model.

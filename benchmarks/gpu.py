@@ -2,12 +2,13 @@
 
 ``python -m benchmarks.gpu --url http://127.0.0.1:8000/v1``. The server has a tool-call parser and speaks the scripts
 that the prompts carry (a logits processor forces the tokens between two marks): tokens, KV blocks, batching and timing
-are real, and every answer can be checked. Contenders take turns:
+are real, and every answer can be checked. Contenders take turns, each time with a new system prompt, so that none finds
+the prefix of another in the cache:
 
-- *ours*: ``BatchAgent.run`` on ``vllm://``, the tool declared cacheable; in flight as given, or, where it says so, as
-  many as it finds by itself
 - *bare loop*: all agents at once, a semaphore around the model call alone, so that a slot is free while a tool runs; no
   retries, no validation, each tool call run for itself
+- *ours*: ``BatchAgent.run`` on ``vllm://`` with the same number in flight, the tool declared cacheable
+- *ours, no number given*: the same with as many in flight as it finds by itself
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import sys
 import time
@@ -44,18 +46,13 @@ class Work:
     inflight: int
     tool_seconds: float  # 0: one turn, no tool
     topics: int = 10
-    found: bool = False  # we are not told the number, and have to find one; the loop has its own
+    bar: float = 1.0  # over the bare loop, if we are given no number
 
     def __str__(self) -> str:
         tool = (
             f"{self.topics} distinct searches of {self.tool_seconds * 1000:.0f} ms" if self.tool_seconds else "1 turn"
         )
-        ours = " (ours: no number given)" if self.found else ""
-        return f"{self.agents:,} agents, {tool}, {self.inflight} in flight{ours}"
-
-    @property
-    def bar(self) -> float:
-        return 0.8 if self.found else 1.0
+        return f"{self.agents:,} agents, {tool}, {self.inflight} in flight"
 
     def prompt(self, agent: int) -> str:
         topic = agent % self.topics
@@ -65,20 +62,14 @@ class Work:
         return f"Research topic {topic} for report {agent}. {OPEN}{json.dumps(turns)}{CLOSE}"
 
 
-WORKS = (
-    Work(20, 8, 0.4, topics=9),
-    Work(100, 32, 0.8),
-    Work(1_000, 256, 0.0),
-    Work(100, 32, 0.8, found=True),
-    Work(1_000, 256, 0.0, found=True),
-)
+WORKS = (Work(20, 8, 0.4, topics=9), Work(100, 32, 0.8, bar=0.8), Work(1_000, 256, 0.0))
 
 
 def result_of(query: str) -> str:
     return f"What is known about {query}: " + "it was seen before, and it was harmless then. " * 8
 
 
-async def ours(work: Work, url: str) -> tuple[list[Finding | None], int]:
+async def ours(work: Work, url: str, system: str, *, number_given: bool = True) -> tuple[list[Finding | None], int]:
     runs = 0
 
     @Tool.define(cacheable=True)
@@ -90,14 +81,14 @@ async def ours(work: Work, url: str) -> tuple[list[Finding | None], int]:
         return result_of(query)
 
     results = await BatchAgent.run(
-        system_prompt=SYSTEM,
+        system_prompt=system,
         task="{prompt}",
         inputs=[{"prompt": work.prompt(agent)} for agent in range(work.agents)],
         tools=[web_search] if work.tool_seconds else [],
         output_schema=Finding,
         backend=f"vllm://{url.partition('://')[2].removesuffix('/v1')}?native_schema=false",
         model="m",
-        **({} if work.found else {"max_inflight": work.inflight}),
+        **({"max_inflight": work.inflight} if number_given else {}),
     )
     return [result.output for result in results], runs
 
@@ -112,10 +103,14 @@ SEARCH = {
 }
 
 
-async def bare_loop(work: Work, url: str) -> tuple[list[Finding | None], int]:
+async def unnumbered(work: Work, url: str, system: str) -> tuple[list[Finding | None], int]:
+    return await ours(work, url, system, number_given=False)
+
+
+async def bare_loop(work: Work, url: str, system: str) -> tuple[list[Finding | None], int]:
     gate = asyncio.Semaphore(work.inflight)
     runs = 0
-    schema = f"{SYSTEM}\n\nAnswer with JSON of this schema:\n{json.dumps(Finding.model_json_schema())}"
+    schema = f"{system}\n\nAnswer with JSON of this schema:\n{json.dumps(Finding.model_json_schema())}"
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -147,30 +142,34 @@ async def bare_loop(work: Work, url: str) -> tuple[list[Finding | None], int]:
         return list(await asyncio.gather(*map(agent, range(work.agents)))), runs
 
 
-Contender = Callable[[Work, str], Awaitable[tuple[list[Finding | None], int]]]
-CONTENDERS: dict[str, Contender] = {"ours": ours, "bare loop": bare_loop}
+Contender = Callable[[Work, str, str], Awaitable[tuple[list[Finding | None], int]]]
+LOOP, OURS, UNNUMBERED = "bare loop", "ours", "ours, no number given"
+CONTENDERS: dict[str, Contender] = {LOOP: bare_loop, OURS: ours, UNNUMBERED: unnumbered}
 
 
-async def measure(work: Work, url: str, repetitions: int) -> dict[str, object]:
+async def measure(work: Work, url: str, repetitions: int, warm_up: bool) -> dict[str, object]:
     walls: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     tool_runs: dict[str, int] = {}
-    for repetition in range(repetitions + 1):  # the first warms the prefix cache, and the client
+    for repetition in range(repetitions + warm_up):
         for name, run in CONTENDERS.items():
+            system = f"Brief {random.random()}. {SYSTEM}"
             began = time.perf_counter()
-            findings, runs = await run(work, url)
+            findings, runs = await run(work, url, system)
             wall = time.perf_counter() - began
             if [finding and finding.topic for finding in findings] != [a % work.topics for a in range(work.agents)]:
                 raise SystemExit(f"{name}: the answers are not those of the rows")
-            if repetition:
+            if repetition >= warm_up:
                 walls[name].append(wall)
                 tool_runs[name] = runs
-    ratios = [mine / theirs for mine, theirs in zip(walls["ours"], walls["bare loop"], strict=True)]
+    ratios = {
+        name: report.spread([mine / theirs for mine, theirs in zip(walls[name], walls[LOOP], strict=True)])
+        for name in (OURS, UNNUMBERED)
+    }
     return {
         "work": str(work),
         "wall_s": {name: report.spread(values) for name, values in walls.items()},
         "tool_runs": tool_runs,
-        "ratio": report.spread(ratios),
-        "bar": work.bar,
+        "ratio": ratios,
     }
 
 
@@ -182,20 +181,23 @@ async def server_version(url: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Agents on a real engine.")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
     options = parser.parse_args()
     env = report.environment() | {"server": asyncio.run(server_version(options.url)), "accelerator": options.hardware}
-    measurements = [asyncio.run(measure(work, options.url, options.repetitions)) for work in WORKS]
+    measurements = [asyncio.run(measure(work, options.url, options.repetitions, work is WORKS[0])) for work in WORKS]
     rows, bars = [], []
-    for item in measurements:
-        walls, runs = item["wall_s"], item["tool_runs"]
-        assert isinstance(walls, dict) and isinstance(runs, dict)
+    for work, item in zip(WORKS, measurements, strict=True):
+        walls, runs, ratios = item["wall_s"], item["tool_runs"], item["ratio"]
+        assert isinstance(walls, dict) and isinstance(runs, dict) and isinstance(ratios, dict)
+        medians = {name: statistics.median(ratios[name]["repetitions"]) for name in ratios}
         cells = [f"{walls[name]['median']:.2f} s, {runs[name]} tool runs" for name in CONTENDERS]
-        ratio = statistics.median(item["ratio"]["repetitions"])  # type: ignore[index]
-        rows.append((str(item["work"]), *cells, f"{ratio:.2f}"))
-        bars.append(report.Bar(f"{item['work']}: wall, ours over the bare loop", ratio, "<=", item["bar"]))
-    print(report.table(("work", *CONTENDERS, "ratio"), rows), "\n")
+        rows.append((str(work), *cells, *(f"{ratio:.2f}" for ratio in medians.values())))
+        bars.append(report.Bar(f"{work}: wall, ours over the bare loop", medians[OURS], "<=", 1.0))
+        bars.append(
+            report.Bar(f"{work}: wall, no number given, over the bare loop", medians[UNNUMBERED], "<=", work.bar)
+        )
+    print(report.table(("work", *CONTENDERS, "ratio", "no number"), rows), "\n")
     return report.finish("gpu", env, bars, measurements)
 
 

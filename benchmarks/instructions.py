@@ -2,11 +2,13 @@
 
 CPU time depends on what other programs leave of caches and cores; the number of instructions does not. ``perf`` counts
 them where the processor lets it, and valgrind everywhere else, fifty times slower. A contender runs twice, with few
-agents and with more: the difference is free of its start.
+agents and with more: the difference is free of its start. Under valgrind a second has few turns, so what our contenders
+do by the clock (read the load of the server, gather records for a commit) is done as much less often (``SLOWER``).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +19,8 @@ from pathlib import Path
 
 from benchmarks import environments
 
-FEW, MORE = 100, 300  # agents
+FEW, MORE = 64, 192  # agents
+SLOWER = "BENCHMARK_SLOWER"  # in the environment of a contender: how many times slower it runs
 PERF = ("perf", "stat", "-x", ",", "-e", "instructions:u")
 VALGRIND = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
 
@@ -46,6 +49,7 @@ def _counted(counter: tuple[str, ...], command: Sequence[str]) -> int | None:
         done = subprocess.run(
             [*counter, to, *command],
             cwd=environments.ROOT,
+            env={**os.environ, "PYTHONHASHSEED": "0", SLOWER: "50" if counter is VALGRIND else "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             check=False,

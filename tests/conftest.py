@@ -1,9 +1,12 @@
 """Settings of Hypothesis, and a Redis, for all tests. No test asserts a time, so a busy machine must not fail one.
 Tests that need more examples than these set their own number."""
 
+import gc
 import os
+import signal
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +27,18 @@ NAMES = (f"run-{number}" for number in count())
 
 
 @pytest.fixture(scope="module")
+def openai() -> Any:
+    """The client of OpenAI. Importing it takes a second, which only the tests that use it should cost."""
+    return pytest.importorskip("openai", reason="OpenAI's client is not installed")
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """The client of Anthropic, which takes two seconds to import."""
+    return pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+
+
+@pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
@@ -33,6 +48,19 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def url(redis: RedisServer) -> str:
     """The URL of a run that does not exist yet."""
     return f"{redis.url}/{next(NAMES)}"
+
+
+def pytest_configure() -> None:
+    """Take signals as a terminal's programs do: a shell's background job and ``nohup`` ignore some, and so would the
+    processes that tests start and interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of later garbage collections: it is most of the objects, and never garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -59,8 +59,20 @@ def test_sglang_is_started_with_what_agents_need(tmp_path: Path) -> None:
     assert "--tool-call-parser" not in arguments
 
 
-def test_vllm_with_lmcache(tmp_path: Path) -> None:
-    assert connector(started(tmp_path, "lmcache", "VLLM"))["kv_connector"] == "LMCacheConnectorV1"
+def test_vllm_with_lmcache_has_a_store_and_ends_with_it(tmp_path: Path) -> None:
+    said, store, engine = tmp_path / "said", tmp_path / "store", tmp_path / "engine"
+    store.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {said}.part; mv {said}.part {said}\nexec sleep 600\n")
+    engine.write_text(f'#!/bin/sh\nuntil [ -e {said} ]; do sleep 0.01; done\nexec {tmp_path}/command "$@"\n')
+    for command in (store, engine):
+        command.chmod(0o755)
+    shared = {"type": "resp", "host": "a store", "port": 6379}
+    options = {"LMCACHE": str(store), "LMCACHE_PORT": "5777", "LMCACHE_L2": json.dumps(shared)}
+    arguments = started(tmp_path, "lmcache", "VLLM", VLLM=str(engine), **options)
+    assert {"a/model", "--enable-prompt-tokens-details", "--max-model-len"} <= set(arguments)
+    assert connector(arguments)["kv_connector"] == "LMCacheMPConnector"
+    assert connector(arguments)["kv_connector_extra_config"]["lmcache.mp.port"] == 5777
+    given = said.read_text().splitlines()
+    assert given[given.index("--port") + 1] == "5777" and json.loads(given[given.index("--l2-adapter") + 1]) == shared
 
 
 def test_dynamo_ends_with_all_that_it_started_when_one_of_them_ends(tmp_path: Path) -> None:

@@ -96,6 +96,12 @@ async def test_another_name_is_refused(host: str) -> None:
         assert (await ask(port, get("/nothing", host)))[0] == 403
 
 
+async def test_a_request_line_with_the_address_of_another_server_is_refused() -> None:
+    async with door() as port:
+        assert (await ask(port, get("http://evil.example/nothing")))[0] == 403
+        assert (await ask(port, get("http://localhost/nothing")))[0] == 404
+
+
 async def test_on_a_network_addresses_and_names_of_this_machine_are_let_in() -> None:
     own = platform.node().partition(".")[0]
     async with door(host="0.0.0.0") as port:
@@ -207,12 +213,24 @@ async def test_a_half_sent_head_is_given_up() -> None:
         writer.close()
 
 
-async def test_bytes_that_are_not_http_are_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
+        b"GET / HTTP/9.9.9\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 500 + b"\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+async def test_bytes_that_are_not_http_are_refused_in_the_clients_form_without_a_word_in_the_log(
+    request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with door() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\x16\x03\x01\x02\x00\r\n\r\n")
-        assert b" 400 " in await reader.readline()
-        writer.close()
+        status, said = await ask(port, request_bytes)
+    assert status == 400 and said["why"].startswith("the request is not valid HTTP: ")
     assert not caplog.records
 
 

@@ -14,7 +14,7 @@ from batch_agent.version import __version__
 if TYPE_CHECKING:
     from batch_agent.agent.context import AgentContext, AgentReply, BlockingContext
     from batch_agent.api import BatchAgent
-    from batch_agent.backends.local.keeper import release_models
+    from batch_agent.backends.local.engine import release_models
     from batch_agent.errors import (
         BatchAgentError,
         JobError,
@@ -67,7 +67,7 @@ __all__ = [
 _HOMES = {
     "agent.context": ("AgentContext", "AgentReply", "BlockingContext"),
     "api": ("BatchAgent",),
-    "backends.local.keeper": ("release_models",),
+    "backends.local.engine": ("release_models",),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "fleet.backend": ("Fleet",),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),

@@ -222,8 +222,7 @@ async def _collect(
     run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool, interruption: Interruption
 ) -> Results[R]:
     from batch_agent.files.read import LazyRows
-    from batch_agent.observe.display import with_expected
-    from batch_agent.observe.progress import ProgressDisplay, show_address
+    from batch_agent.observe.progress import ProgressDisplay, show_address, with_expected
     from batch_agent.results import Results, Summary, with_unfinished
     from batch_agent.run.interruption import interrupted_words
     from batch_agent.view.beside import PageBeside

@@ -14,9 +14,11 @@ import hmac
 import logging
 import os
 import platform
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from ipaddress import ip_address
-from typing import Self
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
@@ -91,13 +93,13 @@ class Door:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        # aiohttp logs a traceback for bytes that are not HTTP: any client of the port could fill the log.
-        quiet = logging.Logger("batch_agent.door")
+        quiet = logging.Logger("batch_agent.door")  # a client that breaks off must not fill the log
         quiet.addHandler(logging.NullHandler())
         # The timeout also applies to a request's headers.
-        server = web.Server(
+        server = _Server(
             self._enter,
-            handler_cancellation=self._cancels,
+            self._refuse,
+            self._cancels,
             auto_decompress=self._unpacks,
             access_log=None,
             logger=quiet,
@@ -138,12 +140,13 @@ class Door:
 
     def _check(self, request: web.BaseRequest) -> None:
         host = request.headers.get("Host", "")
-        if not self._is_ours(_name_in(host)):
-            raise RequestRefused(
-                403,
-                f"the Host header names {_name_in(host)!r}, not this server. If it is a name of this server, set "
-                f"{ALLOWED_HOSTS_VARIABLE}",
-            )
+        for named in (host, request.host):  # a request line may have a whole address
+            if not self._is_ours(_name_in(named)):
+                raise RequestRefused(
+                    403,
+                    f"the Host header names {_name_in(named)!r}, not this server. If it is a name of this server, set "
+                    f"{ALLOWED_HOSTS_VARIABLE}",
+                )
         origin = request.headers.get("Origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise RequestRefused(403, "requests from web pages of another origin are refused")
@@ -172,6 +175,48 @@ class Door:
             if request.transport is not None:
                 request.transport.close()
         return answer
+
+
+class _Connection(web.RequestHandler):
+    """One connection. Bytes that are not HTTP get an error in the format of the clients."""
+
+    __slots__ = ("_first", "_refuse")
+
+    def __init__(self, *given: Any, refuse: Refuse, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._refuse, self._first = refuse, b""
+
+    def data_received(self, data: bytes) -> None:
+        self._first = self._first or data
+        super().data_received(data)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size:  # the answer has begun
+            raise ConnectionError(message)
+        why = (message or "").partition("\n")[0].strip(" :")[:200]
+        refused = RequestRefused(
+            status, f"the request is not valid HTTP: {why}" if status < 500 else "the server failed"
+        )
+        # The path is that of the first request of the connection, which says what API its client speaks.
+        path = re.match(rb"[A-Z]+ (/[!-~]{0,200})", self._first)
+        answer = self._refuse(request.clone(rel_url=path[1].decode()) if path else request, refused)
+        answer.force_close()
+        return answer
+
+
+class _Server(web.Server):
+    def __init__(self, handler: Handler, refuse: Refuse, cancels: bool, **options: Any) -> None:
+        super().__init__(handler, handler_cancellation=cancels)
+        self._connection = partial(_Connection, self, refuse=refuse, **options)
+
+    def __call__(self) -> web.RequestHandler:
+        return self._connection(loop=asyncio.get_running_loop())
 
 
 # Listening

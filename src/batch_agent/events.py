@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from batch_agent.blocking import clock_of
 from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
@@ -47,6 +45,9 @@ class CallEvent(TurnEvent):
     call: int
     call_id: str
     tool: str
+
+
+Source: TypeAlias = Literal["run", "shared", "cache"]  # how a tool call was served
 
 
 @value_type
@@ -133,7 +134,7 @@ class ToolFinished(CallEvent):
 
     seconds: float
     ok: bool
-    source: Literal["run", "shared", "cache"]
+    source: Source
 
 
 @value_type
@@ -302,30 +303,12 @@ class ListSink:
                 handle(event)
 
 
-# The clock of a run's events, and their way to the sinks, one at a time or many at once.
-
-
-class Clock:
-    """Does not advance until it is started."""
-
-    def __init__(self) -> None:
-        self._epoch = time.time()
-        self._time: Callable[[], float] = float
-
-    def start(self) -> None:
-        self._time = clock_of(asyncio.get_running_loop())
-        self._epoch = time.time() - self._time()
-
-    def __call__(self) -> float:
-        return self._epoch + self._time()
-
-    def at(self, time: float) -> float:
-        """Return the wall-clock time at this time of the event loop."""
-        return self._epoch + time
+# The way of a run's events to the sinks, one at a time or many at once.
 
 
 logger = logging.getLogger("batch_agent")
 
+FREQUENT = (JobStarted, TurnStarted, TurnFinished, ToolStarted, ToolFinished, JobFinished)
 MOST_HELD = 256  # events
 HELD_SECONDS = 1.0
 
@@ -334,8 +317,7 @@ class Sinks:
     """A sink that passes events to all others. A sink that raises gets no more events, and does not affect the run."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-        self._handlers: dict[type, list[tuple[Sink, Sink]]] = {}  # by type of event: each sink, and what to call
+        self._set(list(sinks))
 
     def add(self, sink: Sink) -> None:
         self._set([*self._sinks, sink])
@@ -352,7 +334,10 @@ class Sinks:
                 self._set([other for other in self._sinks if other is not sink])
 
     def _set(self, sinks: list[Sink]) -> None:
-        self._sinks, self._handlers = sinks, {}
+        self._sinks = sinks
+        self._handlers: dict[type, list[tuple[Sink, Sink]]] = {}  # by type of event: each sink, and what to call
+        # The frequent types of events that a sink takes. Others of these types are not made.
+        self.wanted = frozenset(kind for kind in FREQUENT if self._handlers_of(kind))
 
     def _handlers_of(self, kind: type) -> list[tuple[Sink, Sink]]:
         found = [(sink, sink.handlers.get(kind) if isinstance(sink, TypedSink) else sink) for sink in self._sinks]

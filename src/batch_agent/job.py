@@ -89,7 +89,7 @@ class Timings:
     first_token: float | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value_type
 class BaseResult(Generic[T_co]):
     """How one job ended; always a Success or a Failure."""
 
@@ -139,13 +139,15 @@ class BaseResult(Generic[T_co]):
         return f"<AgentResult {self.index}{name} {outcome}>"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value_type
 class Success(BaseResult[T_co]):
     """A job that succeeded. ``output`` is an instance of the given schema, or text without one."""
 
     ok: Literal[True]
     output: T_co
     error: None = None
+
+    __repr__ = BaseResult.__repr__
 
     def unwrap(self) -> T_co:
         """The output."""
@@ -155,13 +157,15 @@ class Success(BaseResult[T_co]):
         return True
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value_type
 class Failure(BaseResult[Never]):
     """A job that failed; ``error`` says why."""
 
     ok: Literal[False]
     output: None
     error: AgentError = AgentError("run", JobError.type, "no reason was given")
+
+    __repr__ = BaseResult.__repr__
 
     def unwrap(self) -> Never:
         """Raise the error: a JobError, of the class that ``batch_agent.errors`` has for it."""

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from batch_agent.backends.anthropic.schema import MOST_OPTIONAL, MOST_UNIONS, format_schema
-from batch_agent.testing.messages_rules import wrong_with
+from batch_agent.testing.messages_server import wrong_with
 from batch_agent.testing.messages_wire import MessagesRequest
 
 

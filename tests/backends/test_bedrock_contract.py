@@ -12,8 +12,7 @@ import orjson
 import pytest
 
 from batch_agent.backends.base import Backend
-from batch_agent.backends.bedrock.converse import BedrockBackend
-from batch_agent.backends.bedrock.request import CACHE_POINT
+from batch_agent.backends.bedrock.converse import CACHE_POINT, BedrockBackend
 from batch_agent.messages import Image, Message, Part, ToolCall, ToolSpec
 from batch_agent.testing.contract.backend import CALLS, SEARCH, ask
 from batch_agent.testing.contract.http import HttpContract

@@ -18,7 +18,7 @@ from batch_agent.backends.anthropic.messages import AnthropicBackend
 from batch_agent.backends.anthropic.request import WIRE
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import Naming, json_of, report_calls
-from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
+from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, Truncated, Unavailable
 from batch_agent.http.connection import Event, SSEParser
 from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
 from batch_agent.testing.contract.backend import BackendContract, ask
@@ -312,6 +312,41 @@ class ReadsLinesOfAnyLength(Right):
         return reader
 
 
+class ReadsAnswersOfAnyLength(Right):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._chat = replace(self._chat, max_bytes=2**40)
+
+
+class DoesNotSayWhenItHeard(Right):
+    def answered(self, reply: Reply) -> Reply:
+        self._request.heard_at = 0.0
+        return reply
+
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        self._request = request
+        return request
+
+
+class DoesNotSayThatItBegan(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        request.on_begin = None
+        return request
+
+
+class TakesAClosedPortForARefusal(Right):
+    def failed(self, error: BackendError, request: ModelRequest) -> Reply:
+        raise Rejected(str(error))
+
+
+class ListsModelsWithoutCare(Right):
+    async def models(self) -> list[str]:
+        try:
+            return await super().models()
+        except BackendError as error:
+            raise ConnectionRefusedError(str(error)) from None
+
+
 class ConnectsForEachRequest(Right):
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         async with Right(self._http.base_url) as fresh:
@@ -402,7 +437,12 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "a character split between chunks is lost": (DecodesEachChunk, "wherever_its_bytes_are_cut"),
     "an event split between chunks is lost": (ReadsEventsChunkByChunk, "wherever_its_bytes_are_cut"),
     "a damaged event is skipped": (SkipsDamagedEvents, "a_damaged_event"),
-    "a line has no limit": (ReadsLinesOfAnyLength, "a_line_without_end"),
+    "a line has no limit": (ReadsLinesOfAnyLength, "an_answer_without_end"),
+    "a whole answer has no limit": (ReadsAnswersOfAnyLength, "an_answer_without_end"),
+    "it is not noted when an answer was heard": (DoesNotSayWhenItHeard, "when_it_was_last_heard"),
+    "nobody learns that an answer has begun": (DoesNotSayThatItBegan, "when_it_was_last_heard"),
+    "a refused connection is a refused request": (TakesAClosedPortForARefusal, "a_request_to_a_closed_port"),
+    "the models of a closed port are an error of the client": (ListsModelsWithoutCare, "a_request_to_a_closed_port"),
     "each request has a new connection": (ConnectsForEachRequest, "connections_are_used_again"),
     "a closed port is called up": (SaysUpOfEverything, "a_probe_of_a_closed_port"),
     "a probe raises": (RaisesFromItsProbe, "a_probe_of_a_closed_port"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 import zlib
 from dataclasses import dataclass
 from itertools import pairwise
@@ -228,3 +229,19 @@ def test_text_that_repeats_itself_is_read() -> None:
     text = b'{"role": "assistant", "content": "the same words again and again"}\n' * 60_000
     body = gzip.compress(text)
     assert parse(packed_head(body), body)[1] == text
+
+
+def test_trailers_without_end_take_no_memory() -> None:
+    parser = ResponseParser("POST", PLENTY)
+    parser.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            parser.feed(b"X: y\r\n" * 1_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    parser.feed(b"\r\n")
+    assert parser.complete and parser.take() == b"{}" and "X" not in parser.headers
+    assert peak < 1_000_000  # 100,000 kept trailers take 15 times that
+    parser.close()

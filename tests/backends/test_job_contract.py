@@ -14,9 +14,8 @@ from backends.chat_contract import chat_history, hear_chat, whole
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.testing import BatchServer, Body, Fail, Request
-from batch_agent.testing.contract.backend import BackendContract
+from batch_agent.testing.contract.backend import REFUSALS, BackendContract
 from batch_agent.testing.contract.peer import Hang, Heard, Item, Refuse, Say
-from batch_agent.testing.contract.terms import REFUSALS
 from batch_agent.testing.wire import error_object
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -16,16 +15,17 @@ from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.batch.job_ledger import JobLedger
-from batch_agent.backends.batch.jobs import JobBackend, Wave
-from batch_agent.backends.batch.openai_jobs import OpenAIJobs
+from batch_agent.backends.batch.jobs import JobBackend, JobLedger, Wave
+from batch_agent.backends.batch.services import OpenAIJobs
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import Rejected, SpecError, Unavailable
+from batch_agent.errors import Rejected, SpecError, StoreError, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
+from batch_agent.record.base import RunProgress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import JOBS as FILE
 from batch_agent.record.rundir import RunDir
+from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.run.copying import copy_to_directory
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import (
@@ -290,8 +290,9 @@ async def test_what_was_bought_before_a_kill_is_taken_although_its_advance_has_u
         await ask(server, "a", run_dir=tmp_path / "first", **limits)
         killed = lose(tmp_path / "first", tmp_path / "killed")
         await BatchAgent.run(task="{input}", inputs=["z"], backend=ScriptedBackend(), run_dir=killed, resume=True)
-        with sqlite3.connect(killed / "journal.db") as journal:
-            journal.execute("UPDATE session SET leased_tokens = 690")
+        journal = SqliteJournal.open(killed / "journal.db")
+        journal.begin(b"killed", "then")
+        journal.commit([], RunProgress(advance=(690, 0.0)))
         journal.close()
         results = await ask(server, "a", "b", run_dir=killed, resume=True, on_change="resend", **limits)
     assert [result.ok for result in results] == [True, False]
@@ -489,4 +490,24 @@ async def test_a_ledger_that_was_cut_short_goes_on_in_a_line_of_its_own(tmp_path
     assert [(entry.wave, entry.job, entry.requests) for entry in entries] == [("one", "job-1", ["a"])]
     await ledger.close({})
     assert await ledger.read() == []
+    directory.close()
+
+
+async def test_a_flipped_bit_in_a_ledger_is_an_error_and_never_another_job(tmp_path: Path) -> None:
+    directory = RunDir.open(tmp_path, resume=True)
+    ledger, file = JobLedger(directory), tmp_path / FILE
+    await ledger.intend("one", {"a": "0", "b": "1"})
+    await ledger.sent("one", "job-1")
+    whole, entries = file.read_bytes(), await ledger.read()
+    refused = 0
+    for place in range(len(whole) - 1):  # without the last end of a line
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        try:
+            assert await ledger.read() == entries
+        except StoreError as error:
+            refused += 1
+            assert "of the record of batch jobs" in str(error) and "delete this line" in str(error)
+    assert refused > len(whole) * 0.8
     directory.close()

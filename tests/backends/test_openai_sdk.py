@@ -14,8 +14,6 @@ from batch_agent.testing import Say as Told
 from batch_agent.testing.contract.backend import Say
 from batch_agent.testing.contract.wire import Exchange, Step, WireServer, answer, stream
 
-openai = pytest.importorskip("openai")
-
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = ToolCall("call_1", "weather", '{"city":"Oslo"}')
 
@@ -33,7 +31,7 @@ def playing(*script: Say) -> Step:
     return step
 
 
-def client_of(server: WireServer | ScriptedServer) -> Any:
+def client_of(openai: Any, server: WireServer | ScriptedServer) -> Any:
     return openai.AsyncOpenAI(base_url=server.url, api_key="k", max_retries=0)
 
 
@@ -47,7 +45,7 @@ async def ask_responses(client: Any, streamed: bool, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_the_client_runs_a_tool_loop_on_the_responses_wire(streamed: bool) -> None:
+async def test_the_client_runs_a_tool_loop_on_the_responses_wire(openai: Any, streamed: bool) -> None:
     first = Say("", [CALL], usage=Usage(10, 4, 3, 2), reasoning="Oslo, then.", sealed="gAAAA")
     options = {
         "model": "o3-pro",
@@ -55,7 +53,7 @@ async def test_the_client_runs_a_tool_loop_on_the_responses_wire(streamed: bool)
         "include": ["reasoning.encrypted_content"],
         "tools": [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}],
     }
-    async with WireServer(playing(first, Say("Rain."))) as server, client_of(server) as client:
+    async with WireServer(playing(first, Say("Rain."))) as server, client_of(openai, server) as client:
         talk: list[Any] = [{"role": "user", "content": "Weather?"}]
         reply = await ask_responses(client, streamed, input=talk, **options)
         [reasoning, call] = reply.output
@@ -68,13 +66,13 @@ async def test_the_client_runs_a_tool_loop_on_the_responses_wire(streamed: bool)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_the_client_runs_a_tool_loop_on_the_chat_wire(streamed: bool) -> None:
+async def test_the_client_runs_a_tool_loop_on_the_chat_wire(openai: Any, streamed: bool) -> None:
     script = [CallTools(ToolUse("weather", {"city": "Oslo"})), Told("Rain.")]
     options: dict[str, Any] = {
         "model": "gpt-4o",
         "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}],
     }
-    async with ScriptedServer(script) as server, client_of(server) as client:
+    async with ScriptedServer(script) as server, client_of(openai, server) as client:
         talk: list[Any] = [{"role": "user", "content": "Weather?"}]
         message = await ask_chat(client, streamed, messages=talk, **options)
         [call] = message.tool_calls

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.warm import start
 
 from batch_agent.backends.base import Backend, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
@@ -153,8 +153,7 @@ async def _verbose_run(directory: Path, backend: str) -> None:
     rows.write_text("text\none\ntwo\n")
     arguments = ["run", "--task", "Say {text}", str(rows), "--model", "m", "--backend", backend, "-v"]
     arguments += ["--run-dir", str(directory / "run"), "--output", str(output)]
-    command = [sys.executable, "-m", "batch_agent", *arguments]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    process = await start("-m", "batch_agent", *arguments, stderr=asyncio.subprocess.PIPE)
     told = (await process.communicate())[1].decode()
     assert process.returncode == 0, told
     assert len(output.read_text().splitlines()) == 2

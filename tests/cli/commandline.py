@@ -11,11 +11,13 @@ import os
 import runpy
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, chdir, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
+
+from tests.warm import WarmProcess, start
 
 from batch_agent.cli.main import main
 from batch_agent.testing import ScriptedServer
@@ -112,10 +114,10 @@ def own_modules(directory: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def started(directory: Path, *arguments: str, **variables: str) -> AsyncIterator[Process]:
+async def started(directory: Path, *arguments: str, **variables: str) -> AsyncIterator[WarmProcess]:
     """The command as a process, which is killed if the test leaves it running."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batch_agent", *arguments),
+    process = await start(
+        *("-m", "batch_agent", *arguments),
         cwd=directory,
         env=os.environ | variables,
         stdin=PIPE,

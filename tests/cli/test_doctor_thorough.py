@@ -13,6 +13,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.cli.main import main
 from batch_agent.conformance.examination import CHECKS, examine
 from batch_agent.conformance.finding import STATUSES, Finding
+from batch_agent.conformance.serving import judge_at_once
 from batch_agent.door import Handler
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer
@@ -103,6 +104,14 @@ async def test_a_server_without_metrics_lacks_its_load_and_nothing_else() -> Non
     assert "--disable-log-stats" in found["load"].flag
 
 
+@pytest.mark.parametrize(
+    ("one", "together", "status"),
+    [(2.0, 2.2, "works"), (2.0, 16.0, "missing"), (0.001, 0.03, "unclear"), (0.001, 0.002, "works")],
+)
+def test_short_requests_do_not_show_that_they_wait(one: float, together: float, status: str) -> None:
+    assert judge_at_once(one, together, "--more").status == status
+
+
 async def test_a_question_without_an_answer_ends_and_the_others_are_not_asked() -> None:
     async with ScriptedServer(lambda request: Hang()) as server:
         found = await findings(server, "plain", "usage", seconds=0.2)
@@ -135,6 +144,12 @@ async def test_the_command_prints_a_table_or_json_and_succeeds_if_the_server_ans
 def test_a_server_that_is_not_there_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--backend", "vllm://127.0.0.1:9", "--thorough"]) == 1
     assert "connection refused" in capsys.readouterr().err
+
+
+async def test_a_server_that_wants_a_key_says_where_to_put_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ScriptedServer(models=["m"], api_key="sk-1") as server:
+        await asyncio.to_thread(main, ["doctor", "--backend", server.url, "--thorough"])
+    assert "401: Unauthorized (no key was sent: set BATCH_AGENT_API_KEY" in capsys.readouterr().err
 
 
 async def test_a_paid_api_gets_nothing_without_yes(

@@ -18,8 +18,7 @@ from batch_agent.cli.commands.fleet_status import table
 from batch_agent.cli.main import main
 from batch_agent.fleet.bench import Bench, MeasuredAnswer, Measurement
 from batch_agent.fleet.hostfile import parse_hostfile, parse_hosts
-from batch_agent.fleet.probe import Look
-from batch_agent.fleet.told import read_told
+from batch_agent.fleet.probe import Look, read_told
 from batch_agent.messages import Usage
 from batch_agent.testing import Say, ScriptedServer
 from batch_agent.testing.simulate import SimulatedServer

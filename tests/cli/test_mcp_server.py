@@ -9,20 +9,23 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+from tests.tools.mcp_tools.conftest import needs_mcp
 
 from batch_agent.testing import Request, Say, ScriptedServer
 
-pytest.importorskip("mcp")
-from mcp import Client, StdioServerParameters
-from mcp.types import TextContent
+if TYPE_CHECKING:
+    from mcp import Client
+
+pytestmark = needs_mcp
 
 
 @asynccontextmanager
 async def coding_agent(directory: Path, *arguments: str) -> AsyncIterator[Client]:
     """A client of a server of its own."""
+    from mcp import Client, StdioServerParameters
+
     server = StdioServerParameters(
         command=sys.executable,
         args=["-m", "batch_agent", "mcp", *arguments],
@@ -43,7 +46,7 @@ async def use(client: Client, tool: str, **arguments: object) -> dict[str, Any]:
 async def refusal(client: Client, tool: str, **arguments: object) -> str:
     result = await client.call_tool(tool, dict(arguments))
     [content] = result.content
-    assert result.is_error and isinstance(content, TextContent)
+    assert result.is_error and content.type == "text"
     return content.text
 
 

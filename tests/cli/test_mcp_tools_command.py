@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mcp")
 from tests.cli.commandline import batch_agent, rows, serving, started
-from tests.tools.mcp_tools.conftest import command
+from tests.tools.mcp_tools.conftest import command, needs_mcp
 from tests.tools.mcp_tools.test_bad_mcp_servers import BAD_SERVER
 
 from batch_agent.cli.spec.arguments import add_run_arguments
@@ -23,6 +21,7 @@ from batch_agent.cli.spec.recorded import command_of
 from batch_agent.testing import CallTools, Request, Say, ToolUse
 from batch_agent.testing.replies import Scripted
 
+pytestmark = needs_mcp
 SERVER = f"stdio:{sys.executable} -I {BAD_SERVER} fine"
 
 

@@ -6,12 +6,12 @@ import os
 import pty
 import re
 import struct
-import sys
 import termios
 from pathlib import Path
 
 import pytest
 from commandline import rows, serving
+from tests.warm import start
 
 from batch_agent.testing import Say
 
@@ -24,8 +24,8 @@ async def on_a_terminal(
     """What the terminal got, and what went into the pipe where standard output is one."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batch_agent", *arguments),
+    process = await start(
+        *("-m", "batch_agent", *arguments),
         cwd=directory,
         stdin=terminal,
         stdout=asyncio.subprocess.PIPE if piped else terminal,

@@ -116,6 +116,15 @@ async def test_an_empty_run_dir_is_refused(tmp_path: Path) -> None:
     assert "run_dir is empty" in stderr
 
 
+async def test_the_directory_of_the_command_line_replaces_the_url_of_the_spec(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        with (tmp_path / "spec.yaml").open("a") as spec:
+            spec.write("run_dir: redis://localhost:1/0/never\n")
+        code, _, _ = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        assert (code, server.received) == (0, 4)
+    assert (tmp_path / "here" / "results.jsonl").exists()
+
+
 async def test_force_resume_keeps_old_answers(tmp_path: Path) -> None:
     async with serving(tmp_path, echo) as server:
         await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")

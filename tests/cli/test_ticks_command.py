@@ -6,6 +6,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.warm import start
 
 from batch_agent.cli.commands.ticks import runtime_of
 from batch_agent.cli.main import main
@@ -96,15 +97,8 @@ def test_a_deadline_of_nothing_is_refused_on_the_command_line_too(capsys: pytest
 async def test_the_command_serves_until_it_is_interrupted(by: signal.Signals) -> None:
     answer = json.dumps({"tool": "gather", "params": {"what": "berries"}, "reasoning": "hungry"})
     async with ScriptedServer(lambda request: Say(answer), models=["m"]) as server:
-        command = [sys.executable, "-m", "batch_agent", "ticks", "serve", "--agents", "agents.yaml", "--port", "0"]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--backend",
-            server.backend_url,
-            "--trace",
-            "t.jsonl",
-            stderr=asyncio.subprocess.PIPE,
-        )
+        words = ("--agents", "agents.yaml", "--port", "0", "--backend", server.backend_url, "--trace", "t.jsonl")
+        process = await start("-m", "batch_agent", "ticks", "serve", *words, stderr=asyncio.subprocess.PIPE)
         assert process.stderr is not None
         said = (await process.stderr.readline()).decode()
         assert said.startswith("3 agents at http://127.0.0.1:")

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from batch_agent.cli.main import add_arguments, build_parser, main
-from batch_agent.cli.spec.envfile import load_env_file
-from batch_agent.cli.spec.load import load_spec, resolve_paths, take_settings
+from batch_agent.cli.spec.load import load_spec, resolve_paths, schema_of, take_settings
 from batch_agent.cli.spec.rows import read_pipe
-from batch_agent.cli.spec.schema_shorthand import schema_of
+from batch_agent.cli.spec.specfile import load_env_file
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.observe.text import terminal_width
 

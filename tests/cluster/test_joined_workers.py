@@ -24,7 +24,7 @@ from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.results import Results
 from batch_agent.share.table import BUDGET, SLOTS, Table
 from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
-from batch_agent.testing.metrics import VllmMetrics
+from batch_agent.testing.server import VllmMetrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import RedisServer, needs_redis, redis_server

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import RedisServer, needs_redis
 
-from batch_agent import BatchAgent, SpecError, Tool
+from batch_agent import AgentContext, BatchAgent, SpecError, Tool
 from batch_agent.errors import StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
@@ -345,3 +345,18 @@ def expire(url: str) -> None:
     from test_run_stores import let_time_pass
 
     let_time_pass(StoreAddress.parse(url), 1e6)
+
+
+async def use_a_file(row: dict[str, str], ctx: AgentContext) -> str:
+    """A worker that needs a directory of its own."""
+    (ctx.workdir / "draft").write_text(row["row"])
+    return (ctx.workdir / "draft").read_text()
+
+
+async def test_a_worker_beside_the_feeder_has_its_files_in_a_temporary_directory(
+    server: ScriptedServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = await BatchAgent.run(**options(server, url, 2, worker=use_a_file), progress=False)
+    assert [result.output for result in results] == ["row 0", "row 1"]
+    assert [*tmp_path.iterdir()] == []

@@ -22,6 +22,7 @@ from batch_agent.cli.commands.work import named_things
 from batch_agent.errors import InputError, StoreError
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import connect
+from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.joining import open_store, prepare_recorded, prepare_worker
 from batch_agent.run.joining import work as join
 from batch_agent.run.recording import facts_for_workers, versions
@@ -142,6 +143,17 @@ def test_a_signed_record_needs_no_flags_and_an_unsigned_or_changed_one_is_refuse
     ):
         with pytest.raises(SpecError, match=why):
             trust("*", environ=SECRET, fingerprint=fingerprint_of_things(wrong)).check(wrong)
+
+
+@pytest.mark.parametrize("secret", ["s3", "\udcff", "ü"])
+def test_any_text_and_any_secret_can_be_signed(secret: str) -> None:
+    environ = {"BATCH_AGENT_CLUSTER_SECRET": secret}  # bytes that are not UTF-8 are lone surrogates in the environment
+    for spec in ({**SPEC, "task": "half \ud83d of a pair"}, {**SPEC, "extra_body": {"seed": 2**80}}):
+        facts: dict[str, Any] = json.loads(json.dumps(sign({"spec": spec}, environ)))
+        trust(environ=environ).check(facts)
+        for signature in ("é", "\ud800", ""):
+            with pytest.raises(SpecError, match="the signature of the record of this run is wrong"):
+                trust(environ=environ).check({**facts, "signature": signature})
 
 
 def test_a_hostfile_of_the_record_names_only_servers_that_are_allowed() -> None:
@@ -301,7 +313,7 @@ async def test_a_record_with_facts_that_are_missing_or_of_a_wrong_type_is_refuse
             "versions": lambda facts: facts.update(versions=[]),
             "fingerprint": lambda facts: facts.pop("fingerprint"),
             "lease": lambda facts: facts.update(lease="long"),
-            "first": lambda facts: facts.update(first="not JSON"),
+            "first": lambda facts: facts.update(first="[" * 100_000),
             "spec.tools.0": lambda facts: facts["spec"].update(tools=[5]),
             "specs.second": lambda facts: facts.update(specs={"second": "text"}),
         }
@@ -314,6 +326,14 @@ async def test_a_record_with_facts_that_are_missing_or_of_a_wrong_type_is_refuse
             client.execute_command("HSET", f"{StoreAddress.parse(url).prefix}run", "facts", "[5]")
         with pytest.raises(StoreError, match="damaged or forged: its facts are unreadable"):
             await join(url, wait=5.0)
+        with (
+            closing(RedisRunStore.at(StoreAddress.parse(url))) as store,
+            closing(connect(StoreAddress.parse(url))) as client,
+        ):
+            for forged in ("[5]", "no JSON", "[" * 100_000, '{"spent": {"budget tokens": "many"}}'):
+                client.execute_command("HSET", f"{StoreAddress.parse(url).prefix}lent", "table", forged)
+                with pytest.raises(StoreError, match="it is no table of shares"):
+                    store.beat("1", 5.0, {}, {}, {})
     assert ours.received == 0
 
 

@@ -6,14 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
-from batch_agent.backends.base import Backend, Probe
+from batch_agent.backends.base import Backend, ModelRequest, Probe, RequestShape
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import StoreError
-from batch_agent.messages import JsonObject
+from batch_agent.messages import Conversation, JsonObject, Message, Usage
+from batch_agent.record.memory import MemoryStore
 from batch_agent.record.store import WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.shared import Shared
@@ -21,7 +23,7 @@ from batch_agent.run.sharing import Lending
 from batch_agent.scheduler.server import Server, Terms
 from batch_agent.share.table import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.spec import BatchSpec
-from batch_agent.testing import ScriptedBackend
+from batch_agent.testing import ScriptedBackend, virtual_clock
 
 OTHER = "other"
 POT = f"{SLOTS}backend"
@@ -138,3 +140,30 @@ async def test_an_endpoint_that_another_worker_found_down_is_probed() -> None:
     dispatcher.close()
 
     assert backend.probes >= 1
+
+
+@virtual_clock
+async def test_workers_whose_next_calls_fit_the_budget_only_alone_take_turns() -> None:
+    """Nothing bounds the first answers, so no two of them fit the budget together."""
+    clock = asyncio.get_running_loop().time
+    store, answered = MemoryStore(clock, clock), []
+    request = ModelRequest(RequestShape("m"), Conversation([Message("user", "x" * 100)]), "0", 1)
+
+    async def ask_three_times(spending: Spending, name: str) -> None:
+        for _ in range(3):
+            call = await spending.reserve(request)
+            await asyncio.sleep(2.0)
+            spending.settle(call, request, Usage(30, completion_tokens=20))
+            answered.append(name)
+
+    async with AsyncExitStack() as members, asyncio.timeout(120), asyncio.TaskGroup() as workers:
+        for name in ("1", "2", "3"):
+            spec = BatchSpec(inputs=["a"], task="{input}", max_total_tokens=15_000)
+            spending = Spending(spec, None, lambda _: None, lambda _: None)
+            lending = Lending(store, name)
+            spending.start(commit=lending.soon, shared=True)
+            shared = cast(Shared, SimpleNamespace(dispatchers={}, spending=spending))
+            at_work = lending.at_work(shared, cast(Controls, Steerable()), cast(Backend, ScriptedBackend([])))
+            await members.enter_async_context(at_work)
+            workers.create_task(ask_three_times(spending, name))
+    assert sorted(answered) == ["1", "1", "1", "2", "2", "2", "3", "3", "3"]

@@ -7,8 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
-from batch_agent.compiler.shorten import shorten
+from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut, shorten
 from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.messages import Message, ToolCall
 

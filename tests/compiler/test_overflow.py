@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batch_agent.compiler.overflow import Stated, stated
+from batch_agent.compiler.compaction import Stated, stated
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from batch_agent.events import ControlFinished, Event
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply, Usage
 from batch_agent.observe.metrics import Statistics
-from batch_agent.testing import Cut, Fail, Request, Say, ScriptedBackend, virtual_clock
+from batch_agent.testing import Cut, Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
 
 AWAY = 20.0  # seconds
 
@@ -111,6 +111,49 @@ def test_a_row_that_alone_is_refused_for_load_does_not_slow_the_others_down(retr
         assert ended[-1][0] < 200
 
     scenario()
+
+
+@pytest.mark.parametrize("retry_after", [None, 2, 20, 90])
+@pytest.mark.parametrize("place", ["between others", "at the end"])
+def test_many_rows_that_are_always_refused_for_load_slow_nobody_and_fail_together(
+    place: str, retry_after: int | None
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        bad = {str(n) for n in (range(0, 200, 10) if place == "between others" else range(180, 200))}
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+        def script(request: Request) -> Say | Fail:
+            is_bad = not request.is_control and request.text in bad
+            return Fail(429, headers=headers, latency=0.02) if is_bad else Say("ok", latency=1.0)
+
+        ended, inputs = [], [str(n) for n in range(200)]
+        async for result in BatchAgent.stream(
+            task="{input}", inputs=inputs, backend=ScriptedBackend(script), max_inflight=16
+        ):
+            ended.append((now(), result.ok))
+        good = [at for at, ok in ended if ok]
+        assert (len(good), len(ended)) == (180, 200)
+        assert good[-1] < 45, "without the bad rows it takes 12 s"
+        assert ended[-1][0] < good[-1] + 250
+
+    scenario()
+
+
+@virtual_clock
+async def test_large_rows_that_share_the_tokens_of_a_minute_do_not_fail() -> None:
+    taken: list[tuple[float, int]] = []  # when, and how many per cent of a minute's tokens
+
+    def script(request: Request) -> Say | Fail:
+        tokens = 30 if not request.is_control and int(request.text) >= 30 else 1
+        if tokens + sum(each for at, each in taken if at > now() - 60) > 100:
+            return Fail(429, latency=0.02)
+        taken.append((now(), tokens))
+        return Say("ok", latency=1.0)
+
+    _, statistics = await finish(ScriptedBackend(script), 40, max_inflight=16)
+    assert (statistics.ok, statistics.ended) == (40, "complete")
+    assert now() < 360, "three of the ten fit into a minute"
 
 
 @virtual_clock
@@ -234,3 +277,15 @@ async def test_control_requests_are_counted_priced_and_in_an_event() -> None:
     assert {(event.usage.prompt_tokens, event.error) for event in told} == {(10, "")}
     assert statistics.usage.prompt_tokens == 10 * len(told)
     assert statistics.cost == pytest.approx(12e-6 * len(told))
+
+
+@virtual_clock
+async def test_a_run_that_is_left_during_its_control_request_sends_nothing_more() -> None:
+    backend = ScriptedBackend(lambda request: Hang() if request.is_control else Fail(429, latency=0.1))
+    async with BatchAgent.open(task="{input}", inputs=["a"], backend=backend):
+        while not controls(backend):
+            await asyncio.sleep(0.1)
+    sent = len(backend.requests)
+    await asyncio.sleep(600)
+    assert len(backend.requests) == sent
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -124,6 +124,44 @@ def test_a_server_that_hangs_before_it_is_known_is_tried_again(
     scenario()
 
 
+@pytest.mark.parametrize("max_inflight", [4, 64])
+@pytest.mark.parametrize("until", [2.0, 20.0])
+def test_requests_lost_by_a_server_that_hangs_at_first_are_recalled_after_half_a_minute(
+    until: float, max_inflight: int
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = Silent(until, shows=False)
+        _, statistics = await finish(backend, 100, max_inflight=max_inflight)
+        assert (statistics.ok, statistics.outages) == (100, ())
+        assert now() < 33 + 100 / max_inflight
+        assert sum(request.is_control for request in backend.requests) <= 2
+
+    scenario()
+
+
+@pytest.mark.parametrize(("max_inflight", "again"), [(16, 0), (3, 1)])
+@pytest.mark.parametrize("seconds", [10.0, 25.0])
+def test_a_few_slow_rows_at_the_end_are_not_taken_for_a_silent_server(
+    seconds: float, max_inflight: int, again: int
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> ScriptedReply:
+            is_slow = not request.is_control and int(request.text) >= 97
+            return Say("ok", latency=seconds if is_slow else 1.0)
+
+        backend = ScriptedBackend(script)
+        _, statistics = await finish(backend, 100, max_inflight=max_inflight)
+        assert (statistics.ok, statistics.outages) == (100, ())
+        rows = [request for request in backend.requests if not request.is_control]
+        # If no slot is free, one of them makes room for the control request.
+        assert len(rows) <= 100 + again
+        assert len(backend.requests) - len(rows) <= 2
+
+    scenario()
+
+
 @virtual_clock
 async def test_a_stream_that_sends_is_not_lost() -> None:
     words = " ".join(str(n) for n in range(100))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Results, SpecError
-from batch_agent.files.frames import SLICE_ROWS, FrameRows
-from batch_agent.files.inputs import rows_from
+from batch_agent.files.inputs import SLICE_ROWS, FrameRows, rows_from
 from batch_agent.files.read import LazyRows
 from batch_agent.testing import ScriptedBackend
 

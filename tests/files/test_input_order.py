@@ -4,7 +4,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.files.order import InputOrder
+from batch_agent.cli.output.results import InputOrder
 
 
 def line(index: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from batch_agent.fleet.affinity import Homes, read_ask
+from batch_agent.fleet.proxy import Homes, read_ask
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint, Server, Terms
 

@@ -12,7 +12,7 @@ import pytest
 
 from batch_agent import BatchAgent, Fleet
 from batch_agent.backends.base import Capabilities
-from batch_agent.fleet.following import WATCH_SECONDS, Hostfile
+from batch_agent.fleet.hostfile import WATCH_SECONDS, Hostfile
 from batch_agent.testing import Say, ScriptedBackend, ScriptedServer, virtual_clock
 from fleet.proxies import chat, get, nobody, proxy, servers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batch_agent.fleet.told import read_told, tokens_per_second
+from batch_agent.fleet.probe import read_told, tokens_per_second
 
 VLLM = """\
 # TYPE vllm:num_requests_running gauge

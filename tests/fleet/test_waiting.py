@@ -11,8 +11,7 @@ from aiohttp import web
 from batch_agent.backends.http.backend import PROBE_SECONDS
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
-from batch_agent.fleet.probe import Prober
-from batch_agent.fleet.waiting import Waited, needed, wait_until_ready
+from batch_agent.fleet.probe import Prober, Waited, needed, wait_until_ready
 from batch_agent.messages import JsonObject
 from batch_agent.testing import ScriptedServer, virtual_clock
 from fleet.proxies import nobody

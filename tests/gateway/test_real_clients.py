@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from batch_agent.testing.contract.peer import Say as Told
 from batch_agent.testing.contract.wire import WireServer, answer
 from batch_agent.testing.messages_server import MessagesServer
 from gateway.rows import BackendRow, gateway_to
-
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
-openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
 SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -44,7 +42,7 @@ streamed_or_not = pytest.mark.parametrize("streamed", [False, True])
 
 @both
 @streamed_or_not
-async def test_a_tool_loop_of_openais_chat_client(kind: str, streamed: bool) -> None:
+async def test_a_tool_loop_of_openais_chat_client(openai: Any, kind: str, streamed: bool) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": SCHEMA}}]
     messages: list[object] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Oslo?"}]
     async with served(kind) as (url, key, server), openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
@@ -71,7 +69,7 @@ async def test_a_tool_loop_of_openais_chat_client(kind: str, streamed: bool) -> 
 
 @both
 @streamed_or_not
-async def test_a_tool_loop_of_openais_responses_client(kind: str, streamed: bool) -> None:
+async def test_a_tool_loop_of_openais_responses_client(openai: Any, kind: str, streamed: bool) -> None:
     tools = [{"type": "function", "name": "weather", "description": "", "parameters": SCHEMA, "strict": False}]
     items: list[object] = [{"role": "user", "content": "Oslo?"}]
     async with served(kind) as (url, key, server), openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
@@ -96,7 +94,7 @@ async def test_a_tool_loop_of_openais_responses_client(kind: str, streamed: bool
 
 @both
 @streamed_or_not
-async def test_a_tool_loop_of_anthropics_client(kind: str, streamed: bool) -> None:
+async def test_a_tool_loop_of_anthropics_client(anthropic: Any, kind: str, streamed: bool) -> None:
     tools = [{"name": "weather", "description": "", "input_schema": SCHEMA}]
     messages: list[object] = [{"role": "user", "content": "Oslo?"}]
     system = [
@@ -128,7 +126,7 @@ async def test_a_tool_loop_of_anthropics_client(kind: str, streamed: bool) -> No
     assert ("billing" in str(told)) is (kind == "messages")
 
 
-async def test_a_request_in_the_backends_own_format_is_forwarded_with_all_its_fields() -> None:
+async def test_a_request_in_the_backends_own_format_is_forwarded_with_all_its_fields(openai: Any) -> None:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "hi", "name": "ann"}],
@@ -150,7 +148,7 @@ async def test_a_request_in_the_backends_own_format_is_forwarded_with_all_its_fi
 
 
 @streamed_or_not
-async def test_responses_go_to_a_server_of_their_own_format_as_they_are(streamed: bool) -> None:
+async def test_responses_go_to_a_server_of_their_own_format_as_they_are(openai: Any, streamed: bool) -> None:
     told = document(Told("hello", reasoning="Hm.", sealed="secret", cut=True)) | {"safety": {"level": 3}}
     tools = [{"type": "web_search"}]
     async with (

@@ -71,7 +71,7 @@ def random_refusals(seed: int) -> Outcome:
 
     server, took = run(share)
     _, ideal = run(0.0)
-    # A refused request must be sent again, and its row waits for that.
+    ideal += (retry_after or 0.0) + seconds  # one of the last requests is refused, and sent again
     notes = {"refused": share, "answer seconds": round(seconds, 2), "retry_after": retry_after}
     return Outcome("random refusals", took / ideal, server.sent / (rows / (1 - share)), notes=notes)
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from batch_agent.messages import Usage
 from batch_agent.observe.metrics import RecentError, Statistics
-from batch_agent.observe.screen import Screen
+from batch_agent.observe.terminal import Screen
 from batch_agent.tools.execution import ToolStatistics
 
 HOSTILE = "\x1b[31mred\x1b[0m [bold]x[/bold] [/nonsense] :smile:\r\n\x07\u202e\ud800 end"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from batch_agent.events import RunFinished, RunStarted, TurnFailed, TurnFinished
 from batch_agent.messages import Usage
 from batch_agent.observe.metrics import Metrics, Statistics
-from batch_agent.observe.savings import savings
-from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.observe.summary import savings, summary_json, summary_lines
 from batch_agent.observe.text import dollars
 
 SPENT = Statistics(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batch_agent.observe.metrics import RecentError, Statistics
-from batch_agent.observe.notebook import NotebookDisplay
+from batch_agent.observe.terminal import NotebookDisplay
 
 
 class Cell:

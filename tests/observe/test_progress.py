@@ -1,14 +1,16 @@
 """When a run of a program is shown, and where: real processes on real pipes and terminals."""
 
+import asyncio
 import os
 import pty
-import subprocess
-import sys
 import threading
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
+from tests.warm import start
 
 from batch_agent import BatchAgent
 from batch_agent.testing import ScriptedBackend
@@ -29,8 +31,13 @@ def run(**more):
 SHOWN = "3 rows in"
 
 
-def program(code: str, latency: float) -> list[str]:
-    return [sys.executable, "-c", PROGRAM.replace("LATENCY", str(latency)) + code]
+async def program(code: str, latency: float, **streams: Any) -> tuple[bytes, bytes]:
+    """What a program writes to those of its streams that are pipes."""
+    process = await start("-c", PROGRAM.replace("LATENCY", str(latency)) + code, **streams)
+    async with asyncio.timeout(60):
+        said = await process.communicate()
+    assert not process.returncode
+    return said
 
 
 @contextmanager
@@ -54,70 +61,63 @@ def terminal() -> Iterator[tuple[int, list[bytes]]]:
         os.close(ours)
 
 
-def on_terminal(code: str, latency: float = 1.0, *, piped: bool = False) -> tuple[str, str]:
+async def on_terminal(code: str, latency: float = 1.0, *, piped: bool = False) -> tuple[str, str]:
     """What the terminal shows, and what comes out of standard output where that is a pipe."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     with terminal() as (theirs, written):
-        done = subprocess.run(
-            program(code, latency),
-            stdout=subprocess.PIPE if piped else theirs,
-            stderr=theirs,
-            env={**environment, "TERM": "xterm"},
-            check=True,
-            timeout=60,
-        )
-    return b"".join(written).decode(), (done.stdout or b"").decode()
+        out = PIPE if piped else theirs
+        said, _ = await program(code, latency, stdout=out, stderr=theirs, env={**environment, "TERM": "xterm"})
+    return b"".join(written).decode(), said.decode()
 
 
-def test_a_terminal_shows_a_run_that_takes_longer_than_a_moment_and_its_summary() -> None:
-    shown, _ = on_terminal("run_virtual(run()); print('mine')")
+async def test_a_terminal_shows_a_run_that_takes_longer_than_a_moment_and_its_summary() -> None:
+    shown, _ = await on_terminal("run_virtual(run()); print('mine')")
     assert SHOWN in shown
     assert "failed   1 Rejected" in shown
     assert "mine" in shown
 
 
-def test_a_quick_run_is_not_shown_unless_somebody_asks() -> None:
-    assert on_terminal("run_virtual(run())", 0)[0] == ""
-    assert SHOWN in on_terminal("run_virtual(run(progress=True))", 0)[0]
+async def test_a_quick_run_is_not_shown_unless_somebody_asks() -> None:
+    assert (await on_terminal("run_virtual(run())", 0))[0] == ""
+    assert SHOWN in (await on_terminal("run_virtual(run(progress=True))", 0))[0]
 
 
-def test_false_shows_nothing_however_long_it_takes() -> None:
-    assert on_terminal("run_virtual(run(progress=False))")[0] == ""
+async def test_false_shows_nothing_however_long_it_takes() -> None:
+    assert (await on_terminal("run_virtual(run(progress=False))"))[0] == ""
 
 
-def test_run_sync_shows_it_too_also_in_a_thread_beside_a_loop() -> None:
+async def test_run_sync_shows_it_too_also_in_a_thread_beside_a_loop() -> None:
     code = "async def cell(): BatchAgent.run_sync(task='x', inputs=['a'], backend=ScriptedBackend(), progress=True)\n"
-    assert "1 row in" in on_terminal(code + "asyncio.run(cell())", 0)[0]
+    assert "1 row in" in (await on_terminal(code + "asyncio.run(cell())", 0))[0]
 
 
-def test_of_two_runs_at_once_one_has_the_terminal() -> None:
-    shown, _ = on_terminal("async def both(): await asyncio.gather(run(), run())\nrun_virtual(both())")
+async def test_of_two_runs_at_once_one_has_the_terminal() -> None:
+    shown, _ = await on_terminal("async def both(): await asyncio.gather(run(), run())\nrun_virtual(both())")
     assert shown.count(SHOWN) == 1
 
 
-def test_a_pipe_keeps_the_terminal_for_whoever_reads_it() -> None:
-    shown, out = on_terminal("run_virtual(run()); print('mine')", piped=True)
+async def test_a_pipe_keeps_the_terminal_for_whoever_reads_it() -> None:
+    shown, out = await on_terminal("run_virtual(run()); print('mine')", piped=True)
     assert (shown, out) == ("", "mine\n")
 
 
-def test_what_goes_to_a_pipe_goes_there_while_progress_is_asked_for() -> None:
-    shown, out = on_terminal("asyncio.run(run(progress=True, on_result=lambda _: print('mine')))", 0, piped=True)
+async def test_what_goes_to_a_pipe_goes_there_while_progress_is_asked_for() -> None:
+    shown, out = await on_terminal("asyncio.run(run(progress=True, on_result=lambda _: print('mine')))", 0, piped=True)
     assert out == "mine\n" * 3
     assert SHOWN in shown
     assert "\x1b" not in shown
 
 
 @pytest.mark.parametrize(("asked", "lines"), [("", 0), ("progress=True", 1)])
-def test_where_there_is_no_terminal_only_those_who_ask_get_lines(asked: str, lines: int) -> None:
-    command = program(f"run_virtual(run({asked})); print('mine')", 1.0)
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "mine\n"
-    assert done.stderr.count(SHOWN) == lines
+async def test_where_there_is_no_terminal_only_those_who_ask_get_lines(asked: str, lines: int) -> None:
+    out, err = await program(f"run_virtual(run({asked})); print('mine')", 1.0, stdout=PIPE, stderr=PIPE)
+    assert out == b"mine\n"
+    assert err.decode().count(SHOWN) == lines
 
 
-def test_a_run_that_fails_before_any_result_ends_without_a_summary() -> None:
+async def test_a_run_that_fails_before_any_result_ends_without_a_summary() -> None:
     code = "try: asyncio.run(run(max_cost=1))\nexcept ValueError as error: print(type(error).__name__)"
-    shown, _ = on_terminal(code, 0)
+    shown, _ = await on_terminal(code, 0)
     assert shown.strip() == "SpecError"
 
 

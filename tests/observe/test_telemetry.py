@@ -16,8 +16,8 @@ from collector import attributes, collecting
 from tests.tools.mcp_tools.conftest import command
 
 from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext
+from batch_agent.observe.spans import FIRST_ROWS, RowSampler, trace_of
 from batch_agent.observe.telemetry_wanted import is_wanted
-from batch_agent.observe.trace_ids import FIRST_ROWS, RowSampler, trace_of
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 
 needs_sdk = pytest.mark.skipif(

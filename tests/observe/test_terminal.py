@@ -4,10 +4,9 @@ import pytest
 from drawing import BUSY, drawn, tool
 
 from batch_agent.observe.metrics import RecentError, Statistics
-from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.observe.summary import error_line, summary_json, summary_lines
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, progress_line
 from batch_agent.observe.text import amount, duration, harmless, harmless_lines, rate
-from batch_agent.observe.words import error_line
 
 
 def test_the_live_view_says_what_a_person_wants_to_know() -> None:

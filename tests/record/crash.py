@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel
+from tests import warm
 
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.record.codec import ASKED, ENDED, decode
@@ -132,9 +133,7 @@ async def crash(directory: Path, *, rows: int, kills: int, seed: int) -> Report:
     async with ScriptedServer(script, models=["m"]) as server:
         while True:
             before, held = server.received, recorded(directory)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, __file__, "--work", server.backend_url, str(directory), str(rows)
-            )
+            process = await warm.start(__file__, "--work", server.backend_url, str(directory), str(rows))
             ending = asyncio.ensure_future(process.wait())
             if report.kills < kills:
                 moment = asyncio.ensure_future(server.wait_requests(before + chance.randint(1, 12)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
-from asyncio.subprocess import Process
 from collections import Counter
 from pathlib import Path
 
 import worker_crash
+from tests import warm
 from worker_crash import RECEIVED, STARTED, WRITES
 
 from batch_agent.testing import Request, Say, ScriptedServer
@@ -22,10 +21,8 @@ def answer(request: Request) -> Say:
     return Say(f"answer to {request.text}", latency=random.Random(request.number).uniform(0.001, 0.03))
 
 
-async def start(server: ScriptedServer, directory: Path) -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, worker_crash.__file__, "--work", server.backend_url, str(directory), str(ROWS)
-    )
+async def start(server: ScriptedServer, directory: Path) -> warm.WarmProcess:
+    return await warm.start(worker_crash.__file__, "--work", server.backend_url, str(directory), str(ROWS))
 
 
 def lines(directory: Path, name: str) -> list[str]:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, StoreError
+from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import JOURNAL, RUN
+from batch_agent.run.copying import copy_to_directory
 from batch_agent.testing import Request, Say, ScriptedBackend
 
 ROWS = [f"row {n}" for n in range(5)]
@@ -93,11 +95,26 @@ async def test_a_record_that_was_given_to_another_row_is_not_its_answer(
     assert caplog.text.count("is unreadable and is ignored") == 2
 
 
-async def test_damaged_statistics_of_calls_are_learnt_again(tmp_path: Path) -> None:
-    outputs, _ = await run(tmp_path, max_total_tokens=1_000_000)
-    for damaged in ("[1, 2,", '"x"', "7", "[null]"):
-        change(tmp_path, "UPDATE session SET learnt = ?", damaged)
-        assert (await run(tmp_path, resume=True, max_total_tokens=1_000_000))[0] == outputs
+async def test_a_damaged_session_is_an_error_until_the_run_is_copied(tmp_path: Path) -> None:
+    """What the session spent is unknown: a budget that continues would be another one."""
+    outputs, _ = await run(tmp_path / "run", max_total_tokens=1_000_000)
+    change(tmp_path / "run", "UPDATE session SET tokens = tokens - 1")
+    with pytest.raises(StoreError, match=r"session 1 is not as it was written.*batch-agent copy"):
+        await run(tmp_path / "run", resume=True, max_total_tokens=1_000_000)
+    with open_run(tmp_path / "run") as reader:
+        assert copy_to_directory(reader, tmp_path / "copy") == len(ROWS)
+    again, backend = await run(tmp_path / "copy", resume=True, max_total_tokens=1_000_000)
+    assert (again, backend.requests) == (outputs, [])
+
+
+async def test_a_copy_keeps_damaged_records_damaged(tmp_path: Path) -> None:
+    outputs, _ = await run(tmp_path / "run", max_inflight=1)
+    change(tmp_path / "run", "UPDATE record SET body = replace(body, 'said', 'Said') WHERE id = 4")
+    with open_run(tmp_path / "run") as reader:
+        copy_to_directory(reader, tmp_path / "copy")
+    again, backend = await run(tmp_path / "copy", resume=True)
+    assert again == outputs
+    assert [row_of(request) for request in backend.requests] == ["row 3"]
 
 
 def row_of(request: Request) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.record.redis_servers import RedisServer, needs_redis
+from tests.warm import start
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError, StoreError
@@ -70,15 +71,8 @@ async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_bu
         billed: list[int] = []
         for session in range(kills + 2):
             before = server.received
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tests.run.test_killed_budgets",
-                shape,
-                server.backend_url,
-                str(tmp_path / "run"),
-                str(limit),
-            )
+            arguments = (shape, server.backend_url, str(tmp_path / "run"), str(limit))
+            process = await start("-m", "tests.run.test_killed_budgets", *arguments)
             ending = asyncio.ensure_future(process.wait())
             if session < kills:
                 moment = asyncio.ensure_future(server.wait_requests(before + chance.randint(1, 4)))
@@ -97,14 +91,14 @@ async def test_a_run_that_is_killed_again_and_again_never_bills_more_than_its_bu
 
 
 def timed_process(server: ScriptedServer, record: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "tests.run.test_killed_budgets", "timed", server.backend_url, record, "5")
+    return ("-m", "tests.run.test_killed_budgets", "timed", server.backend_url, record, "5")
 
 
 async def killed_while_time_passes(record: str) -> None:
     """Kill a run twice while a request is pending for seconds: the time is recorded although nothing else is."""
     async with ScriptedServer(lambda _: Say("ok", latency=1000.0), models=["m"]) as server:
         for session in (1, 2):
-            process = await asyncio.create_subprocess_exec(*timed_process(server, record))
+            process = await start(*timed_process(server, record))
             while process.returncode is None and (server.received < session or spent(record) < session):
                 await asyncio.sleep(0.05)
             if process.returncode is None:  # else the machine was so slow that the budget is used up
@@ -112,7 +106,7 @@ async def killed_while_time_passes(record: str) -> None:
                 await process.wait()
     before = spent(record)
     async with ScriptedServer(lambda _: Say("ok", latency=0.05), models=["m"]) as server:
-        process = await asyncio.create_subprocess_exec(*timed_process(server, record))
+        process = await start(*timed_process(server, record))
         assert await process.wait() == 0
     assert look(record).state == "out of budget"
     assert 2.0 <= before <= spent(record)

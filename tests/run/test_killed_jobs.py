@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 from tests.record.redis_servers import RedisServer, needs_redis
 from tests.run.test_processes import workers_of
 
@@ -78,7 +79,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def start(server: HeldServer, options: dict[str, Any]) -> asyncio.subprocess.Process:
     given = json.dumps({"backend": server.openai_url, **options})
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.run.test_killed_jobs", given)
+    return await warm.start("-m", "tests.run.test_killed_jobs", given)
 
 
 async def killed_and_stopped(options: dict[str, Any], first: str, last: str) -> Counter[str]:

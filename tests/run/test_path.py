@@ -7,7 +7,7 @@ from benchmarks import path
 # Between the first and the second request of one recorded row with a tool call. Fewer is better: lower them when a
 # change removes something.
 FILES, NESTED, CALLS, CROSSINGS = 25, 8, 520, 150
-TRIES = 3  # a timer of the run may fire between the two requests; an answer in more pieces takes more calls
+TRIES = 12  # a timer of the run may fire between the two requests; an answer in more pieces takes more calls
 
 
 def test_a_turn_runs_through_few_files_and_nested_coroutines() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.run.process_work import NOTES, note, notes
+from tests.warm import WarmProcess, start
 
 from batch_agent import BatchAgent, BatchSpec, Pipeline, SpecError, Tool
 from batch_agent.agent.fingerprint import fingerprint_of
@@ -72,10 +73,8 @@ def workers_of(parent: int) -> list[int]:
 
 
 @asynccontextmanager
-async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
+async def process(*words: str) -> AsyncIterator[WarmProcess]:
+    started = await start(*words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
     try:
         yield started
     finally:
@@ -182,6 +181,26 @@ async def test_a_resume_whose_gpu_time_is_spent_delivers_the_record_without_star
             started.update(workers_of(os.getpid()))
             await asyncio.sleep(0.01)
     assert [result.output for result in await resuming] == [*expected(2), None, None]
+    assert not started and server.received == received and look(tmp_path).state == "out of budget"
+
+
+async def test_a_pipeline_whose_gpu_time_is_spent_starts_no_workers_and_sends_nothing(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"run_dir": tmp_path, "prices": {"gpu_hour": 3600.0}, "model": "m", "resume": True}
+
+    async def run(server: ScriptedServer, rows: int, **options: Any) -> list[object]:
+        stages = Pipeline([f"row-{n}" for n in range(rows)]).map(name="one", task="{input}")
+        done = await stages.map(name="two", task="{input}").run(backend=server.url, **given, **options)
+        return [result.output for result in done.results["one"]]
+
+    async with ScriptedServer(echo, models=["m"]) as server:
+        first = await run(server, 2, max_cost=1000.0)
+        received = server.received
+        resuming = asyncio.ensure_future(run(server, 4, max_cost=0.001, processes=2))
+        started: set[int] = set()
+        while not resuming.done():
+            started.update(workers_of(os.getpid()))
+            await asyncio.sleep(0.01)
+    assert await resuming == [*first, None, None]
     assert not started and server.received == received and look(tmp_path).state == "out of budget"
 
 

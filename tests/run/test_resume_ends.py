@@ -132,7 +132,7 @@ async def test_a_session_that_cannot_be_ended_fails_the_run(tmp_path: Path) -> N
             db.execute("DROP TABLE session")
             db.close()
 
-    with pytest.raises(StoreError, match="cannot be recorded"):
+    with pytest.raises(StoreError, match="damaged: no such table"):
         await BatchAgent.run(task="{input}", inputs=["a"], backend=Breaking(echo), run_dir=tmp_path)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from asyncio.subprocess import PIPE
 
 import pytest
+from tests.warm import start
 
 CELL = """
 import asyncio, signal
@@ -51,7 +51,7 @@ ONE_LINE = "batch-agent: interrupted: 1 of 2 rows done. Nothing is recorded; wit
 
 async def interrupted(code: str) -> tuple[str, str, int | None]:
     """What a program says that is interrupted when it has said "asked"."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-W", "ignore", "-c", code, stdout=PIPE, stderr=PIPE)
+    process = await start("-c", code, stdout=PIPE, stderr=PIPE)
     try:
         assert process.stdout is not None
         assert await process.stdout.readline() == b"asked\n"

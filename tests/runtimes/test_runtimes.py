@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.warm import start
 
 from batch_agent.errors import AgentTimeout, SpecError, WorkerFailed
 from batch_agent.messages import Usage
@@ -162,12 +160,12 @@ asyncio.run(main())
 @pytest.mark.skipif(sys.platform != "linux", reason="what detaches itself is found on Linux alone")
 async def test_nothing_is_left_when_this_process_is_killed(tmp_path: Path) -> None:
     program = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ)
+    process = await start("-c", program)
     try:
         pid = await pid_in(tmp_path / "pid")
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        await process.wait()
     await until_gone(pid)
 
 

@@ -21,6 +21,7 @@ from batch_agent.errors import (
     Unavailable,
 )
 from batch_agent.scheduler.blame import (
+    CONTROL_PAUSE,
     LEAST_REFUSED,
     LEAST_TRYING,
     MOST_CONVICTED,
@@ -427,3 +428,66 @@ def test_refusals_for_load_concern_a_row_alone_if_later_requests_are_answered_ea
     for sent in refused:
         row.overloaded(Attempt(row, sent, sent + 0.1, "overloaded"), answered_sent)
     assert row.is_alone_refused is alone
+
+
+def refused_together(seconds: float, times: int, *, tested: bool = True) -> tuple[Endpoint, RowHistory]:
+    """A row that the endpoint has refused for itself, and refuses again beside others while control requests are
+    answered. ``tested``: only rows that have failed are left."""
+    endpoint, row = Endpoint(), RowHistory(tested=True, passed_over=2)
+    for number in range(times):
+        at = seconds * number / (times - 1)
+        endpoint.ends(row, "overloaded", at, left=5, asks=True, tested=tested)
+        if number < times - 1:
+            endpoint.ends(RowHistory(), "answered", at + 0.1, control=True)
+    return endpoint, row
+
+
+def test_rows_that_are_refused_together_wait_for_the_last_control_request_and_then_fail() -> None:
+    endpoint, row = refused_together(LEAST_REFUSED, 4)
+    assert next_step(row, 3, retryable=True) == "wait"
+    endpoint.ends(RowHistory(), "answered", LEAST_REFUSED + 0.1, control=True)
+    assert next_step(row, 3, retryable=True) == "fail"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times", "tested"),
+    [(LEAST_REFUSED - 1.0, 4, True), (LEAST_REFUSED, 3, True), (LEAST_REFUSED, 4, False)],
+    ids=["too soon", "too few", "others are left"],
+)
+def test_rows_that_are_refused_together_are_tried_again_before_that(seconds: float, times: int, tested: bool) -> None:
+    endpoint, row = refused_together(seconds, times, tested=tested)
+    endpoint.ends(RowHistory(), "answered", seconds + 0.1, control=True)
+    assert next_step(row, 3, retryable=True) == "retry"
+
+
+def test_rows_that_are_refused_together_start_anew_when_one_of_them_has_room() -> None:
+    """Large rows that share a number of tokens per minute: each minute some of them are taken."""
+    _, row = refused_together(LEAST_REFUSED, 4)
+    later = Attempt(row, LEAST_REFUSED + 1.0, LEAST_REFUSED + 1.0, "overloaded", left_in_flight=5)
+    row.overloaded(later, answered_sent=LEAST_REFUSED / 2)
+    assert (row.refused, row.is_too_much(3)) == (0, False)
+
+
+@pytest.mark.parametrize(("pause", "endpoint"), [(CONTROL_PAUSE - 1.0, ""), (CONTROL_PAUSE + 1.0, "doubted")])
+def test_refusals_for_load_ask_for_few_control_requests(pause: float, endpoint: str) -> None:
+    there, row = Endpoint(), RowHistory(tested=True)
+    there.ends(row, "overloaded", 0.0, few=True, asks=True)
+    there.ends(RowHistory(), "answered", 0.1, control=True)
+    assert there.ends(row, "overloaded", 0.1 + pause, few=True, asks=True).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("row", "delay", "gives_way"),
+    [
+        (RowHistory(failures=1), 0.5, False),  # an outage may begin
+        (RowHistory(failures=2), 0.5, True),
+        (RowHistory(failures=1, charges=1), 0.5, True),
+        (RowHistory(failures=2, overloaded_at=1.0), 0.5, False),  # the server may be full
+        (RowHistory(overloaded_at=1.0, passed_over=2), 0.5, True),
+        (RowHistory(overloaded_at=1.0), 20.0, True),  # a Retry-After of its own
+    ],
+)
+def test_a_row_that_waits_for_its_next_attempt_gives_way_if_it_fails_for_itself(
+    row: RowHistory, delay: float, gives_way: bool
+) -> None:
+    assert row.gives_way(delay) is gives_way

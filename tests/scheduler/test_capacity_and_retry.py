@@ -195,3 +195,43 @@ def test_an_answer_has_waited_if_it_took_much_longer_than_fast_ones(
     for number, took in enumerate([*first, seconds]):
         capacity.succeeded(0.0, took, 10, took, number + 1)
     assert (capacity.limit == 128) != waited
+
+
+def test_a_refusal_is_taken_back_when_its_row_is_refused_again_and_others_are_not() -> None:
+    capacity = Capacity(64)
+    sent = capacity.generation
+    for _ in range(32):
+        capacity.overloaded(sent, 40, cause="bad")
+    assert capacity.limit == 20
+    assert capacity.pardon("bad") and capacity.limit == 64
+    assert not capacity.causes
+    assert not refuse(capacity, 2), "and is not counted any more"
+
+
+def test_a_refusal_is_not_taken_back_once_a_refused_row_was_answered() -> None:
+    capacity = Capacity(64)
+    sent = capacity.generation
+    for cause in range(32):
+        capacity.overloaded(sent, 40, cause=cause)
+    lowered = next(cause for cause, (_, lowered) in capacity.causes.items() if lowered)
+    capacity.confirm(lowered)
+    assert not capacity.pardon(0) and not capacity.pardon(lowered)
+    assert capacity.limit == 20
+
+
+def test_a_search_goes_on_when_the_refusal_that_ended_it_is_taken_back() -> None:
+    search = LimitSearch(64)
+    capacity = Capacity(None, search)
+    while capacity.search is not None:
+        capacity.overloaded(capacity.generation, 64, cause="bad")
+    capacity.pardon("bad")
+    assert (capacity.search, capacity.limit) == (search, 64)
+
+
+def test_an_outage_leaves_no_refusal_to_take_back() -> None:
+    capacity = Capacity(64)
+    sent = capacity.generation
+    for _ in range(32):
+        capacity.overloaded(sent, 40, cause="bad")
+    capacity.restart(64)
+    assert not capacity.pardon("bad") and capacity.limit == 1

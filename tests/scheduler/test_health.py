@@ -116,3 +116,23 @@ def test_silence_is_looked_into_less_and_less_often_until_an_answer_comes() -> N
     assert [later - earlier for earlier, later in pairwise([0.0, *looks])] == [5.0, 10.0, 20.0, 40.0]
     health.answer(0.5, 0.0, 100.0)
     assert health.silent_at == 105.0
+
+
+def test_control_requests_before_the_first_answer_follow_each_other_with_growing_time_limits() -> None:
+    health, limits = Endpoint().health, []
+    while True:
+        limits.append(health.control_seconds(0.0))
+        if not health.asks_again():
+            break
+    assert limits == [10.0, 20.0, 30.0]
+    health.answer(0.5, 0.0, 1.0)
+    assert not health.asks_again()
+
+
+def test_a_control_request_to_a_silent_server_that_is_known_has_little_time() -> None:
+    health = Endpoint().health
+    for _ in range(LEARNT):
+        health.answer(3.0, 0.0, 1.0)
+    assert health.control_seconds(1.0) == 10.0
+    health.look(20.0)
+    assert health.control_seconds(20.0) == 6.0

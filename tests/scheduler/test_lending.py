@@ -118,6 +118,19 @@ def test_what_a_dead_worker_held_of_the_budget_is_spent_and_what_one_that_left_r
     assert table.spent_of(pot) == 60
 
 
+def test_what_is_of_use_only_alone_is_given_when_no_other_worker_holds_any() -> None:
+    table, pot = Table(), POTS[2]
+    first = beat(table, "a", 0.0, Claim(LIMIT, 0, 40, 40, alone=True), pot)
+    denied = beat(table, "b", 0.1, Claim(LIMIT, 0, 30, 30, alone=True), pot)
+    beside = beat(table, "c", 0.2, Claim(LIMIT, 0, 30, 30), pot)
+    beat(table, "a", 1.0, Claim(LIMIT, 20, 20, spent=20), pot)
+    beat(table, "c", 1.1, Claim(LIMIT, 0, 0), pot)
+    granted = beat(table, "b", 1.2, Claim(LIMIT, 0, 30, 30, alone=True), pot)
+
+    assert (first.held, denied.held, denied.others_open, beside.held) == (40, 0, 40, 30)
+    assert (granted.held, granted.others_spent, granted.others_open) == (30, 20, 0)
+
+
 def test_a_part_that_does_not_fit_is_not_given_at_all() -> None:
     assert shares(100, 100, [(80, 80), (80, 80)]) == [80, 0]
     assert shares(100, 100, [(300, 300), (300, 300)]) == [100, 0]  # larger than everything: it goes alone

@@ -61,7 +61,7 @@ def test_it_is_tried_again_after_a_rest_and_a_verdict_that_stands_is_not_told_ag
 def test_a_wave_of_last_answers_is_no_reason_to_stop() -> None:
     streaming = Streaming()
     for _ in range(20):
-        for gained in (0.5, 0.0):
+        for gained in (1.0, 0.0):
             told = [streaming.learn(gained, tokens=100, inflight=64) for _ in range(64)]
             assert all(decision is None or decision[0] for decision in told)
 

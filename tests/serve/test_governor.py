@@ -84,3 +84,23 @@ def test_a_pace_beside_lines_is_not_taken_for_that_of_an_idle_engine() -> None:
     governor.answered(1.0, tokens, 0, 0, now + 6)
     limit = governor.limit(now + 6)
     assert limit is not None and 30 < limit < 60  # 255 lines made it 8 times slower
+
+
+def test_the_more_often_people_ask_the_sooner_lines_fill_the_engine_again() -> None:
+    def seconds_until_filled(gap: float) -> float:
+        governor, now = Governor(2.5), 0.0
+        idle(governor)
+        for _ in range(30):
+            now += gap
+            governor.began(now, 0)
+            governor.admitted()
+            governor.ended(now)
+            assert governor.limit(now + gap) is not None  # nobody is taken for gone between two requests
+        after = now
+        while governor.limit(after) is not None:
+            after += 0.01
+        return after - now
+
+    assert 1.0 < seconds_until_filled(0.2) < 2.0
+    assert 4.9 < seconds_until_filled(1.0) < 5.1
+    assert 4.9 < seconds_until_filled(4.0) < 5.1

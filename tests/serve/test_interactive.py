@@ -18,9 +18,8 @@ from batch_agent.door import Handler
 from batch_agent.serve.asking import PRIORITY
 from batch_agent.serve.catalog import Tenant
 from batch_agent.testing import Hang, Request, Say
-from batch_agent.testing.metrics import VllmMetrics
 from batch_agent.testing.replies import Body, ScriptedReply
-from batch_agent.testing.server import ScriptedServer
+from batch_agent.testing.server import ScriptedServer, VllmMetrics
 
 ASKED = [{"role": "user", "content": "hello"}]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import aiohttp
 import orjson
 from tests.serve.served import Client, chat
 from tests.serve.test_openai_batches import backend
+from tests.warm import start
 
 from batch_agent.testing import Request, Say
 from batch_agent.testing.replies import ScriptedReply
@@ -23,10 +23,8 @@ from batch_agent.testing.replies import ScriptedReply
 @asynccontextmanager
 async def served(data: Path, backend_url: str) -> AsyncIterator[Client]:
     """Serve in a process of its own, which is killed at the end."""
-    command = [sys.executable, "-m", "batch_agent", "serve", "--data", str(data), "--backend", backend_url]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--port", "0", "--reserve", "1K", stdout=asyncio.subprocess.PIPE
-    )
+    command = ("-m", "batch_agent", "serve", "--data", str(data), "--backend", backend_url)
+    process = await start(*command, "--port", "0", "--reserve", "1K", stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
         url = (await process.stdout.readline()).decode().strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,11 @@ from batch_agent.testing.replies import ScriptedReply
 async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
     in_redis: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis: RedisServer
 ) -> None:
+    is_late, later = True, 0.0
     options: dict[str, object] = {"store": redis.url} if in_redis else {"shared": True}
+    options["now"] = lambda: time.time() + later
     monkeypatch.setattr(server, "BOOKS_SECONDS", 0.02)
-    monkeypatch.setattr(server, "LEASE_SECONDS", 0.5)
-    is_late = True
+    monkeypatch.setattr(server, "LEASE_SECONDS", 600.0)  # a slow machine must not lose it to the other server
 
     def script(request: Request) -> ScriptedReply:
         return Hang() if is_late and "late" in request.text else Say("done")
@@ -43,7 +45,7 @@ async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
                 await asyncio.sleep(0.01)
             assert (await other.get(f"/v1/batches/{batch['id']}"))["status"] == "in_progress"
             assert batch["id"] not in other.server.batches.running
-        is_late = False
+        is_late, later = False, 601.0
         done = await other.wait(batch["id"])
         output, _ = await other.outcomes(done)
         assert {line["custom_id"] for line in output} == {"early", "late"}
@@ -88,7 +90,9 @@ async def test_workers_of_other_processes_answer_lines_of_a_batch_in_redis(tmp_p
         assert {line["custom_id"] for line in output} == {f"line-{number}" for number in range(60)}
         assert [line["response"]["status_code"] for line in errors] == [400]
         assert len(model.requests) == 61
-        assert not [name for name in run_names(StoreAddress.parse(redis.url, named=False)) if done["id"] in name]
+        async with asyncio.timeout(20):  # the run is deleted after its batch is reported as done
+            while any(done["id"] in name for name in run_names(StoreAddress.parse(redis.url, named=False))):
+                await asyncio.sleep(0.01)
         workers.drain()
         assert (await working).rows > 0
 

@@ -8,6 +8,7 @@ than the work itself, and how many requests it sent beyond those that it needed.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -95,10 +96,10 @@ class Trial:
     def needed(self) -> int:
         """The requests that are needed at least, with what no program can avoid."""
         match self.trouble:
-            case "poison" | "poison at the end":
-                return self.rows + RETRIES * len(self.bad)
-            case "crash loop":
-                return self.rows + (2 * RETRIES + 2) * (self.slots + 2)
+            case "poison" | "poison at the end":  # with few slots, a control request for every three bad rows
+                return self.rows + RETRIES * len(self.bad) + len(self.bad) // 3
+            case "crash loop":  # what is in flight at each crash, a trial, a control request and the row again
+                return self.rows + (2 * RETRIES + 2) * (self.slots + 3)
             case "lost requests":
                 return self.rows + len(self.bad) + 2
             case "rolling refusals":  # what is in flight is denied, and trials
@@ -119,7 +120,7 @@ class Server(ScriptedBackend):
         super().__init__(self._answer)
         self._number, self._trial, self._lost = number, trial, lost
         self._slots = asyncio.Semaphore(trial.slots)
-        self._open: set[asyncio.Task[Reply]] = set()
+        self._open: dict[asyncio.Task[Reply], None] = {}  # in the order in which they began
         self._back_at = 0.0
 
     @property
@@ -137,7 +138,7 @@ class Server(ScriptedBackend):
         if self.is_gone:
             raise Unavailable("connection refused", unreached=True)
         task = asyncio.get_running_loop().create_task(super().infer(request, on_tool_call))
-        self._open.add(task)
+        self._open[task] = None
         try:
             return await task
         except asyncio.CancelledError:
@@ -146,7 +147,7 @@ class Server(ScriptedBackend):
             raise
         finally:
             task.cancel()
-            self._open.discard(task)
+            self._open.pop(task, None)
 
     async def _answer(self, request: Request) -> ScriptedReply:
         trial, now = self._trial, asyncio.get_running_loop().time()
@@ -159,7 +160,7 @@ class Server(ScriptedBackend):
             return Hang()
         if is_bad and trial.trouble == "crash loop":
             self._back_at = now + trial.seconds
-            for task in self._open:
+            for task in tuple(self._open):
                 task.cancel()
         if is_bad and trial.trouble.startswith("poison"):
             return Fail(500, latency=0.02)
@@ -170,6 +171,7 @@ class Server(ScriptedBackend):
 
 def play_evidence(seed: int) -> tuple[Trial, Played]:
     trial = Trial.of(seed)
+    random.seed(seed)
     return trial, run_virtual(_play(trial))
 
 

@@ -18,7 +18,7 @@ from tests.simulation.world import World
 
 from batch_agent.backends.base import Backend, Capabilities
 from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.batch.openai_jobs import OpenAIJobs
+from batch_agent.backends.batch.services import OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.http.connection import ResponseParser
 from batch_agent.http.failures import BrokenOff, ClosedEarly, ConnectFailed

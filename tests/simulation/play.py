@@ -28,6 +28,8 @@ from batch_agent.testing import VirtualClockDeadlock
 
 MOST_SESSIONS = 60
 LONGEST_SESSION = 3 * 86_400.0  # virtual seconds
+LONGEST_IDLE = 1_800.0  # virtual seconds without an answer, a tool call or a result, while nothing is disturbed
+LONGEST_JOB = 12 * 3_600.0  # the same for batch APIs, whose jobs take hours
 MEMORY = Path("/dev/shm")  # a disk on which fsync costs nothing
 
 
@@ -147,10 +149,11 @@ async def _play_session(
     world.want(played.edition.wanted())
     was_quiet = world.is_quiet
     begin(process, workload.play(process, played.edition))
-    if not await _ended(process):
+    patience = LONGEST_JOB if workload.is_batch else LONGEST_IDLE
+    if not await _ended(process, patience):
         return None
     for worker in session.workers:
-        if not await _ended(worker):
+        if not await _ended(worker, patience):
             return None
         _check_worker(worker, faults)
     task, outcome = process.task, None
@@ -176,14 +179,20 @@ async def _play_session(
     return outcome
 
 
-async def _ended(process: Process) -> bool:
-    """Wait for the end of a process; False if it does not come."""
-    loop, task = asyncio.get_running_loop(), process.task
+async def _ended(process: Process, patience: float) -> bool:
+    """Wait for the end of a process; False if it does not come, or if nothing moves for ``patience`` seconds."""
+    loop, task, world = asyncio.get_running_loop(), process.task, process.world
     assert isinstance(loop, SimulatedLoop) and task is not None
-    await asyncio.wait([task], timeout=LONGEST_SESSION)
+    latest, what = loop.time() + LONGEST_SESSION, "does not end"
+    while not task.done() and loop.time() < latest:
+        moves, was_quiet = world.moves, world.is_quiet
+        await asyncio.wait([task], timeout=patience)
+        if was_quiet and world.moves == moves:
+            what = f"makes no progress for {patience:g} s"
+            break
     if task.done():
         return True
-    process.world.complain(f"process {process.number} does not end: {loop.who_waits()}")
+    world.complain(f"process {process.number} {what}:\n  {process.session.state()}\n{loop.who_waits()}")
     task.cancel()
     return False
 

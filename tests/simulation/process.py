@@ -83,7 +83,7 @@ class Process:
         self.task: asyncio.Task[Any] | None = None
         self.inflight: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
-        self.answered_at: dict[str, float] = {}  # the latest
+        self.answered_at: dict[str, tuple[float, float]] = {}  # when the latest was sent and answered
         self.killed_at: float | None = None
         self.delivered: Counter[Row] = Counter()
         self._interruptions = list(interruptions)
@@ -93,6 +93,7 @@ class Process:
         if self.dead:
             return
         self.events[kind] += 1
+        self.world.moves += kind in ("tool", "note", "result")
         for wanted in [each for each in self._interruptions if (each.event, each.count) == (kind, self.events[kind])]:
             self._interruptions.remove(wanted)
             self._interrupt(wanted)
@@ -235,6 +236,15 @@ class Session:
                 for stage, worker in joined:
                     desk.answer((stage, "leave", (worker,)))
 
+    def state(self) -> str:
+        """What each process has done, and what the record says."""
+        lines = [
+            f"process {each.number}{' (dead)' if each.dead else ''}: {dict(each.events)}" for each in self.processes
+        ]
+        if self.desk is not None:
+            lines += [f"{what}: {self.desk.answer(('', what, ()))[1]}" for what in ("standing", "table")]
+        return "\n  ".join(lines)
+
     def end(self) -> None:
         """The directory is as it was when the feeder was killed."""
         if self.feeder.dead:
@@ -301,7 +311,12 @@ async def join_later(session: Session, run: Run[object], count: int, seconds: fl
     await asyncio.sleep(seconds)
     if run.serving is not None and not session.feeder.dead:
         session.desk = run.serving.desk
-        await run.serving.begin_sharing()
+        try:
+            await run.serving.begin_sharing()
+        except SpecError as error:
+            if "the run has ended" in str(error):  # at this moment
+                return
+            raise
         for _ in range(count):
             session.start_worker()
 
@@ -391,7 +406,7 @@ class ServerBackend(ScriptedBackend):
         return Probe("up", models=("scripted",))
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        process, world = self._process, self._process.world
+        process, world, sent = self._process, self._process.world, asyncio.get_running_loop().time()
         await process.alive()
         if self._model.mode == "dead":
             raise Unavailable("connection refused", unreached=True)
@@ -401,7 +416,7 @@ class ServerBackend(ScriptedBackend):
             return reply
         world.note_answer(reply.reasoning, reply.usage)
         process.answered[reply.reasoning] += 1
-        process.answered_at[reply.reasoning] = asyncio.get_running_loop().time()
+        process.answered_at[reply.reasoning] = sent, asyncio.get_running_loop().time()
         process.event("answer")
         return reply
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import asyncio
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from tests.simulation.evidence import play_evidence
-from tests.simulation.faults import Fault, Kill
-from tests.simulation.play import play, play_against
+from tests.simulation.faults import Fault, Kill, Stop
+from tests.simulation.play import play, play_against, play_with
 from tests.simulation.process import Process
 from tests.simulation.shrink import shrink
-from tests.simulation.workload import SHAPES, Edition, Workload
+from tests.simulation.workload import SHAPES, Edition, Outcome, Workload
 
-SEEDS = (0, 1, 4, 5, 7, 8, 9, 10, 12, 13, 18, 28, 33, 36, 39)
+SEEDS = (0, 1, 4, 5, 7, 8, 9, 10, 12, 13, 18, 28, 33, 36, 39, 1243)
 
 
 def test_the_fixed_seeds_play_every_shape_alone_with_processes_and_with_workers_that_join() -> None:
@@ -32,7 +33,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(seed: int) -> None:
     assert not played.problems, f"make soak SEED={seed}\n{workload}\n{faults}\n" + "\n".join(played.problems)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(10), 518, 828])
 def test_bad_rows_and_bad_servers_are_told_apart_in_time_and_without_waste(seed: int) -> None:
     trial, played = play_evidence(seed)
     assert not played.problems, f"make soak SEED={seed}\n{trial}\n" + "\n".join(played.problems)
@@ -41,6 +42,55 @@ def test_bad_rows_and_bad_servers_are_told_apart_in_time_and_without_waste(seed:
 def test_a_seed_plays_the_same_each_time() -> None:
     first, second = (play(2) for _ in range(2))
     assert first == second
+
+
+ALONE = Workload(
+    seed=0,
+    shape="tool loop",
+    first=Edition(0, ("k4", "k5", "k6", "k7")),
+    servers=1,
+    capacity=None,
+    max_inflight=None,
+    rpm=None,
+    max_retries=1,
+    hedge=None,
+    streaming=False,
+    budget=None,
+)
+FOUND: dict[str, tuple[Workload, list[Fault]]] = {
+    "a run that was paused before a worker joined is resumed": (
+        replace(ALONE, workers=1, joins=5.0),
+        [Stop(0, "request", 2, "pause")],
+    ),
+    "the feeder's worker takes a row that comes back while the inputs of its stage wait": (
+        replace(ALONE, seed=485, shape="pipeline", workers=1, joins=2.657, max_inflight=16),
+        [Stop(0, "request", 1, "pause"), Kill(0, "before thread", 701, 1)],
+    ),
+    "a worker joins while the run ends": (
+        replace(ALONE, seed=352, shape="user worker", first=Edition(0, ("k4", "k5")), workers=1, joins=0.07655434),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("workload", "faults"), FOUND.values(), ids=FOUND)
+def test_a_fault_that_was_found_stays_mended(workload: Workload, faults: list[Fault]) -> None:
+    assert play_against(workload, faults).problems == []
+
+
+class Waiting(Workload):
+    """Opens the run when it has waited for ever, and looks about meanwhile."""
+
+    async def play(self, process: Process, edition: Edition) -> Outcome:
+        while True:
+            await asyncio.sleep(1.0)
+
+
+def test_a_run_that_makes_no_progress_is_reported_with_its_state() -> None:
+    usual = Workload.of(0, ["tool loop"])
+    played = play_with(Waiting(**{field.name: getattr(usual, field.name) for field in fields(usual)}), [])
+    assert "process 0 makes no progress for 1800 s" in played.problems[0]
+    assert "Waiting.play > sleep" in played.problems[0]
 
 
 class Forgetful(Workload):

@@ -153,6 +153,7 @@ class World:
         self.max_tokens: int | None = None
         self.tokens_of: dict[str, int] = {}  # what each answer takes
         self.quiet_from = 0.0  # nothing goes wrong after this
+        self.moves = 0  # answers, purchases, tool calls, writes and results: a run at work makes some now and then
 
     def chance(self, what: str) -> Random:
         """Randomness that depends on the seed and on what it is for, never on what happened before."""
@@ -172,6 +173,7 @@ class World:
             self.complain(f"{mark} is asked although its row's result was delivered")
 
     def note_answer(self, mark: str, usage: Usage) -> None:
+        self.moves += 1
         self.answered[mark] += 1
         self.tokens_of[mark] = usage.prompt_tokens + usage.completion_tokens
         self._pay(mark)
@@ -179,6 +181,7 @@ class World:
     def note_purchase(self, mark: str) -> None:
         """A request is paid for, and its answer will come."""
         self.note_request(mark)
+        self.moves += 1
         self.answered[mark] += 1
         if self.answered[mark] > self.wanted_of(mark):
             self.complain(f"{mark} is bought {self.answered[mark]} times")

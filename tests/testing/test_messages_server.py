@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
-import anthropic
 import pytest
 
 from batch_agent.messages import Usage
@@ -28,13 +28,13 @@ USER = {"role": "user", "content": "Look for x."}
 OLD = {"anthropic-version": "2023-06-01", "x-api-key": "k"}
 
 
-def client_of(server: MessagesServer, key: str = "k") -> anthropic.AsyncAnthropic:
+def client_of(anthropic: Any, server: MessagesServer, key: str = "k") -> Any:
     return anthropic.AsyncAnthropic(api_key=key, base_url=f"http://{server.address}", max_retries=0)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_anthropics_own_client_runs_a_tool_loop_against_it(streamed: bool) -> None:
-    async with MessagesServer(LOOP, models=["m"], api_key="k") as server, client_of(server) as client:
+async def test_anthropics_own_client_runs_a_tool_loop_against_it(anthropic: Any, streamed: bool) -> None:
+    async with MessagesServer(LOOP, models=["m"], api_key="k") as server, client_of(anthropic, server) as client:
         messages: list = [USER]
         while True:
             asked = {"model": "m", "max_tokens": 2000, "tools": TOOLS, "messages": messages}
@@ -62,10 +62,10 @@ async def test_anthropics_own_client_runs_a_tool_loop_against_it(streamed: bool)
     assert [tool.name for tool in server.requests[0].tools] == ["search"]
 
 
-async def test_anthropics_own_client_lists_its_models_and_reads_its_errors() -> None:
+async def test_anthropics_own_client_lists_its_models_and_reads_its_errors(anthropic: Any) -> None:
     script = [Fail(529), Fail(429, headers={"Retry-After": "3"}), StreamError("tired", 529)]
     async with MessagesServer(script, models=["a", "b"], api_key="k") as server:
-        async with client_of(server) as client:
+        async with client_of(anthropic, server) as client:
             assert [model.id async for model in client.models.list()] == ["a", "b"]
             asked = {"model": "a", "max_tokens": 9, "messages": [USER]}
             with pytest.raises(anthropic.APIStatusError) as caught:
@@ -76,15 +76,15 @@ async def test_anthropics_own_client_lists_its_models_and_reads_its_errors() -> 
             with pytest.raises(anthropic.APIStatusError, match="tired"):
                 async with client.messages.stream(**asked) as stream:
                     await stream.get_final_message()
-        async with client_of(server, "wrong") as client:
+        async with client_of(anthropic, server, "wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(**asked)
 
 
-async def test_anthropics_own_client_gets_an_answer_of_a_schema() -> None:
+async def test_anthropics_own_client_gets_an_answer_of_a_schema(anthropic: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
-    async with MessagesServer() as server, client_of(server) as client:
+    async with MessagesServer() as server, client_of(anthropic, server) as client:
         asked = {"model": "m", "max_tokens": 9, "messages": [USER]}
         message = await client.messages.create(**asked, output_config={"format": form})
         assert message.content[0].text == '{"n":0}'
@@ -176,17 +176,17 @@ async def test_the_new_version_refuses_sampling_at_its_defaults_too(server: Mess
     assert "anthropic-version" in await refused(server, {})
 
 
-async def test_thoughts_that_led_to_a_call_must_come_back() -> None:
+async def test_thoughts_that_led_to_a_call_must_come_back(anthropic: Any) -> None:
     async with MessagesServer([CallTools(ToolUse("search", {}, id="a"), reasoning="Hm.")]) as server:
-        async with client_of(server) as client:
+        async with client_of(anthropic, server) as client:
             await client.messages.create(model="m", max_tokens=9, tools=TOOLS, messages=[USER])
         without = [USER, CALL, {"role": "user", "content": [RESULT]}]
         assert "Expected `thinking`" in await refused(server, messages=without)
 
 
-async def test_its_cache_keeps_what_is_marked_and_long_enough() -> None:
+async def test_its_cache_keeps_what_is_marked_and_long_enough(anthropic: Any) -> None:
     system = [text("word " * 2000, **MARKED)]
-    async with MessagesServer(lambda request: Say("ok")) as server, client_of(server) as client:
+    async with MessagesServer(lambda request: Say("ok")) as server, client_of(anthropic, server) as client:
 
         async def usage(**fields: object) -> tuple[int, int]:
             asked = {"model": "m", "max_tokens": 9, "messages": [USER], "system": system} | fields

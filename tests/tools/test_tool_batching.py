@@ -13,7 +13,7 @@ from tool_calls import call, settle
 from batch_agent import BatchAgent, SpecError, Tool, ToolContext, ToolError
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.tools import ToolOutcome, ToolPool
-from batch_agent.tools.batching import GATHERING
+from batch_agent.tools.base import GATHERING
 
 OpenPool = Callable[..., ToolPool]
 

@@ -133,7 +133,7 @@ class Work:
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
         self.job, self.r, self.trail = job, resources, trail
         self.worker: UserWorker | None = None
-        self.tally = Tally()
+        self.tally = Tally(resources.emit.metrics.agent(resources.run, job.index))
         self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = self.truncated = False
@@ -300,7 +300,7 @@ class Work:
         writes: bool,
     ) -> None:
         r, index, turn, began = self.r, self.job.index, self.tally.turns, self._clock()
-        first = 0
+        emit, first = r.emit, 0
         if self.worker is not None:
             first, self._calls = self._calls, self._calls + len(calls)
         every: asyncio.Future[None] = self._loop.create_future()
@@ -318,14 +318,19 @@ class Work:
                 with suppress(StoreError):  # the agent gets the error at its next step
                     self._record(place, call, keys[place], outcome)
             at, number, seconds = r.clock(), first + place, end.seconds
-            r.emit(ToolFinished(at, r.run, index, turn, number, call.id, call.name, seconds, end.ok, end.source))
+            emit.metrics.tool_finished(self.tally.counted, at, now, turn, call.name, seconds, end.ok, end.source)
+            if ToolFinished in emit.sinks.wanted:
+                told = number, call.id, call.name, seconds, end.ok, end.source
+                emit.sinks(ToolFinished(at, r.run, index, turn, *told))
             left -= 1
             if not left and not every.done():  # it is done if the agent was cancelled
                 every.set_result(None)
 
         now = r.clock()
         for place, call in calls.items():
-            r.emit(ToolStarted(now, r.run, index, turn, first + place, call.id, call.name))
+            emit.metrics.tool_started(self.tally.counted, now)
+            if ToolStarted in emit.sinks.wanted:
+                emit.sinks(ToolStarted(now, r.run, index, turn, first + place, call.id, call.name))
         begun = early.started if early is not None else {}
         pending = {place: begun.get(call.id) or r.start_tool(call, self.job, turn) for place, call in calls.items()}
         if r.prewarm is not None:
@@ -666,6 +671,8 @@ class Agent:
 def _kept(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the messages for the result. Images become placeholders, because results stay in memory."""
     return tuple(
-        message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
-        for message in messages
+        [
+            message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
+            for message in messages
+        ]
     )

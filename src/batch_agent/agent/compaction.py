@@ -17,8 +17,7 @@ from batch_agent.agent.dialogue import Resources, Tally, TurnCall
 from batch_agent.agent.prepare import Prepared, only_model
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler import compaction
-from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
-from batch_agent.compiler.overflow import stated
+from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut, stated
 from batch_agent.dispatch.cancellation import worker_boundary
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import ContextOverflow, JobError, WorkerFailed
@@ -139,7 +138,7 @@ class Compactor:
         assert r is not None and shape is not None
         steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))
         request = ModelRequest(shape, Conversation([SUMMARISE, Message("user", steps)]), job.job_id)
-        own_tally = Tally(turns=tally.turns)
+        own_tally = Tally(tally.counted, turns=tally.turns)
         progress = AgentForecast(LAST, model=shape.model)
         try:
             turn = TurnCall(r, request, job.index, own_tally, None, None)

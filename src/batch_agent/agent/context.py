@@ -256,6 +256,11 @@ class AgentContext(WorkerContext):
         )
 
 
+def work_of(context: WorkerContext) -> Work:
+    """Return the row's work, for workers of this package that send requests of clients unchanged."""
+    return context._work
+
+
 async def _ask(dialogue: Dialogue) -> AgentReply:
     shape, usage = dialogue.shapes.first, Usage()
     while True:

@@ -43,7 +43,6 @@ from batch_agent.events import (
     AnswerRejected,
     ContextCompacted,
     SchemaUnsupported,
-    Sink,
     StreamingDecided,
     TurnFailed,
     TurnFinished,
@@ -52,6 +51,7 @@ from batch_agent.events import (
 from batch_agent.foreign import drop_frames
 from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage, content_text
+from batch_agent.observe.metrics import Emit, LiveAgent
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
@@ -83,7 +83,7 @@ class Resources:
     schema: OutputSchema[object] | None
     shared: Conversation
     shapes: Shapes
-    emit: Sink
+    emit: Emit
     run: str  # its id
     clock: Callable[[], float]  # wall-clock time for events
     max_turns: int | None
@@ -105,11 +105,6 @@ class Resources:
     answers: int = 0  # number of complete answers
     answer_tokens: int = 0  # sum over all of them
 
-    @property
-    def usual_tokens(self) -> int | None:
-        """Mean completion tokens of an answer; None before the first."""
-        return self.answer_tokens // self.answers if self.answers else None
-
     def note_images(self, *, accepted: bool) -> None:
         """Learn from an answer to a request with images of tool results, or to one without them after a refusal."""
         self.image_refusals += not accepted
@@ -123,6 +118,7 @@ class Resources:
         return self.tools.start(call, job, turn, partial(self.traces.of_call, self.run, job.index, turn, call.id))
 
 
+NO_USAGE = Usage()
 CUT = "length"  # finish reason of a text that was cut at max_tokens and is kept
 # The most calls of one answer that are run. Models that plan make a few at once. A model that writes hundreds is in a
 # loop, and each of its calls would need a task, a record and a message.
@@ -131,13 +127,14 @@ MOST_CALLS = 64
 
 @dataclass(slots=True)
 class Tally:
-    """What one agent has used so far. Times in seconds."""
+    """What one agent has used so far. Times in seconds. ``counted`` is the agent in the metrics of the run."""
 
+    counted: LiveAgent | None = None
     sent: int = 0  # requests that left
     retries: int = 0  # requests sent again, and answers requested again
     again: bool = False  # the next request is one of these
     turns: int = 0  # complete answers
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = NO_USAGE
     cost: float | None = None  # $, of the turns whose price is known
     queued: float = 0.0
     inference: float = 0.0
@@ -151,7 +148,7 @@ class Tally:
 
     def add(self, reply: Reply, cost: float | None) -> None:
         self.turns += 1
-        self.usage += reply.usage
+        self.usage = reply.usage if self.usage is NO_USAGE else self.usage + reply.usage
         if cost is not None:
             self.cost = cost + (self.cost or 0.0)
         if self.first_token is None:
@@ -242,7 +239,10 @@ class TurnCall(ModelCall, Observer):
         tally.sent += 1
         tally.retries += tally.again
         tally.again = False
-        r.emit(TurnStarted(r.clock(), r.run, self._index, tally.turns + 1))
+        at = r.clock()
+        r.emit.metrics.turn_started(tally.counted, at, tally.turns + 1)
+        if TurnStarted in r.emit.sinks.wanted:
+            r.emit.sinks(TurnStarted(at, r.run, self._index, tally.turns + 1))
 
     def failed(self, error: BackendError, seconds: float, cost: float | None, delay: float | None) -> None:
         r, tally = self._r, self._tally
@@ -260,21 +260,11 @@ class TurnCall(ModelCall, Observer):
         tally.add(reply, cost)
         r.answers += 1
         r.answer_tokens += reply.usage.completion_tokens
-        r.emit(
-            TurnFinished(
-                r.clock(),
-                r.run,
-                self._index,
-                tally.turns,
-                reply.usage,
-                seconds,
-                reply.first_token,
-                cost,
-                reply.saved,
-                self.request.endpoint,
-                reply.model,
-            )
-        )
+        at, turn, endpoint = r.clock(), tally.turns, self.request.endpoint
+        r.emit.metrics.turn_finished(tally.counted, at, turn, reply, seconds, cost, endpoint)
+        if TurnFinished in r.emit.sinks.wanted:
+            told = reply.usage, seconds, reply.first_token, cost, reply.saved, endpoint, reply.model
+            r.emit.sinks(TurnFinished(at, r.run, self._index, turn, *told))
         if self._schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):
             r.schema_noted = True
             r.emit(SchemaUnsupported(r.clock(), r.run, note))
@@ -466,10 +456,15 @@ class Dialogue:
 
     def _turn(self, shape: RequestShape) -> TurnCall:
         """Return the next request."""
-        work, limit = self._work, self._limit
-        left = self._turns_left(limit)
-        r, job, number = work.r, work.job, work.tally.turns + 1
-        scheduler = r.dispatcher.scheduler
+        work, limit = self._work, self.max_turns
+        r, job, taken = work.r, work.job, work.tally.turns
+        scheduler, number = r.dispatcher.scheduler, taken + 1
+        if limit is not None:
+            limit += self._repairs
+            left = max(0, limit - self.turns)
+        else:  # requests beside a loop share the limit of their row
+            limit = None if self._follows else r.max_turns
+            left = -taken if limit is None else max(0, limit - taken)
         can_call = bool(shape.tools) and shape.tool_choice != "none"
         # No tool runs after the last turn, so none can start early.
         last = limit is not None and left <= 1
@@ -489,7 +484,7 @@ class Dialogue:
             last=self._follows and (last or (r.ends_with_answer and not can_call)),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, job.index, number),
-            usual_tokens=r.usual_tokens,
+            usual_tokens=r.answer_tokens // r.answers if r.answers else None,
             on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
         )
         calls_tools = self._follows or self.max_turns is not None  # else the worker does
@@ -524,18 +519,6 @@ class Dialogue:
         work.text = reply.text
         if not self._follows:
             work.latest = self.said, len(self.said.messages)
-
-    @property
-    def _limit(self) -> int | None:
-        """The most answers, with those that were repaired. Requests beside a loop share the limit of their row."""
-        if self.max_turns is not None:
-            return self.max_turns + self._repairs
-        return None if self._follows else self._work.r.max_turns
-
-    def _turns_left(self, limit: int | None) -> int:
-        """Return how many answers are allowed; 0 or less: any number."""
-        row = self._work.tally.turns
-        return -row if limit is None else max(0, limit - (row if self.max_turns is None else self.turns))
 
     @property
     def _is_out_of_turns(self) -> bool:
@@ -644,13 +627,13 @@ class Dialogue:
 
     def _append(self, message: Message) -> None:
         self.said.append(message)
-        if _has_images(message):
+        if not isinstance(message.content, str) and _has_images(message):
             self._images = True
             self._hides = self._hides or self._work.r.sees_images is False
-        if self._hides and self.asked is self.said:
-            self._rebuild()
-        elif self.asked is not self.said:
+        if self.asked is not self.said:
             self.asked.append(_without_images(message) if self._hides else message)
+        elif self._hides:
+            self._rebuild()
         if self._mirror is not None:
             self._mirror.append(message)
 

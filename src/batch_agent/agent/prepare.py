@@ -33,12 +33,12 @@ from batch_agent.files.pictures import read_image
 from batch_agent.foreign import is_async
 from batch_agent.messages import Image, JsonObject
 from batch_agent.observe.text import rows
-from batch_agent.record.address import is_store_url
+from batch_agent.record.address import directory_of
 from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import read_run, recorded_options
 from batch_agent.runtimes.base import LoginBackend
 from batch_agent.runtimes.named import runtime_of
-from batch_agent.scheduler.capacity import FLEET_START, START
+from batch_agent.scheduler.capacity import FLEET_START, START, TOOLS_START
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
@@ -84,7 +84,7 @@ class Prepared:
     def terms(self) -> Terms:
         """What is known about each server before the first request."""
         spec, one = self.spec, len(self.backend.servers) == 1
-        start = (START if one else FLEET_START) if self.sought else None
+        start = (FLEET_START if not one else TOOLS_START if self.tools else START) if self.sought else None
         given, limit = spec.given("max_inflight"), self.turn_limit_seconds
         return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=given, timeout=limit)
 
@@ -123,7 +123,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     rows may name files below ``image_root`` only."""
     # A worker does not see all rows, so it cannot know what they share.
     fed = spec.feed_only and spec.run_dir is not None  # without a record, no other process can reach the rows
-    if is_store_url(spec.run_dir) or spec.cluster is not None or spec.processes is not None or fed:
+    in_redis = spec.run_dir is not None and directory_of(spec.run_dir) is None
+    if in_redis or spec.cluster is not None or spec.processes is not None or fed:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
         raise SpecError(

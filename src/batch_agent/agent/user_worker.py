@@ -14,7 +14,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from batch_agent.agent.agent import InnerWorker, Work, tool_loop
@@ -37,6 +36,7 @@ from batch_agent.gateway.client_request import ClientRequest
 from batch_agent.gateway.live import LiveAnswer
 from batch_agent.messages import Conversation, Reply
 from batch_agent.outputs.validate import parse_output
+from batch_agent.record.address import directory_of
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import resolve_tools
@@ -74,8 +74,8 @@ class UserWorker:
     def __init__(
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
     ) -> None:
-        self.gateway = gateway
-        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
+        self.gateway, directory = gateway, directory_of(prepared.spec.run_dir)
+        self.places = Workplaces(None if directory is None else directory.absolute())
         self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
         self._prepared = prepared
@@ -300,7 +300,8 @@ class CallRow:
             run=r.run,
             client=request.client_body,
         )
-        call, turn = client_call(r, question, live), TurnCall(r, question, self._index, Tally(), None, None)
+        tally = Tally(r.emit.metrics.agent(r.run, self._index))
+        call, turn = client_call(r, question, live), TurnCall(r, question, self._index, tally, None, None)
         progress = AgentForecast(FIRST, model=shape.model)  # a started row waits for the answer
         ticket = r.dispatcher.slots.claim(progress, FIRST)
         return await r.dispatcher.ask(call, r.policy, ticket=ticket, observer=turn)

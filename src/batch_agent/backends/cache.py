@@ -20,11 +20,10 @@ from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, Found, ModelRequest, Once, OnToolCall, RequestShape
 from batch_agent.backends.cache_store import ResponseStore, decode_reply, encode_reply
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.backends.http.wire import report_calls
-from batch_agent.backends.once import Found, Once
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 

@@ -193,6 +193,7 @@ def _do(options: argparse.Namespace) -> int:
     try:
         command: Callable[[argparse.Namespace], int] = _function(COMMANDS[options.command].does, options.command)
         gc.freeze()  # what was imported stays: the garbage collector need not look at it again and again
+        gc.set_threshold(20_000, 20, 20)  # a run makes no cycles, and a result is dozens of objects
         return command(options)
     except InternalError:
         raise

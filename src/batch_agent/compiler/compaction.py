@@ -12,12 +12,15 @@ is cut, and only grows until the next cut.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from batch_agent.compiler.shorten import shorten
-from batch_agent.compiler.tokens import content_tokens, estimate_tokens
+from pydantic import JsonValue
+from pydantic_core import from_json, to_json
+
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN, content_tokens, estimate_tokens
 from batch_agent.messages import Message, ToolCall, content_text
 from batch_agent.value_type import value_type
 
@@ -31,6 +34,25 @@ NOTE_TOKENS = 500  # reserved for the note about removed exchanges
 CALLS_TOLD = 40  # removed calls that the note lists: the latest
 CALL_TOKENS = 30
 MESSAGE_TOKENS = 4  # the markers around a message
+
+HEAD = 2 / 3  # of what is left: the start of a text is the most informative
+SHOWN_ITEMS = 2
+SHOWN_CHARACTERS = 80
+DEEPEST = 6
+
+# OpenAI, vLLM and SGLang; llama.cpp; Anthropic.
+_CONTEXT = re.compile(
+    r"(?:maximum|max) context length (?:is|of) ([\d,]+)|model's context length \(?([\d,]+)"
+    r"|available context size \(?([\d,]+)|n_ctx\D{1,8}([\d,]+)|\d (?:tokens )?> ([\d,]+)(?![\d,]| ?-)",
+    re.IGNORECASE,
+)
+_PROMPT = re.compile(
+    r"([\d,]+) (?:input tokens|in the messages|in your prompt|tokens in the messages|prompt tokens)"
+    r"|(?:input|prompt|messages)(?: is too long| resulted in| has| length)?:? \(?([\d,]+) tokens"
+    r"|input_tokens\D{1,6}([\d,]+)|n_prompt_tokens\D{1,6}([\d,]+)"
+    r"|exceed context limit: ([\d,]+) \+",
+    re.IGNORECASE,
+)
 
 
 @value_type
@@ -147,3 +169,66 @@ def _calls(gone: Sequence[Message]) -> list[str]:
 def _line(call: ToolCall, result: str) -> str:
     said = " ".join(shorten(result, CALL_TOKENS // 2).split())
     return f"- {call.name}({shorten(call.arguments, CALL_TOKENS // 2)}): {said}"
+
+
+def shorten(text: str, most_tokens: int) -> str:
+    """Return about ``most_tokens`` of a longer text; shorter ones are unchanged."""
+    if estimate_tokens(text) <= most_tokens:
+        return text
+    if text.lstrip()[:1] in ("{", "["):
+        shape = _shape_of(text)
+        if shape is not None and estimate_tokens(shape) <= most_tokens:
+            return shape
+    return _ends(text, most_tokens)
+
+
+def _ends(text: str, most_tokens: int) -> str:
+    share = len(text) / max(1, estimate_tokens(text) * BYTES_PER_TOKEN)  # characters are not always bytes
+    room = int(most_tokens * BYTES_PER_TOKEN * share)
+    head = int(room * HEAD)
+    tail = room - head
+    gone = len(text) - room
+    return f"{text[:head]}\n[… {gone:,} characters left out …]\n{text[len(text) - tail :]}"
+
+
+def _shape_of(text: str) -> str | None:
+    """Return the data with long lists and texts cut, and marked as such; None if it is not JSON."""
+    try:
+        value = from_json(text)
+    except ValueError:
+        return None
+    return f"[only the shape of this] {to_json(_shape(value, 0)).decode()}"
+
+
+def _shape(value: JsonValue, depth: int) -> JsonValue:
+    if isinstance(value, str):
+        return value if len(value) <= SHOWN_CHARACTERS else f"{value[:SHOWN_CHARACTERS]}… ({len(value):,} characters)"
+    if depth >= DEEPEST and isinstance(value, dict | list):
+        return f"… ({len(value):,} {'fields' if isinstance(value, dict) else 'items'})"
+    if isinstance(value, dict):
+        return {name: _shape(inner, depth + 1) for name, inner in value.items()}
+    if isinstance(value, list):
+        shown = [_shape(inner, depth + 1) for inner in value[:SHOWN_ITEMS]]
+        more = len(value) - SHOWN_ITEMS
+        return [*shown, f"… ({more:,} more items)"] if more > 0 else shown
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """Counts in tokens; None for what is not stated."""
+
+    context: int | None = None
+    prompt: int | None = None
+
+
+def stated(message: str) -> Stated:
+    return Stated(_number(_CONTEXT, message), _number(_PROMPT, message))
+
+
+def _number(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    if found is None:
+        return None
+    digits = next(group for group in found.groups() if group is not None).replace(",", "")
+    return int(digits) if digits and len(digits) < 10 else None

@@ -106,6 +106,8 @@ def text_of(name: str, value: object) -> str:
     """Return a field's value as it appears in a prompt, encodable as UTF-8."""
     if type(value) is str and value.isascii():  # the usual case
         return value
+    if type(value) is int:
+        return str(value)
     if value is None or (isinstance(value, float) and value != value) or type(value).__name__ in MISSING:
         return ""
     with boundary(lambda raised: InputError(f"the field {name!r} cannot be written as text or JSON: {raised}")):

@@ -25,8 +25,7 @@ from batch_agent.compiler.fields import (
     value_of,
 )
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
-from batch_agent.compiler.merge import groups, merge_prompt
-from batch_agent.compiler.oversized import Sizing, longest
+from batch_agent.compiler.oversized import Sizing, groups, longest, merge_prompt
 from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, with_pictures
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble

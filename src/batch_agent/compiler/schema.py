@@ -10,17 +10,22 @@ User schemas run the user's code. Whatever their validators raise becomes Invali
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import operator
 import re
+import sys
+import types
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NoReturn, TypeVar, cast
 
+import typing_extensions
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import from_json, to_json
 
-from batch_agent.compiler.typed_dict import modern_typed_dicts
 from batch_agent.errors import Invalid, NotJSON, OutputError, SpecError
 from batch_agent.foreign import boundary, message_of
 from batch_agent.messages import JsonObject
@@ -224,3 +229,39 @@ def _unusable(error: BaseException) -> str:
         message = message.partition(". Set `arbitrary_types_allowed")[0]
         return message.replace("Unable to generate pydantic-core schema for", "there is no JSON schema for")
     return message or type(error).__name__
+
+
+def modern_typed_dicts(kind: object) -> object:
+    """Return the schema with each ``typing.TypedDict`` in it rebuilt with ``typing_extensions``. Before Python 3.12 the
+    first kind lacks data that pydantic needs, and pydantic refuses it. Both are dicts at run time."""
+    if sys.version_info >= (3, 12):
+        return kind
+    if isinstance(kind, type) and typing.is_typeddict(kind):
+        return _rebuilt(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is None or origin in (typing.Literal, typing.Annotated):
+        return kind
+    modern = tuple(modern_typed_dicts(argument) for argument in arguments)
+    if all(new is old for new, old in zip(modern, arguments, strict=True)):
+        return kind
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, modern)
+    return origin[modern]
+
+
+def _rebuilt(kind: type) -> object:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    required: frozenset[str] = getattr(kind, "__required_keys__", frozenset(hints))
+    fields = {name: _marked(hint, name in required) for name, hint in hints.items()}
+    make = cast("Callable[[str, dict[str, object]], type]", typing_extensions.TypedDict)
+    modern = make(kind.__name__, fields)
+    modern.__doc__ = kind.__doc__  # the schema's description
+    return modern
+
+
+def _marked(hint: object, required: bool) -> object:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Required, typing.NotRequired):
+        return origin[modern_typed_dicts(typing.get_args(hint)[0])]
+    marker = typing.Required if required else typing.NotRequired
+    return marker[modern_typed_dicts(hint)]

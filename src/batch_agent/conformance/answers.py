@@ -7,8 +7,7 @@ from pydantic import JsonValue
 from batch_agent.backends.engines.engine import at
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.conformance.finding import Finding, emulated, missing, not_asked, unclear, works
-from batch_agent.conformance.flags import flag
-from batch_agent.conformance.subject import SENTENCE, RawAnswer, Subject
+from batch_agent.conformance.subject import SENTENCE, RawAnswer, Subject, flag
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError
 from batch_agent.messages import Image, JsonObject, Message
 
@@ -17,7 +16,6 @@ OVERFLOW_TOKENS = 200_000  # the longest prompt that is sent to find the end of 
 UNKNOWN_CONTEXT_TOKENS = 40_000  # ... if the server does not report its context
 IMAGE_TOKENS = 8  # a prompt with an image has more tokens than without, by more than this
 STORY = "Count from one to thirty in English words."
-NOT_CHAT = not_asked("asked of servers with /chat/completions only")
 
 
 # The server
@@ -50,8 +48,6 @@ async def unknown_model(s: Subject) -> Finding:
 
 
 async def wrong_key(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     try:
         await s.raw("Say hello.", headers={"Authorization": "Bearer batch-agent-wrong-key"}, max_tokens=1)
     except Rejected as error:
@@ -62,8 +58,6 @@ async def wrong_key(s: Subject) -> Finding:
 
 
 async def unknown_field(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     try:
         await s.raw("Say hello.", {"batch_agent_unknown": 1}, max_tokens=1)
     except Rejected as error:
@@ -72,8 +66,6 @@ async def unknown_field(s: Subject) -> Finding:
 
 
 async def connection(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     answer = await s.raw("Say hello.", max_tokens=1)
     kept = {name.lower(): value for name, value in answer.headers.items()}.get("connection", "keep-alive")
     if kept.lower() == "close":
@@ -193,8 +185,6 @@ async def reasoning(s: Subject) -> Finding:
 
 
 async def stream_form(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     answer = await s.raw(STORY, streamed=True)
     if not answer.events:
         return missing("a stream was requested, and one document came")
@@ -206,8 +196,6 @@ async def stream_form(s: Subject) -> Finding:
 
 
 async def stream_pieces(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     answer = await s.raw(STORY, streamed=True)
     pieces = [when for event, when in zip(answer.events, answer.times, strict=True) if _delta(event).get("content")]
     if len(pieces) < 2:
@@ -268,8 +256,6 @@ def call_pieces(answer: RawAnswer) -> list[JsonObject]:
 
 
 async def embeddings(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     try:
         told = await s.post("/embeddings", {"model": s.model, "input": ["a tree", "a rock"]})
     except BackendError as error:
@@ -282,8 +268,6 @@ async def embeddings(s: Subject) -> Finding:
 
 
 async def responses(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     try:
         told = await s.post("/responses", {"model": s.model, "input": "Say hello.", "max_output_tokens": 16})
     except BackendError as error:
@@ -292,8 +276,6 @@ async def responses(s: Subject) -> Finding:
 
 
 async def lists(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     asked: JsonObject = {"role": "user", "content": "Say hello."}
     try:
         told = await s.post(
@@ -308,8 +290,6 @@ async def lists(s: Subject) -> Finding:
 
 
 async def tokenizer(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     for fields in ({"model": s.model, "prompt": "a tree"}, {"content": "a tree"}):
         try:
             told = await s.post("/tokenize", {**fields}, beside=True)

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from batch_agent.backends.base import Backend
 from batch_agent.conformance import answers, serving, tools
 from batch_agent.conformance.finding import Answered, Finding, Report, missing, not_asked, unclear
-from batch_agent.conformance.flags import engine_name, identify
-from batch_agent.conformance.subject import Subject, Wording
+from batch_agent.conformance.subject import NotChat, Subject, Wording, engine_name, identify
 from batch_agent.errors import BackendError, Rejected, SpecError
 
 QUESTION_SECONDS, TOTAL_SECONDS = 60.0, 900.0
@@ -169,6 +168,8 @@ async def _asked(subject: Subject, question: Check, seconds: float) -> Finding:
                 if not error.stale:
                     raise
                 return await question.ask(subject)  # the server had closed the kept connection
+    except NotChat:
+        return not_asked("asked of servers with /chat/completions only")
     except TimeoutError:
         return unclear(f"no answer in {seconds:g} s")
     except Rejected as error:

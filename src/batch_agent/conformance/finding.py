@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
@@ -27,24 +28,11 @@ class Finding:
     flag: str = ""  # what would help, if the server lacks something
 
 
-def works(note: str = "") -> Finding:
-    return Finding("works", note)
-
-
-def emulated(note: str, flag: str = "") -> Finding:
-    return Finding("emulated", note, flag)
-
-
-def missing(note: str, flag: str = "") -> Finding:
-    return Finding("missing", note, flag)
-
-
-def unclear(note: str, flag: str = "") -> Finding:
-    return Finding("unclear", note, flag)
-
-
-def not_asked(note: str) -> Finding:
-    return Finding("not asked", note)
+works = partial(Finding, "works")
+emulated = partial(Finding, "emulated")
+missing = partial(Finding, "missing")
+unclear = partial(Finding, "unclear")
+not_asked = partial(Finding, "not asked")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import orjson
 from pydantic import JsonValue
@@ -21,6 +22,56 @@ from batch_agent.http.connection import SSEParser
 from batch_agent.messages import Conversation, JsonObject, Message, Quota, ToolCall, ToolSpec, Usage
 
 Wording = Callable[[str, str], str]
+
+FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "vllm": {
+            "key": "--api-key KEY",
+            "tools": "--enable-auto-tool-choice --tool-call-parser NAME",
+            "arguments": "--tool-strict-level parameter",
+            "cached": "--enable-prompt-tokens-details",
+            "cache": "start it without --no-enable-prefix-caching",
+            "priority": "--scheduling-policy priority, and ?priority=true behind the address",
+            "load": "start it without --disable-log-stats",
+            "reasoning": "--reasoning-parser NAME",
+            "concurrency": "--max-num-seqs N",
+            "embeddings": "a server of its own, with an embedding model",
+            "whitespace": "--structured-outputs-config '{\"disable_any_whitespace\": true}'",
+        },
+        "sglang": {
+            "key": "--api-key KEY",
+            "tools": "--tool-call-parser NAME",
+            "arguments": "--tool-call-parser NAME, and --grammar-backend xgrammar",
+            "cached": "--enable-cache-report",
+            "cache": "start it without --disable-radix-cache",
+            "priority": "--enable-priority-scheduling",
+            "load": "--enable-metrics",
+            "reasoning": "--reasoning-parser NAME",
+            "concurrency": "--max-running-requests N",
+            "embeddings": "a server of its own, with --is-embedding",
+            "seed": "--enable-deterministic-inference",
+            "whitespace": "--constrained-json-disable-any-whitespace",
+        },
+        "llamacpp": {
+            "key": "--api-key KEY",
+            "tools": "--jinja",
+            "load": "--metrics",
+            "reasoning": "--jinja --reasoning-format deepseek",
+            "concurrency": "--parallel N, with --ctx-size N times the context of one request",
+            "embeddings": "--embeddings, in a server of its own",
+        },
+        "ollama": {
+            "key": "a proxy in front of it: it has no keys",
+            "tools": "a model whose template has tools (ollama show MODEL)",
+            "overflow": "OLLAMA_CONTEXT_LENGTH=N, and model_max_context=N in the run",
+            "concurrency": "OLLAMA_NUM_PARALLEL=N",
+            "embeddings": "an embedding model, such as nomic-embed-text",
+        },
+    }
+)
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "ollama": "Ollama", "dynamo": "Dynamo"}
+
+
 """Takes the id of a question and its prompt, and returns the prompt to send."""
 
 ANSWER_TOKENS = 48  # the limit of most answers
@@ -77,6 +128,10 @@ class RawAnswer:
     def message(self) -> JsonObject:
         message = self.choice().get("message")
         return message if isinstance(message, dict) else {}
+
+
+class NotChat(Exception):
+    """The question needs the wire of ``/chat/completions``, which the backend does not use."""
 
 
 class Subject:
@@ -174,8 +229,10 @@ class Subject:
         headers: Mapping[str, str] | None = None,
         **options: object,
     ) -> RawAnswer:
-        """Send the body that the backend would send, with ``changes``, and return the response unread."""
-        assert isinstance(self.backend, HttpBackend)
+        """Send the body that the backend would send, with ``changes``, and return the response unread. Raises NotChat
+        if the backend has another wire."""
+        if not isinstance(self.backend, HttpBackend) or not self.is_chat:
+            raise NotChat
         request = self.request(prompt, self.shape(**options))
         body: JsonObject = {**orjson.loads(self.backend.body_of(request)), **(changes or {})}
         if streamed:
@@ -218,8 +275,9 @@ class Subject:
             return None
 
     async def post(self, path: str, fields: JsonObject, *, beside: bool = False) -> JsonObject:
-        """Return the JSON object of another route of the server. Raises BackendError."""
-        assert self.client is not None
+        """Return the JSON object of another route of the server. Raises BackendError, or NotChat like ``raw``."""
+        if self.client is None or not self.is_chat:
+            raise NotChat
         self.requests += 1
         route = self.client.route("POST", path, beside=beside)
         return json_object(await self.client.send(route, orjson.dumps(fields)) or b"")
@@ -237,3 +295,32 @@ def json_object(body: bytes | None) -> JsonObject:
 def _count(document: JsonObject, name: str) -> int:
     value = at(document.get("usage"), name)
     return value if isinstance(value, int) else 0
+
+
+def flag(subject: Subject, name: str) -> str:
+    """Return the flag of this engine, or ""."""
+    return FLAGS.get(subject.engine, {}).get(name, "")
+
+
+async def identify(subject: Subject) -> None:
+    """Find the kind and the version of the server, from pages that cost nothing."""
+    scheme = subject.backend.name.partition("://")[0]
+    subject.engine = scheme if scheme in NAMES else ""
+    pages = (
+        ("ollama", "/api/version", ("version",)),
+        ("sglang", "/server_info", ("version",)),
+        ("llamacpp", "/props", ("build_info",)),
+        ("vllm", "/version", ("version",)),
+    )
+    for engine, page, path in pages:
+        if subject.engine not in ("", engine):
+            continue
+        told = at(json_object(await subject.get(page, beside=True)), *path)
+        if isinstance(told, str) and told:
+            subject.engine, subject.version = engine, told
+            return
+
+
+def engine_name(subject: Subject) -> str:
+    name = NAMES.get(subject.engine) or subject.backend.name.partition("://")[0]
+    return f"{name} {subject.version}" if subject.version else f"{name}, version unknown"

@@ -8,10 +8,9 @@ import jsonschema_rs
 import orjson
 
 from batch_agent.backends.engines.engine import at
-from batch_agent.conformance.answers import NOT_CHAT, call_pieces
+from batch_agent.conformance.answers import call_pieces
 from batch_agent.conformance.finding import Finding, emulated, missing, not_asked, unclear, works
-from batch_agent.conformance.flags import flag
-from batch_agent.conformance.subject import CLOCK, WEATHER, Heard, RawAnswer, Subject
+from batch_agent.conformance.subject import CLOCK, WEATHER, Heard, RawAnswer, Subject, flag
 from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import JsonObject, Message, ToolCall
 
@@ -95,11 +94,9 @@ async def tool_arguments(s: Subject) -> Finding:
     written = heard.calls[0].arguments
     if _fits(written, WEATHER.parameters):
         return works(written[:60])
-    return emulated(f"arguments do not follow the schema ({written[:60]}): the model gets the error", _strict(s))
-
-
-def _strict(s: Subject) -> str:
-    return flag(s, "arguments")
+    return emulated(
+        f"arguments do not follow the schema ({written[:60]}): the model gets the error", flag(s, "arguments")
+    )
 
 
 async def tool_parallel(s: Subject) -> Finding:
@@ -129,8 +126,6 @@ def _talk(*results: tuple[str, str, str]) -> list[Message]:
 
 
 async def tool_streamed(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     answer = await _raw_call(s, streamed=True)
     parts = call_pieces(answer)
     if not parts:
@@ -155,8 +150,6 @@ async def tool_reported(s: Subject) -> Finding:
 
 
 async def tool_ids(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     ids = []
     for _ in range(2):
         calls = (await _raw_call(s)).message().get("tool_calls")
@@ -169,8 +162,6 @@ async def tool_ids(s: Subject) -> Finding:
 
 
 async def tool_finish(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     answer = await _raw_call(s)
     if not answer.message().get("tool_calls"):
         return unclear("the model called no tool")
@@ -207,7 +198,8 @@ async def _kept(s: Subject, prompt: str, wanted: JsonObject, *, streamed: bool =
     if _fits(heard.text, wanted):
         return works(heard.text[:60])
     if heard.finish == "length":
-        spaced = flag(s, "whitespace") if _is_spaced(heard.text) else ""
+        spaces = sum(map(str.isspace, heard.text))  # a grammar may allow them without limit
+        spaced = flag(s, "whitespace") if spaces > len(heard.text) / 4 else ""
         return unclear(f"the answer reached {SCHEMA_TOKENS} tokens: {heard.text.strip()[:40]!r}", spaced)
     return emulated(f"answers are validated and repaired, because the server answered {heard.text[:40]!r}")
 
@@ -234,8 +226,6 @@ async def schema_with_tools(s: Subject) -> Finding:
 
 
 async def json_mode(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     try:
         answer = await s.raw(
             'Reply with the JSON object {"word": "hello"}.',
@@ -249,8 +239,6 @@ async def json_mode(s: Subject) -> Finding:
 
 
 async def bad_schema(s: Subject) -> Finding:
-    if not s.is_chat:
-        return NOT_CHAT
     form: JsonObject = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "nonsense"}}}
     try:
         await s.raw("Say hello.", {"response_format": form}, max_tokens=8)
@@ -259,11 +247,6 @@ async def bad_schema(s: Subject) -> Finding:
     except BackendError as error:
         return missing(f"a schema that cannot be compiled is an error of the server ({error.status}), not a refusal")
     return missing("a schema that cannot be compiled is ignored")
-
-
-def _is_spaced(text: str) -> bool:
-    """Return whether much of an answer is white space, which a grammar may allow without limit."""
-    return sum(map(str.isspace, text)) > len(text) / 4
 
 
 def _fits(text: str, wanted: JsonObject) -> bool:

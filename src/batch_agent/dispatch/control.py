@@ -87,6 +87,7 @@ class ControlRequests:
         self._like: ModelRequest | None = None
         self.unlike = True  # no request is known that a control request could be like
         self._tasks: dict[Endpoint, asyncio.Task[bool | None]] = {}
+        self._tickets: dict[Endpoint, Ticket] = {}  # of their latest requests
 
     def like(self, request: ModelRequest | None) -> None:
         """Make the next control request like this one, which failed or is the first."""
@@ -105,29 +106,36 @@ class ControlRequests:
         task, backend, like = self._tasks.get(endpoint), self._backend, self._like
         if task is None and backend is not None and like is not None and self.can_ask(endpoint):
             endpoint.server.controlled = True
-            ticket = claims.claim_control(endpoint)
-            call = ControlCall(backend, like)
-            task = asyncio.get_running_loop().create_task(self._control(endpoint, call, ticket))
+            self._tickets[endpoint] = claims.claim_control(endpoint)
+            task = asyncio.get_running_loop().create_task(self._control(endpoint, ControlCall(backend, like)))
             self._tasks[endpoint] = task
-            task.add_done_callback(partial(self._done, endpoint, ticket, claims))
+            task.add_done_callback(partial(self._done, endpoint, claims))
         return task
+
+    def renew(self, endpoint: Endpoint, claims: Claims) -> None:
+        """Send another control request after the one that fails now, in its slot."""
+        self._tickets[endpoint] = claims.claim_control(endpoint)
 
     def stop(self, endpoint: Endpoint) -> None:
         if endpoint in self._tasks:
             self._tasks[endpoint].cancel()
 
     def close(self) -> None:
+        self._backend = None  # no request is sent any more
         for task in self._tasks.values():
             task.cancel()
 
     async def wait_closed(self) -> None:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _control(self, endpoint: Endpoint, call: ControlCall, ticket: Ticket) -> bool | None:
+    async def _control(self, endpoint: Endpoint, call: ControlCall) -> bool | None:
+        ticket = self._tickets[endpoint]
         try:
             reply = await self._ask(call, ticket)
             return True if reply.saved is None else None
         except BackendError as error:
+            if self._tickets[endpoint] is not ticket:
+                return await self._control(endpoint, call)
             if outcome_of(error) != "refused":
                 return outcome_of(error) == "flawed"
             endpoint.server.takes_controls = False
@@ -137,9 +145,9 @@ class ControlRequests:
             endpoint.server.takes_controls = False
         return None
 
-    def _done(self, endpoint: Endpoint, ticket: Ticket, claims: Claims, task: asyncio.Task[bool | None]) -> None:
+    def _done(self, endpoint: Endpoint, claims: Claims, task: asyncio.Task[bool | None]) -> None:
         del self._tasks[endpoint]
         endpoint.server.controlled = False
-        claims.withdraw(ticket)  # if the task was cancelled before it began
+        claims.withdraw(self._tickets.pop(endpoint))  # if the task was cancelled before it began
         if not task.cancelled() and task.result() is None:
             self._give_up(endpoint)

@@ -47,7 +47,7 @@ SILENT = Observer()
 # these limits.
 SHORTEST_GRACE, LONGEST_GRACE, GRACE_FACTOR = 6.0, 30.0, 1.2
 MOST_NAMED = 5  # rows in the message about them
-MOST_DOUBLED = 5  # times that the delay of a row that is refused for load is doubled
+MOST_DOUBLED = 6  # times that the delay of a row that is refused for load is doubled
 
 
 class ModelCall:
@@ -348,7 +348,8 @@ class Dispatcher:
             held = endpoint.server.held_until and endpoint.server.held_for == inf
             wait = None if held or self.endpoints.is_excessive(endpoint, error) else error.retry_after
             refused = max(row.refused, row.passed_over - PASSED_OVER)
-            return retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
+            delay = retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
+            return min(delay, max(row.until_ripe(self.slots.loop.time()), wait or 0.0))
         if verdict.move and failures == 1:
             return 0.0
         return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
@@ -409,8 +410,13 @@ class Dispatcher:
         return self.slots.claim(progress, 0)
 
     def end_agent(self, progress: AgentForecast, turns: int) -> None:
-        self.scheduler.end_agent(progress, turns)
-        self.slots.pump()
+        scheduler = self.scheduler
+        most = scheduler.max_agents
+        full = most is not None and scheduler.agents >= most
+        scheduler.end_agent(progress, turns)
+        # Its last slot was given back before, so that only these limits may let another agent start now.
+        if full or scheduler.admission.is_on or len(scheduler.endpoints) > 1 or not turns:
+            self.slots.pump()
 
     async def wait_for_tools(self, ended: asyncio.Future[T]) -> T:
         """Wait until the tools have ended. Raises if the run's time limit ends first."""

@@ -20,7 +20,7 @@ from batch_agent.dispatch.rate_limits import RateLimits
 from batch_agent.dispatch.slots import Flights
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
+from batch_agent.scheduler.blame import CONTROL_PAUSE, SEVERAL, Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.capacity import LimitSearch
 from batch_agent.scheduler.core import Scheduler, Slot
 from batch_agent.scheduler.engine_load import Load
@@ -44,19 +44,22 @@ class Alarms:
         self._numbers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
+        self._closed = False
 
     def __contains__(self, endpoint: Endpoint) -> bool:
         return endpoint in self._set
 
     def set(self, endpoint: Endpoint, due: float) -> None:
-        """Set the alarm, unless an earlier one is already set."""
-        if due < self._set.get(endpoint, inf):
+        """Set the alarm, unless an earlier one is already set, or the run is over: requests that are cancelled at its
+        end give their slots back."""
+        if due < self._set.get(endpoint, inf) and not self._closed:
             self._set[endpoint] = due
             self._numbers += 1
             heappush(self._heap, (due, self._numbers, endpoint))
             self._set_timer()
 
     def close(self) -> None:
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -64,8 +67,9 @@ class Alarms:
         while self._heap and self._set.get(self._heap[0][2]) != self._heap[0][0]:
             heappop(self._heap)
         due = self._heap[0][0] if self._heap else inf
-        if due != self._timer_at:
-            self.close()
+        if due != self._timer_at and not self._closed:
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer_at = due
             self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._fire)
 
@@ -86,6 +90,8 @@ NEVER_REACHED = 30.0  # seconds after which an endpoint that was never reached i
 DENIED_SECONDS = 60.0  # of denials after good answers, until an endpoint is given up
 PROVEN_ANSWERS = 20  # after that many good answers, a Retry-After of one request may be chance
 EXCESSIVE = 60.0  # seconds: a Retry-After above this, after good answers, is confirmed by a second request
+SHORT_WAIT = 2.0  # seconds: a shorter Retry-After costs less than finding out whether it concerns all rows
+FEW_SLOW = 8  # requests in flight that may all be of rows that take long
 SECOND_LOOK = 0.25  # seconds after which silence is checked again
 
 ALL_REFUSED = "the run stopped because every row is refused: {error}"
@@ -187,8 +193,14 @@ class EndpointMonitor:
         if server.held_until and server.held_for <= slot.sent_at:
             server.held_until = 0.0
             self._scheduler.touch(endpoint)
-        server.refused_since = server.excessive = None
+        server.refused_since = None
+        if server.excessive is not None and slot.sent_at >= server.excessive[1]:
+            server.excessive = None
         self._is_alive(endpoint, slot, seconds, now)
+        if server.answers == 1:  # now it is known how long a row takes, and when others are late
+            if now >= self.flights.lost_at(endpoint):
+                self._alarms.set(endpoint, now + SECOND_LOOK)
+            self.arm(endpoint)
         if reply.quota is not None or slot.reservation is not None:
             counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
             self.rate_limits.learn(endpoint, slot, reply.quota, reply.usage)
@@ -201,7 +213,10 @@ class EndpointMonitor:
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
             meanwhile = server.answers - slot.answers_before
-            if reason := endpoint.capacity.succeeded(slot.sent_at, seconds, tokens, now, meanwhile):
+            capacity = endpoint.capacity
+            if capacity.causes:
+                capacity.confirm(slot.ticket.row)
+            if reason := capacity.succeeded(slot.sent_at, seconds, tokens, now, meanwhile):
                 self._on_limit(endpoint, reason)
 
     def _control_answered(self, slot: Slot, reply: Reply, now: float) -> None:
@@ -209,6 +224,7 @@ class EndpointMonitor:
         nothing about the time that rows take."""
         endpoint, server = slot.endpoint, slot.endpoint.server
         server.refused_since = server.excessive = None
+        server.control_sent = max(server.control_sent, slot.sent_at)
         self.rate_limits.learn(endpoint, slot, reply.quota, reply.usage)
         self.rate_limits.settle(slot, reply.usage)
         endpoint.health.slowest_control = max(endpoint.health.slowest_control, now - slot.sent_at)
@@ -217,6 +233,7 @@ class EndpointMonitor:
         server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", control=True), _GOOD)
         self.decisions.wake()
         self._wake(endpoint)
+        self._alarms.set(endpoint, now + SECOND_LOOK)
 
     def failed(self, slot: Slot, error: BackendError, request: ModelRequest | None = None) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called before the slot is given back."""
@@ -242,15 +259,19 @@ class EndpointMonitor:
             meanwhile = server.answers - slot.answers_before
             if not control:  # whose time limit is shorter than that of rows
                 self.say(endpoint, endpoint.capacity.timed_out(meanwhile, now - slot.sent_at))
+        if control and outcome == "silent" and not health.is_down and health.asks_again():
+            outcome = "recalled"
+            self.controls.renew(endpoint, self._slots)
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
         excessive = self.is_excessive(endpoint, error)
         row = slot.ticket.row
         beside = server.history.has_other_cause(row, slot.sent_at)
-        attempt = Attempt(row, slot.sent_at, now, outcome, slot.trial, slot.sound, left, beside, control, excessive)
-        if outcome == "overloaded":
-            row.overloaded(attempt, server.answered_sent)
+        sent, trial, waits = slot.sent_at, slot.trial, bool(error.retry_after)
+        attempt = Attempt(row, sent, now, outcome, trial, slot.sound, left, beside, control, waits, excessive)
+        if outcome == "overloaded" and row.overloaded(attempt, server.answered_sent, server.control_sent):
+            self.say(endpoint, endpoint.capacity.pardon(row))
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
             attempt,
@@ -287,7 +308,7 @@ class EndpointMonitor:
             # The limit that we found ourselves was too high: requests wait in the server's queue.
             self.say(endpoint, endpoint.capacity.overloaded(slot.generation, endpoint.server.inflight))
         if verdict.endpoint == "doubted":
-            self._is_doubted(endpoint, slot, error, now)
+            self._is_doubted(endpoint, error, now)
             return
         if outcome == "overloaded":
             self._overloaded(endpoint, slot, error, now)
@@ -353,14 +374,11 @@ class EndpointMonitor:
         self.arm(endpoint)
         return asked
 
-    def _is_doubted(self, endpoint: Endpoint, slot: Slot, error: BackendError, now: float) -> None:
+    def _is_doubted(self, endpoint: Endpoint, error: BackendError, now: float) -> None:
         """Send nothing but a control request, which shows whether the endpoint or its rows are bad."""
-        wait = error.retry_after or 0.0
-        if self.is_excessive(endpoint, error) and not self._is_confirmed(endpoint, slot, now):
-            wait = 0.0
         endpoint.health.doubt(str(error), now)
-        if error.overload and wait:
-            endpoint.server.held_until, endpoint.server.held_for = max(endpoint.server.held_until, now + wait), inf
+        # A Retry-After of rows may concern these rows alone. If it concerns all, the control request gets it too.
+        endpoint.server.held_until = 0.0
         self._scheduler.touch(endpoint)
         if self.control(endpoint) is None:
             self._no_evidence(endpoint)
@@ -483,14 +501,24 @@ class EndpointMonitor:
         excessive = self.is_excessive(endpoint, error)
         if excessive and not self._is_confirmed(endpoint, slot, now):
             return  # the next request shows whether it concerns all rows
-        if slot.ticket.row.is_alone_refused and (server.inflight > 1 or self._slots.has_untested):
+        others_tell = server.inflight > 1 or self._slots.has_untested or self.controls.can_ask(endpoint)
+        if slot.ticket.row.is_alone_refused and others_tell:
             return
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
-            self.say(endpoint, capacity.overloaded(slot.generation, server.inflight, wait, now))
+            row = slot.ticket.row
+            self.say(endpoint, capacity.overloaded(slot.generation, server.inflight, wait, now, cause=row))
             if capacity.tolerates and not excessive and (not wait or server.answers >= PROVEN_ANSWERS):
                 return  # the server takes other requests meanwhile; only this one waits
+            if wait > SHORT_WAIT and server.answers >= PROVEN_ANSWERS and not self._is_confirmed(endpoint, slot, now):
+                return  # the next request shows whether it concerns all rows
+            if wait > SHORT_WAIT and not slot.ticket.control and self.controls.can_ask(endpoint):
+                if slot.sent_at >= server.history.controlled_at + CONTROL_PAUSE:
+                    self._is_doubted(endpoint, error, now)  # if it concerns all rows, the control request gets it too
+                return
+        elif not slot.ticket.control and wait <= self._max_outage and self.controls.can_ask(endpoint):
+            return  # the row may be the cause; if it is refused again, or others are, a control request decides
         else:
             # Even one request alone is refused: this says nothing about how many the server takes later.
             capacity.restart(server.most_in_flight)
@@ -501,11 +529,13 @@ class EndpointMonitor:
         endpoint.health.reason = str(error)
         if wait > 0.0 and now + wait > server.held_until:
             server.held_until = now + wait
-            server.held_for = slot.sent_at if server.inflight > 1 and capacity.tolerates and not excessive else inf
+            one = server.inflight > 1 and (capacity.tolerates or wait > SHORT_WAIT)
+            server.held_for = slot.sent_at if one else inf
             self._scheduler.touch(endpoint)
             self.arm(endpoint)
         if max(now, server.held_until) - server.refused_since > self._max_outage:
-            self._lose_patience(endpoint, f"the server refuses every request: {error}")
+            limit = f"max_outage, {self._max_outage:g} s"
+            self._lose_patience(endpoint, f"the server refuses every request for longer than {limit}: {error}")
 
     def is_excessive(self, endpoint: Endpoint, error: BackendError) -> bool:
         """Return whether a refusal for load that asks for a long wait may concern only its row."""
@@ -663,18 +693,27 @@ class EndpointMonitor:
             self._alarms.set(endpoint, now + SECOND_LOOK)
         elif self._router.others_work(endpoint):
             self.probe(endpoint)
-        elif health.is_silent(endpoint.server.inflight, now):
+        elif health.is_silent(endpoint.server.inflight, now) and not self._may_be_slow_rows(endpoint):
             self._is_silent(endpoint, now)
         else:  # too few requests or answers to tell
-            looks = health.look(now)
-            self.probe(endpoint)
-            # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
+            looks, certain = health.look(now), health.is_learnt and endpoint.server.inflight >= SEVERAL
             occupied = self._scheduler.is_occupied
-            if looks and self.controls.can_ask(endpoint) and not (occupied and health.sounded):
+            if not certain or occupied:
+                self.probe(endpoint)
+            # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
+            if (looks or (certain and not occupied)) and self.controls.can_ask(endpoint):
+                if occupied and health.sounded:
+                    return
                 self.control(endpoint)
                 if occupied:
                     health.sounded = True
                     self.flights.recall_oldest(endpoint, now, once=True)
+
+    def _may_be_slow_rows(self, endpoint: Endpoint) -> bool:
+        """Return whether the few requests in flight may be rows that take long, and a control request can tell."""
+        few = endpoint.server.inflight <= FEW_SLOW or not (self._scheduler.wanted or self._slots.has_untested)
+        has_slot = not self._scheduler.is_occupied or not endpoint.health.sounded
+        return few and has_slot and self.controls.can_ask(endpoint)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
         health = endpoint.health

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
 from types import TracebackType
 from typing import Protocol, Self
@@ -34,7 +34,7 @@ from batch_agent.scheduler.server import Endpoint
 
 LATE = 0.25  # seconds after which a timer counts as late
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
-FEW = 256  # entries: a smaller heap is never compacted
+NEAR = 1.0  # seconds: only deadlines that are so near are kept in order
 
 
 class Deadline:
@@ -68,13 +68,14 @@ class Deadline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
+        self._deadlines._live.pop(self, None)
         if not self.expired or task is None or task.uncancel() > self._cancelling or kind is None:
             return
         if issubclass(kind, asyncio.CancelledError):
             raise TimeoutError from error
 
     def _expire(self) -> None:
-        if self._task is not None:
+        if self._task is not None and not self.expired:
             self.expired = True
             self._task.cancel()
 
@@ -86,10 +87,15 @@ class Deadline:
 
 
 class Deadlines:
+    """Few deadlines are ever reached. So the open ones are kept as they come, and only those that may expire within
+    ``NEAR`` seconds are put in order, when the timer fires."""
+
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Deadline]] = []  # entries of a moved or ended deadline are stale
-        self._compact_at = FEW  # entries; without this, stale ones stay until their time, thousands a second
+        self._live: dict[Deadline, None] = {}  # those that have a limit, between enter and exit
+        self._near: list[tuple[float, int, Deadline]] = []  # a heap; entries of a moved or ended deadline are stale
+        self._near_until = -inf  # later deadlines are not in it
         self._number = 0
+        self._due = inf  # when the timer fires
         self._timer: asyncio.TimerHandle | None = None
 
     @cached_property
@@ -104,41 +110,48 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._heap.clear()
+        self._live.clear()
+        self._near.clear()
 
     def _add(self, deadline: Deadline) -> None:
+        self._live[deadline] = None
+        when = deadline.when
+        if when < self._near_until:
+            self._put(deadline)
+        if when < self._due:
+            self._set_timer(when)
+
+    def _put(self, deadline: Deadline) -> None:
         self._number += 1
-        heap = self._heap
-        heappush(heap, (deadline.when, self._number, deadline))
-        if len(heap) > self._compact_at:
-            heap[:] = [entry for entry in heap if not _is_stale(entry)]
-            heapify(heap)
-            self._compact_at = max(FEW, 2 * len(heap))
-        timer = self._timer
-        if timer is None or deadline.when < timer.when():
-            self._set_timer(deadline.when)
+        heappush(self._near, (deadline.when, self._number, deadline))
 
     def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._fire)
+        self._due, self._timer = when, self._loop.call_at(when, self._fire)
 
     def _fire(self) -> None:
-        now, heap = self._loop.time(), self._heap
-        assert self._timer is not None
-        late = now - self._timer.when()
-        self._timer = None
-        while heap and (heap[0][0] <= now or _is_stale(heap[0])):
-            when, _, deadline = heappop(heap)
+        now, near = self._loop.time(), self._near
+        late = now - self._due
+        self._due, self._timer = inf, None
+        if now >= self._near_until:
+            self._near_until = now + NEAR
+            near.clear()
+            for deadline in self._live:
+                if deadline.when < self._near_until:
+                    self._put(deadline)
+        while near and (near[0][0] <= now or _is_stale(near[0])):
+            when, _, deadline = heappop(near)
             if deadline.when != when or deadline._task is None:
                 continue
             if late > LATE and deadline._extend(late):
-                self._number += 1
-                heappush(heap, (deadline.when, self._number, deadline))
+                self._put(deadline)
             else:
+                del self._live[deadline]
                 self._loop.call_soon(deadline._expire)
-        if heap:
-            self._set_timer(heap[0][0])
+        due = near[0][0] if near else min((deadline.when for deadline in self._live), default=inf)
+        if due < inf:
+            self._set_timer(due)
 
 
 def _is_stale(entry: tuple[float, int, Deadline]) -> bool:
@@ -312,7 +325,7 @@ class Flights:
             endpoint.health.sounded = True
             room, silent = min(room, 1), False
         for slot in self.at(endpoint):
-            if not _may_be_lost(slot) or now - self._age_from(slot) < patience:
+            if not _may_be_lost(slot) or now < self._age_from(slot) + patience:  # as ``lost_at`` adds it up
                 continue
             if room <= 0 and not silent and slot.sent_at >= server.answered_sent:
                 continue
@@ -475,7 +488,9 @@ class Slots:
         ticket = self.scheduler.request(progress, turns, now, pinned)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
-        self.pump(now)
+        self._grant(now)  # it leaves no more room for agents than before
+        if len(self.scheduler.endpoints) > 1 or self._watcher.waits:
+            self._check_idle()
         return ticket
 
     def claim_control(self, endpoint: Endpoint) -> Ticket:
@@ -529,14 +544,14 @@ class Slots:
     async def again(self, slot: Slot, delay: float) -> None:
         """Join the queue again after ``delay`` seconds, to repeat a failed request."""
         if delay:
-            at_fault = slot.ticket.row.charges > 0
+            gives_way = slot.ticket.row.gives_way(delay)
             self.scheduler.backing_off += 1
-            self.scheduler.at_fault += at_fault
+            self.scheduler.giving_way += gives_way
             try:
                 await self._sleep(delay)
             finally:
                 self.scheduler.backing_off -= 1
-                self.scheduler.at_fault -= at_fault
+                self.scheduler.giving_way -= gives_way
                 self.pump()
         self.scheduler.again(slot)
         self.pump()
@@ -664,17 +679,8 @@ class Slots:
         scheduler, fed = self.scheduler, False
         if now is None:
             now = self.clock()
-        if not self.refusal:
-            while (slot := scheduler.grant(now)) is not None:
-                waiter = self._waiters.pop(slot.ticket, None)
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(slot)
-                self._watcher.sent(slot)
-                if not scheduler.waiting and not scheduler.wanted:
-                    break
-            # One that is overdue waits for a slot, not for the clock.
-            if scheduler.waiting and now < scheduler.due < inf:
-                self._set_alarm(scheduler.due)
+        if scheduler.waiting or scheduler.wanted:
+            self._grant(now)
         # The newest first: later stages work on earlier results, and finish the pipeline.
         for feed in reversed(self._feeds):
             if feed.room is not None:
@@ -684,6 +690,21 @@ class Slots:
                 fed = True
         if not fed and (len(scheduler.endpoints) > 1 or self._watcher.waits):
             self._check_idle()
+
+    def _grant(self, now: float) -> None:
+        scheduler = self.scheduler
+        if self.refusal:
+            return
+        while (slot := scheduler.grant(now)) is not None:
+            waiter = self._waiters.pop(slot.ticket, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(slot)
+            self._watcher.sent(slot)
+            if not scheduler.waiting and not scheduler.wanted:
+                return
+        # One that is overdue waits for a slot, not for the clock.
+        if scheduler.waiting and now < scheduler.due < inf:
+            self._set_alarm(scheduler.due)
 
     def _check_idle(self) -> None:
         scheduler, waits = self.scheduler, self._watcher.waits

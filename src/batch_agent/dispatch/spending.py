@@ -217,14 +217,17 @@ class Spending(Account):
         ledger = self._ledger
         if ledger.advance is None:
             return self._time_advance(0)
-        known = bool(self._estimator.answers)
-        template = Usage(prompt_tokens=0 if known else ADVANCE_TEMPLATE_TOKENS)
-        more = _amount(template, None if self._prices is None else self._prices.most(template))
-        advance = self._next_advance = ledger.next_advance(self._awaited(), more)
+        advance = self._next_advance = self._advance_for(self._awaited())
         # Until the commit is done, the disk may hold either advance.
         ledger.advance = Amount(min(advance.tokens, ledger.advance.tokens), min(advance.cost, ledger.advance.cost))
         own = advance - self._before
         return self._time_advance(own.tokens) or (own.tokens, own.cost)
+
+    def _advance_for(self, waiting: Amount) -> Amount:
+        known = bool(self._estimator.answers)
+        template = Usage(prompt_tokens=0 if known else ADVANCE_TEMPLATE_TOKENS)
+        more = _amount(template, None if self._prices is None else self._prices.most(template))
+        return self._ledger.next_advance(waiting, more)
 
     def _time_advance(self, tokens: int) -> tuple[int, float] | None:
         """Return an advance with the running time of this session so far, and a little more; None: it is unlimited."""
@@ -234,21 +237,25 @@ class Spending(Account):
         used, most = self._seconds() * self._per_second, (self._max_cost or 0.0) - self._before.cost
         return tokens, max(used, min(used + PAID_AHEAD * self._per_second, most))
 
-    def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
-        """What this worker of a shared run has spent, what it keeps of its advance, the advance that it asks for, and
-        the least growth that is of use. Nothing is kept ahead while a call waits: two workers that each hold half of
-        what they need would wait for each other. Nor does a worker with nothing in flight keep any: others wait for
-        what it may still spend."""
+    def claim(self) -> tuple[Amount, Amount, Amount, Amount, bool]:
+        """What this worker of a shared run has spent, what it keeps of its advance, the advance that it asks for, the
+        least growth that is of use, and whether that is of use only while no other worker holds any. Nothing is kept
+        ahead while a call waits: two workers that each hold half of what they need would wait for each other. Nor does
+        a worker with nothing in flight keep any: others wait for what it may still spend."""
         ledger = self._ledger
         assert ledger.advance is not None
         self.next_advance()
-        used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
+        used, first, want = ledger.spent + ledger.reserved, self._awaited(most=1), self._next_advance
         ahead = ledger.ahead_of(ledger.spent - self._claimed)
         self._claimed = ledger.spent
         if first == NOTHING and ledger.in_flight:
-            return ledger.spent, ledger.advance, self._next_advance + ahead, NOTHING
+            return ledger.spent, ledger.advance, want + ahead, NOTHING, False
+        alone = not ledger.in_flight and (first == NOTHING or ledger.others_open == NOTHING)
+        if first == NOTHING:  # it does not fit beside what others hold: does it fit without that?
+            first = self._awaited(most=1, beside_others=False)
+            want = self._advance_for(first)
         ledger.advance = used
-        return ledger.spent, used, used if first == NOTHING else self._next_advance + ahead, first
+        return ledger.spent, used, used if first == NOTHING else want + ahead, first, alone
 
     @property
     def has_advance(self) -> bool:
@@ -284,13 +291,15 @@ class Spending(Account):
                 self._paid_until = self._next_paid
         self._serve()
 
-    def _awaited(self, most: int | None = None) -> Amount:
-        """Return the sum of the waiting calls, of at most ``most``, as far as they fit the limits."""
-        total = NOTHING
+    def _awaited(self, most: int | None = None, *, beside_others: bool = True) -> Amount:
+        """Return the sum of the waiting calls, of at most ``most``, as far as they fit the limits beside what other
+        workers hold."""
+        total, ledger = NOTHING, self._ledger
+        others = ledger.others_open if beside_others else NOTHING
         for call, turn in islice(self._waiters, most):
             if not turn.done():
-                amount = self._bound(call, alone=not self._ledger.in_flight and total == NOTHING)
-                if self._ledger.short(amount, beside=total):
+                amount = self._bound(call, alone=not ledger.in_flight and total == others == NOTHING)
+                if ledger.short(amount, beside=total, others_open=others):
                     break
                 total += amount
         return total
@@ -415,7 +424,7 @@ class Spending(Account):
         in_flight, others = self._ledger.in_flight, self._ledger.others_open != NOTHING
         # Computed now, because calls that ended meanwhile improved the estimate.
         amount = self._bound(call, alone=not (in_flight or others))
-        limit = self._ledger.short(amount)
+        limit = self._ledger.short(amount, others_open=self._ledger.others_open)
         if limit and in_flight:
             return "room"
         if limit and others:  # other workers return what they do not spend

@@ -2,7 +2,7 @@
 
 ``content`` decides what is sent to the model. ``process`` reads each document in a separate process, because PDFium is
 not thread-safe, and so that a parser that crashes or hangs affects only that document. ``child`` is the program of that
-process. ``pdf``, ``word`` and ``web`` are the formats; they run in that process.
+process; it reads Word and HTML files itself, and PDF files with ``pdf``.
 """
 
 from __future__ import annotations

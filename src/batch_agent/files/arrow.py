@@ -16,10 +16,9 @@ from typing import Protocol, Self
 import orjson
 
 from batch_agent.errors import SpecError
-from batch_agent.files.cells import plain
 from batch_agent.files.extras import extra
 from batch_agent.files.rows import Reading, Row
-from batch_agent.files.table import refuse_twice
+from batch_agent.files.table import plain, refuse_twice
 
 BATCH_ROWS = 256  # converted to Python at a time: few enough not to block the event loop
 STATE, DICT = "state.json", "dataset_dict.json"

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from batch_agent.errors import SpecError
 from batch_agent.files.folder import is_pattern
-from batch_agent.files.frames import rows_of_frame
 from batch_agent.files.read import KNOWN, read_inputs
+from batch_agent.files.rows import Row
+from batch_agent.files.table import plain, refuse_twice
 from batch_agent.job import cut
+
+AT_ONCE_CELLS = 500_000
+SLICE_ROWS = 256  # converted to Python at a time: few enough not to block the event loop
+
+# Returns the rows of a table from one position to another. The type of the table is known only to its package.
+_Slice: TypeAlias = Callable[[Any, int, int], Iterable[dict[object, object]]]
 
 
 def rows_from(inputs: object) -> object:
@@ -44,3 +54,65 @@ def _of_path(path: Path) -> object:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise SpecError(f"cannot read the inputs {path}: it is neither a file nor a directory")
     return read_inputs(path)
+
+
+def _from_columns(columns: Mapping[object, Sequence[object]]) -> Iterator[dict[object, object]]:
+    return (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+
+
+_SLICES: dict[tuple[str, str], _Slice] = {
+    ("pandas", "DataFrame"): lambda frame, start, end: frame.iloc[start:end].to_dict("records"),
+    ("polars", "DataFrame"): lambda frame, start, end: frame[start:end].to_dicts(),
+    ("pyarrow", "Table"): lambda table, start, end: table.slice(start, end - start).to_pylist(),
+    ("pyarrow", "RecordBatch"): lambda batch, start, end: batch.slice(start, end - start).to_pylist(),
+    ("datasets", "Dataset"): lambda dataset, start, end: _from_columns(dataset.with_format(None)[start:end]),
+}
+_COLUMNS: dict[str, Callable[[Any], Iterable[object]]] = {
+    "pandas": lambda frame: frame.columns,
+    "polars": lambda frame: frame.columns,
+    "pyarrow": lambda table: table.schema.names,
+    "datasets": lambda dataset: dataset.column_names,
+}
+_INSTEAD = {
+    ("polars", "LazyFrame"): "inputs is a polars LazyFrame: collect() it first",
+    ("datasets", "DatasetDict"): "inputs is a DatasetDict: give one of its splits, such as inputs=dataset['train']",
+    ("datasets", "IterableDatasetDict"): "inputs is a dict of datasets: give one of its splits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRows:
+    """The rows of a table in memory, as dicts of JSON values. It can be iterated several times. Tables are recognised
+    by their class names, without importing their packages. A small one is converted at once, so that values shared by
+    all rows can be hoisted; a larger one in slices."""
+
+    table: Any
+    slice: _Slice
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Row]:
+        for start in range(0, len(self), SLICE_ROWS):
+            for row in self.slice(self.table, start, min(start + SLICE_ROWS, len(self))):
+                yield {str(name): plain(value) for name, value in row.items()}
+
+
+def rows_of_frame(value: object) -> list[Row] | FrameRows | None:
+    """Return the rows of a table, or None if the value is not a table. Raises SpecError for an unusable table."""
+    for base in type(value).__mro__:
+        name = (base.__module__.partition(".")[0], base.__name__)
+        if name in _INSTEAD:
+            raise SpecError(_INSTEAD[name])
+        if name in _SLICES:
+            return _rows(value, name)
+    return None
+
+
+def _rows(table: Any, name: tuple[str, str]) -> list[Row] | FrameRows:
+    columns = [str(column) for column in _COLUMNS[name[0]](table)]
+    refuse_twice(columns, f"the {name[0]} {name[1]}")
+    if not columns:
+        raise SpecError(f"the {name[0]} {name[1]} given as inputs has no columns")
+    rows = FrameRows(table, _SLICES[name])
+    return list(rows) if len(rows) * len(columns) <= AT_ONCE_CELLS else rows

@@ -125,7 +125,10 @@ def to_json(value: object) -> bytes:
 
 def from_json(data: bytes) -> object:
     """Return the value that ``to_json`` wrote. Raises ValueError if the data is not JSON."""
-    value: object = json.loads(data)  # orjson rounds integers beyond 64 bits and refuses lone surrogates
+    try:
+        value: object = json.loads(data)  # orjson rounds integers beyond 64 bits and refuses lone surrogates
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     return value
 
 

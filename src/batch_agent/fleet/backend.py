@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
@@ -34,10 +34,8 @@ from batch_agent.backends.base import (
 )
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
-from batch_agent.fleet.following import Hostfile, Select, changes, free_name
-from batch_agent.fleet.hostfile import AgentEndpoint, Traits
+from batch_agent.fleet.hostfile import AgentEndpoint, Hostfile, Select, Traits, changes, free_name
 from batch_agent.fleet.one_loop import OneLoop
-from batch_agent.fleet.server import FleetServer
 from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
 from batch_agent.scheduler.server import Server
@@ -428,3 +426,47 @@ def from_address(address: Address) -> Fleet:
     return Fleet.from_hostfile(
         path, select, api_key=address.api_key, headers=address.headers, environ=address.environ, sends=address.sends
     )
+
+
+@dataclass(slots=True, eq=False)
+class FleetServer:
+    """``address`` is as the user gave it; ``name`` is unique in the fleet. The backend is entered on first use."""
+
+    address: str
+    name: str
+    backend: Backend
+    traits: Traits = field(default_factory=Traits)
+    found: frozenset[str] | None = None  # the models that the server lists; None: unknown
+    inflight: int = 0
+    leaving: bool = False
+    entered: bool = False
+    _entering: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def models(self) -> frozenset[str] | None:
+        return self.found if self.traits.model is None else frozenset({self.traits.model})
+
+    @property
+    def known(self) -> Server:
+        """Return what is known about the server, with the traits given to the fleet."""
+        return self.traits.apply(self.backend.servers[""], self.backend.capabilities.default_inflight, self.found)
+
+    def serves(self, model: str) -> bool:
+        return not model or self.models is None or model in self.models
+
+    async def enter(self) -> None:
+        if not self.entered:
+            async with self._entering:
+                if not self.entered:
+                    await self.backend.__aenter__()
+                    self.entered = True
+
+    async def close(self) -> None:
+        async with self._entering:
+            if self.entered:
+                self.entered = False
+                await self.backend.__aexit__(None, None, None)
+
+    def forget_loop(self) -> None:
+        """Drop the state of a closed event loop."""
+        self.entered, self.inflight, self._entering = False, 0, asyncio.Lock()

@@ -11,28 +11,36 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
+import orjson
 from aiohttp import web
+from multidict import CIMultiDict, MultiMapping
+from pydantic import JsonValue
+from yarl import URL
 
+from batch_agent.backends.http.wire import Faults
 from batch_agent.backends.schemes import KEY_VARIABLE
-from batch_agent.dispatch.policy import Policy
+from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response, read_body
-from batch_agent.errors import BackendError, SpecError
-from batch_agent.fleet.affinity import Homes, read_ask
-from batch_agent.fleet.following import Hostfile
-from batch_agent.fleet.forwarding import ClientGone, Forward
-from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.errors import BackendError, SpecError, Unavailable
+from batch_agent.fleet.hostfile import AgentEndpoint, Hostfile
 from batch_agent.fleet.probe import Prober
-from batch_agent.fleet.upstreams import Upstreams
+from batch_agent.fleet.upstreams import Upstream, Upstreams
+from batch_agent.http.failures import TransportError
+from batch_agent.http.opened import OpenResponse
 from batch_agent.http.transport import Transport
-from batch_agent.messages import JsonObject
+from batch_agent.messages import JsonObject, Reply
 from batch_agent.observe.exposition import Counter, page
 from batch_agent.observe.metrics_server import metrics_response
+from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import LAST, AgentForecast
+from batch_agent.scheduler.routing import Router
+from batch_agent.scheduler.server import Endpoint
 
 logger = logging.getLogger("batch_agent")
 
@@ -40,6 +48,22 @@ MAX_INFLIGHT = 256  # at each endpoint
 MOST_RETRIES = 2  # of a request that several servers break off: the request itself may be the cause
 MOST_ENCODINGS = 4  # layers of encoding of a path
 PARENT = re.compile(r"(^|[/\\])\.\.([/\\;?#\s\0]|$)")  # a .. in a decoded path, as lenient servers read it
+
+CONNECT_SECONDS = 5.0
+LONGEST_HOLD = 10.0  # the longest pause of an endpoint, even if it requests more
+ELSEWHERE = frozenset({429, 502, 503, 504})  # statuses of an overloaded server
+MOST_REFUSED = 2  # endpoints that may refuse a request for load; the last answer is final
+MOST_REFUSAL_BYTES = 1024 * 1024
+HOP_BY_HOP = frozenset(
+    ("connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection")
+) | {"te", "trailer", "transfer-encoding", "upgrade"}
+
+FEW = 8  # with at most this many requests in flight an endpoint is never too busy for its conversations
+BUSIER = 2.0  # an endpoint this many times as busy as the least busy one is too busy
+MOST_KEYS = 100_000  # keys whose last endpoint is remembered
+BEGINNING_CHARS = 1024  # used of a first message
+SESSION_HEADER = "X-Session-Id"
+KEY_FIELDS = ("prompt_cache_key", "user")
 
 
 async def serve_proxy(
@@ -180,3 +204,203 @@ def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
     """Return an error in the format of OpenAI's API."""
     error: JsonObject = {"message": str(refused), "type": "proxy_error", "param": None, "code": refused.status}
     return json_response({"error": error}, refused.status)
+
+
+class Forward(Question):
+    """``ticket`` is the request's claim for a slot, ``answer`` what the client gets."""
+
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        transport: Transport,
+        homes: Homes,
+        request: web.BaseRequest,
+        body: bytes,
+        key: str,
+        ticket: Ticket,
+    ) -> None:
+        self._upstreams, self._transport, self._homes = upstreams, transport, homes
+        self._request, self._body, self._key, self._ticket = request, body, key, ticket
+        self._headers = passing(request.headers, {"content-length"})
+        self._endpoint: Endpoint | None = None  # where it was last sent
+        self._refused = 0
+        self.answer: web.StreamResponse | None = None
+        self.begun = False  # the client has received a part of the answer
+        self.complete = False
+
+    def replace_key(self, key: str) -> None:
+        """Send ``key`` to the endpoint instead of the client's; "": none."""
+        for name in ("Authorization", "x-api-key"):
+            self._headers.popall(name, None)
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    @property
+    def can_move(self) -> bool:
+        """Return whether another endpoint may be tried."""
+        endpoint = self._endpoint
+        if self.begun or endpoint is None or self._refused >= MOST_REFUSED:
+            return False
+        return not self._refused or self._upstreams.dispatcher.scheduler.router.others_work(endpoint)
+
+    async def send(self, endpoint: str) -> Reply:
+        upstream, slot = self._upstreams[endpoint], self._ticket.slot
+        self._endpoint = granted = upstream.endpoint
+        self._homes.remember(self._key, granted)
+        upstream.requests += 1
+        if granted.inflight == 1:
+            upstream.heard = _now()
+        faults = Faults(upstream.host.address)
+        try:
+            await self._pass(upstream, faults)
+        except (TransportError, OSError) as error:
+            upstream.failures += 1
+            raise faults.raised(error) from None
+        except asyncio.CancelledError:
+            upstream.failures += slot is not None and slot.recalled
+            raise
+        return Reply("")
+
+    async def _pass(self, upstream: Upstream, faults: Faults) -> None:
+        """Forward the request and return its answer. Raises a TransportError if the endpoint failed, and a BackendError
+        for an answer that the client must not get, or that is bad evidence about the endpoint."""
+        async with self._open(upstream) as response:
+            chunk = await response.read_some()
+            upstream.heard = _now()
+            if response.status in ELSEWHERE:
+                await self._refuse(response, chunk, faults)
+            headers = passing(response.headers)
+            self.answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+            self.begun = True
+            await self._write(self.answer, None)
+            while chunk:
+                upstream.heard = _now()
+                self._upstreams.dispatcher.endpoints.flights.heard(self._ticket, upstream.heard)
+                await self._write(self.answer, chunk)
+                chunk = await response.read_some()
+            self.complete = True
+            if response.status >= 500:
+                error = Unavailable(f"{faults.where} answered {response.status}", status=response.status)
+                error.second_hand = True  # the server works, but this answer says nothing about its speed
+                raise error
+
+    def _open(self, upstream: Upstream) -> OpenResponse:
+        request, host = self._request, upstream.host
+        url = URL(host.api + request.rel_url.raw_path_qs.removeprefix("/v1"), encoded=True)
+        return self._transport.open(
+            request.method,
+            url,
+            self._headers,
+            self._body or None,
+            proxy=self._transport.proxy_for(url) if host.scheme == "https" else None,
+            connect_seconds=CONNECT_SECONDS,
+        )
+
+    async def _refuse(self, response: OpenResponse, chunk: bytes, faults: Faults) -> None:
+        """Raise the refusal. Its answer is kept for the client, in case no other endpoint answers."""
+        body = bytearray(chunk)
+        while chunk and len(body) < MOST_REFUSAL_BYTES:
+            chunk = await response.read_some()
+            body += chunk
+        self._refused += 1
+        headers = passing(response.headers, {"content-length"})
+        self.answer = web.Response(status=response.status, reason=response.reason, headers=headers, body=bytes(body))
+        error = faults.answered(response.status, response.headers, bytes(body))
+        error.retry_after = None if error.retry_after is None else min(LONGEST_HOLD, error.retry_after)
+        raise error
+
+    async def _write(self, answer: web.StreamResponse, chunk: bytes | None) -> None:
+        """Write the head of the answer, or a chunk. A client that left is not a failure of the endpoint."""
+        try:
+            if chunk is None:
+                await answer.prepare(self._request)
+            else:
+                await answer.write(chunk)
+        except OSError as error:
+            raise ClientGone from error
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+def passing(headers: MultiMapping[str], own: Collection[str] = ()) -> CIMultiDict[str]:
+    """Return the headers without hop-by-hop ones: the standard ones, those named in Connection, and ``own``."""
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    dropped = HOP_BY_HOP | named | set(own)
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Homes:
+    """Remembers the endpoint to which each key was last sent. A new conversation starts at the home endpoint of its
+    key, the same in every proxy, unless another one is less busy. It stays at the endpoint that answered it, unless
+    that one is clearly busier than another. So a prefix that all requests share does not leave the other endpoints
+    idle."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._last: OrderedDict[str, Endpoint] = OrderedDict()
+
+    def remember(self, key: str, endpoint: Endpoint) -> None:
+        if key:
+            self._last[key] = endpoint
+            self._last.move_to_end(key)
+            if len(self._last) > MOST_KEYS:
+                self._last.popitem(last=False)
+
+    def find(self, key: str, model: str) -> Endpoint | None:
+        """Return the endpoint for a request, if it has a slot."""
+        router = self._router
+        best = router.best(model)
+        if not key:
+            return best
+        last, few, busier = self._last.get(key), FEW, BUSIER
+        if last is None or not router.works(last) or not router.serves(last, model):
+            last, few, busier = router.home(key, model), 0, 1.0  # a new conversation
+        if last is None or best is None:
+            return last
+        return last if _busy(last) <= max(few, busier * _busy(best)) else best
+
+
+def _busy(endpoint: Endpoint) -> float:
+    """Return the requests in flight with one more, divided by weight."""
+    return (endpoint.inflight + 1) / endpoint.server.weight
+
+
+def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
+    """Returns the key of requests that belong together, and the model; "" for what the request does not say."""
+    try:
+        document: JsonValue = orjson.loads(body) if body else None
+    except orjson.JSONDecodeError:  # images, forms
+        document = None
+    fields: Mapping[str, JsonValue] = document if isinstance(document, dict) else {}
+    model = fields.get("model")
+    given = [headers.get(SESSION_HEADER), *(fields.get(name) for name in KEY_FIELDS)]
+    key = next((f"{value}" for value in given if value and isinstance(value, str)), "") or _beginning(fields)
+    return key, model if isinstance(model, str) else ""
+
+
+def _beginning(fields: Mapping[str, JsonValue]) -> str:
+    """Returns what comes before the first user message and how that begins: the same in all turns of a conversation."""
+    said = next((fields[name] for name in ("messages", "prompt", "input") if fields.get(name)), None)
+    if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
+        return _text(said)[:BEGINNING_CHARS]
+    beginning = [_text(fields.get("system") or fields.get("instructions"))]
+    for message in said:
+        assert isinstance(message, dict)
+        text = _text(message.get("content"))
+        if message.get("role") == "user":
+            beginning.append(text[:BEGINNING_CHARS])
+            break
+        beginning.append(text)
+    return "\n".join(beginning)
+
+
+def _text(value: JsonValue) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()

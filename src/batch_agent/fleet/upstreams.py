@@ -17,8 +17,7 @@ from typing import NoReturn
 from batch_agent.backends.base import Probe
 from batch_agent.backends.http.backend import Entries
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.fleet.following import changes, free_name
-from batch_agent.fleet.hostfile import AgentEndpoint, Traits
+from batch_agent.fleet.hostfile import AgentEndpoint, Traits, changes, free_name
 from batch_agent.fleet.probe import Prober
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.server import Endpoint, Server

@@ -153,6 +153,7 @@ class Beat:
 
 MAX_HEAD_BYTES = 64 * 1024
 SWITCHING_PROTOCOLS = 101
+NO_HEADERS: CIMultiDict[str] = CIMultiDict()  # until the head has arrived
 
 
 class ResponseParser:
@@ -189,7 +190,7 @@ class ResponseParser:
         self.limit_bytes = limit_bytes
         self._size = 0  # bytes read so far
         self.complete = False
-        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.headers = NO_HEADERS
         # Called by httptools for every piece of the body: a C method is the cheapest.
         self.on_body: Callable[[bytes], None] = self._buffer.extend
         self.reason = ""
@@ -260,7 +261,8 @@ class ResponseParser:
         self.reason += reason.decode("utf-8", "replace")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields.append((name.decode("utf-8", "replace"), value.decode("utf-8", "replace")))
+        if not self.status:  # trailers are not used, and may have no end
+            self._fields.append((name.decode("utf-8", "replace"), value.decode("utf-8", "replace")))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

@@ -47,7 +47,7 @@ def write_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Return header lines, without those that ``write_head`` and ``with_length`` write."""
     lines = []
     for name, value in headers:
-        if _LINE_END.search(name) or _LINE_END.search(value):
+        if not (name.isprintable() and value.isprintable()) and _LINE_END.search(f"{name} {value}"):
             raise SpecError(f"the header {name!r} has a line break in it")
         if name.lower() not in _OWN:
             lines.append(f"{name}: {value}\r\n")

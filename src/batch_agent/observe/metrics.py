@@ -7,12 +7,15 @@ Other modules here display the numbers.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
+from batch_agent.blocking import clock_of
 from batch_agent.errors import Interrupted
 from batch_agent.events import (
     AnswerRejected,
@@ -29,6 +32,8 @@ from batch_agent.events import (
     RunFinished,
     RunStarted,
     SchemaUnsupported,
+    Sinks,
+    Source,
     ToolFinished,
     ToolStarted,
     TurnFailed,
@@ -36,7 +41,8 @@ from batch_agent.events import (
     TurnStarted,
     TypedSink,
 )
-from batch_agent.messages import JsonObject, Usage
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.observe.history import History, Pace
 from batch_agent.observe.limits import Limits, LimitStep
 from batch_agent.observe.stage_counts import StageCount
@@ -202,35 +208,52 @@ class Statistics:
         return min(by_rate, max(0.0, self.row_seconds - self.youngest))
 
 
-# The state of a running agent. Plain ints that index the counts: this is the hot path.
+# The state of a running agent. Plain ints: this is the hot path.
 _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
 
 
-class _Agent:
-    __slots__ = ("began", "job_id", "since", "state", "tools_open", "turns_open")
+class LiveAgent:
+    """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
+    then that was a pause after a failure. ``recorder`` gets its spans, if the run has a timeline."""
 
-    def __init__(self, at: float, job_id: str) -> None:
-        self.job_id = job_id
+    __slots__ = (
+        "backoff",
+        "began",
+        "index",
+        "job_id",
+        "ready",
+        "recorder",
+        "since",
+        "state",
+        "tools_open",
+        "turn",
+        "turns_open",
+    )
+
+    def __init__(self, at: float, index: int, job_id: str, recorder: Recorder | None) -> None:
+        self.index, self.job_id, self.recorder = index, job_id, recorder
         self.state = _QUEUED
-        self.began = self.since = at
+        self.began = self.since = self.ready = at
+        self.backoff = 0.0
+        self.turn = 0
         self.tools_open = 0
         self.turns_open = 0  # more than one if a row is processed in parts
 
 
 class Metrics(TypedSink):
-    """``clock`` must be the clock of the events' ``at``."""
+    """``clock`` must be the clock of the events' ``at``. A run calls ``job_started`` and the other public methods for
+    its own agents (``Emit``). The handlers are for events of runs inside it, and for rare ones."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None) -> None:
+        self._clock, self._recorder = clock, recorder
         self._run: RunStarted | None = None
         self._began = 0.0
         self._finished: RunFinished | None = None
-        self._agents: dict[tuple[str, int], _Agent] = {}  # by run and row
+        self._agents: dict[tuple[str, int], LiveAgent] = {}  # by run and row
         self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
-        self._counts = [0, 0, 0, 0]  # agents in each state
-        self._seconds = [0.0, 0.0, 0.0, 0.0]  # total seconds in each state
-        self._peak_running = 0
+        self._running = self._peak_running = 0
+        self._running_seconds = self._waiting_seconds = 0.0  # of all agents
         self._turns = self._retries = self._controls = 0
         self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
         self._cost: float | None = None
@@ -272,6 +295,7 @@ class Metrics(TypedSink):
         now = finished.at if finished else self._clock()
         elapsed = now - run.at if run else 0.0
         down = self._down_by_server(now)
+        states = Counter(agent.state for agent in self._agents.values())
         return Statistics(
             backend=run.backend if run else "",
             model=run.model if run else "",
@@ -282,10 +306,10 @@ class Metrics(TypedSink):
             interrupted=self._interrupted,
             resumed=self._resumed,
             failures=dict(self._failures),
-            running=self._counts[_RUNNING],
-            waiting_on_tools=self._counts[_WAITING],
-            backing_off=self._counts[_BACKING_OFF],
-            queued=self._counts[_QUEUED],
+            running=states[_RUNNING],
+            waiting_on_tools=states[_WAITING],
+            backing_off=states[_BACKING_OFF],
+            queued=states[_QUEUED],
             turns=self._turns,
             retries=self._retries,
             control_requests=self._controls,
@@ -300,8 +324,8 @@ class Metrics(TypedSink):
             tools={name: ToolUse(int(use[0]), int(use[1]), use[2]) for name, use in self._tools.items()},
             rejected=self._rejected,
             last_rejected=self._last_rejected,
-            inference_seconds=self._seconds[_RUNNING],
-            tool_wait_seconds=self._seconds[_WAITING],
+            inference_seconds=self._running_seconds,
+            tool_wait_seconds=self._waiting_seconds,
             elapsed=elapsed,
             recent_rate=self._recent_rate(elapsed),
             pace=self._history.pace(elapsed) if run else Pace(),
@@ -359,37 +383,79 @@ class Metrics(TypedSink):
         self._max_inflight = event.max_inflight
         self._limits.add(event)
 
+    def agent(self, run: str, index: int) -> LiveAgent | None:
+        """Return the running agent of a row; None if the row has not started, or has ended."""
+        return self._agents.get((run, index))
+
     def _job_started(self, event: JobStarted) -> None:
+        self.job_started(event.at, event.run, event.index, event.job_id)
+
+    def job_started(self, at: float, run: str, index: int, job_id: str) -> None:
         self._started += 1
-        self._counts[_QUEUED] += 1
-        self._agents[event.run, event.index] = _Agent(event.at, event.job_id)
-        self._latest_start = event.at
+        recorder = self._recorder
+        if recorder is not None and run != recorder.run:
+            recorder = None
+        agent = self._agents[run, index] = LiveAgent(at, index, job_id, recorder)
+        self._latest_start = at
+        if recorder is not None:
+            recorder.begin(agent)
 
     def _turn_started(self, event: TurnStarted) -> None:
-        if (agent := self._agents.get((event.run, event.index))) is not None:
-            agent.turns_open += 1
-            self._move(agent, _RUNNING, event.at)
-            if self._counts[_RUNNING] > self._peak_running:
-                self._peak_running = self._counts[_RUNNING]
+        self.turn_started(self.agent(event.run, event.index), event.at, event.turn)
+
+    def turn_started(self, agent: LiveAgent | None, at: float, turn: int) -> None:
+        if agent is None:
+            return
+        agent.turns_open += 1
+        agent.turn = turn
+        if agent.state != _RUNNING:
+            if agent.state == _WAITING:
+                self._waiting_seconds += at - agent.since
+            agent.state, agent.since = _RUNNING, at
+            self._running = running = self._running + 1
+            if running > self._peak_running:
+                self._peak_running = running
 
     def _turn_finished(self, event: TurnFinished) -> None:
+        agent = self.agent(event.run, event.index)
+        self.turn_finished(agent, event.at, event.turn, event, event.seconds, event.cost, event.endpoint)
+
+    def turn_finished(
+        self,
+        agent: LiveAgent | None,
+        at: float,
+        turn: int,
+        answer: Reply | TurnFinished,
+        seconds: float,
+        cost: float | None,
+        endpoint: str,
+    ) -> None:
         self._turns += 1
-        self._pay(event.usage, event.cost)
-        if event.saved is not None:
+        self._pay(answer.usage, cost)
+        if answer.saved is not None:
             self._cache_hits += 1
-            self._saved += event.saved
-        agent = self._agents.get((event.run, event.index))
-        if agent is not None:
-            agent.turns_open -= agent.turns_open > 0
-            if not agent.turns_open:  # else another part of its row still has one in flight
-                self._move(agent, _WAITING if agent.tools_open else _QUEUED, event.at)
+            self._saved += answer.saved
+        if agent is None:
+            return
+        if agent.recorder is not None:
+            usage = answer.usage
+            tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, answer.first_token
+            agent.recorder.turn(agent, at, turn, seconds, endpoint, "", "", tokens)
+        agent.ready, agent.backoff = at, 0.0
+        if agent.turns_open:
+            agent.turns_open -= 1
+        if not agent.turns_open:  # else another part of its row still has one in flight
+            self._move(agent, _WAITING if agent.tools_open else _QUEUED, at)
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
-        self._cached += usage.cached_tokens
         self._completion += usage.completion_tokens
-        self._reasoning += usage.reasoning_tokens
-        self._cache_writes += usage.cache_write_tokens
+        if usage.cached_tokens:
+            self._cached += usage.cached_tokens
+        if usage.reasoning_tokens:
+            self._reasoning += usage.reasoning_tokens
+        if usage.cache_write_tokens:
+            self._cache_writes += usage.cache_write_tokens
         if cost is not None:
             self._cost = cost + (self._cost or 0.0)
 
@@ -398,6 +464,10 @@ class Metrics(TypedSink):
             self._pay(event.usage, event.cost or None)
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
+            if agent.recorder is not None:
+                why, nothing = (event.error_type, event.message[:TIMELINE_CHARACTERS]), (0, 0, 0, None)
+                agent.recorder.turn(agent, event.at, event.turn, event.seconds, event.endpoint, *why, nothing)
+            agent.ready, agent.backoff = event.at, event.retry_in or 0.0
             agent.tools_open = 0  # calls requested by the broken answer are abandoned
             agent.turns_open -= agent.turns_open > 0
             if not agent.turns_open:
@@ -412,6 +482,9 @@ class Metrics(TypedSink):
         message = event.message[:MESSAGE_CHARACTERS]
         agent = self._agents.get((event.run, event.index))
         name = "" if agent is None else agent.job_id
+        if agent is not None and agent.recorder is not None:
+            why = event.error_type, event.message[:TIMELINE_CHARACTERS]
+            agent.recorder.add(("rejected", event.at, event.at, event.index, event.turn, *why))
         self._last_rejected = RecentError(event.index, event.error_type, message, self._rejected, True, name)
 
     def _health_changed(self, event: HealthChanged) -> None:
@@ -422,56 +495,80 @@ class Metrics(TypedSink):
             self._down_seconds[event.endpoint] = self._down_seconds.get(event.endpoint, 0.0) + event.at - before.since
 
     def _tool_started(self, event: ToolStarted) -> None:
-        agent = self._agents.get((event.run, event.index))
+        self.tool_started(self.agent(event.run, event.index), event.at)
+
+    def tool_started(self, agent: LiveAgent | None, at: float) -> None:
         if agent is not None:
             agent.tools_open += 1
             if agent.state != _RUNNING:
-                self._move(agent, _WAITING, event.at)
+                self._move(agent, _WAITING, at)
 
     def _tool_finished(self, event: ToolFinished) -> None:
-        self._tool_sources[event.source] += 1
-        if not event.ok:
-            self._tool_errors += 1
-        use = self._tools.get(event.tool)
+        agent, began = self.agent(event.run, event.index), event.at - event.seconds
+        self.tool_finished(agent, event.at, began, event.turn, event.tool, event.seconds, event.ok, event.source)
+
+    def tool_finished(
+        self,
+        agent: LiveAgent | None,
+        at: float,
+        began: float,
+        turn: int,
+        tool: str,
+        seconds: float,
+        ok: bool,
+        source: Source,
+    ) -> None:
+        self._tool_sources[source] += 1
+        use = self._tools.get(tool)
         if use is None and len(self._tools) < MOST_TOOLS:
-            use = self._tools[event.tool] = [0, 0, 0.0]
+            use = self._tools[tool] = [0, 0, 0.0]
         if use is not None:
             use[0] += 1
-            use[1] += not event.ok
-            use[2] += event.seconds if event.source == "run" else 0.0
-        agent = self._agents.get((event.run, event.index))
-        if agent is not None and agent.tools_open:
+            if source == "run":
+                use[2] += seconds
+        if not ok:
+            self._tool_errors += 1
+            if use is not None:
+                use[1] += 1
+        if agent is None:
+            return
+        if agent.recorder is not None:
+            agent.recorder.add(("tool", began, at, agent.index, turn, tool[:100], ok, source))
+        if agent.tools_open:
             agent.tools_open -= 1
             if not agent.tools_open and agent.state == _WAITING:
-                self._move(agent, _QUEUED, event.at)
+                agent.ready, agent.backoff = at, 0.0
+                self._move(agent, _QUEUED, at)
 
     def _job_finished(self, event: JobFinished) -> None:
-        if event.error is not None and event.error.type == Interrupted.type:
-            self._interrupted += 1  # not finished, but not failed
-        else:
-            self._row_done(event)
-        # A row that never became an agent (too long, for example) still has a result.
-        if (agent := self._agents.pop((event.run, event.index), None)) is not None:
-            self._move(agent, _QUEUED, event.at)
-            self._counts[_QUEUED] -= 1
+        self.job_finished(event, event.at, event.run)
 
-    def _row_done(self, event: JobFinished) -> None:
-        error = event.error
-        self._done += 1
-        self._resumed += event.resumed
+    def job_finished(self, row: JobFinished | AgentResult[object], at: float, run: str) -> None:
+        # A row that never became an agent (too long, for example) still has a result.
+        agent, error = self._agents.pop((run, row.index), None), row.error
+        if agent is not None:
+            self._move(agent, _QUEUED, at)
+            if agent.recorder is not None:
+                agent.recorder.end(agent)
         if error is None:
             self._ok += 1
+        elif error.type == Interrupted.type:
+            self._interrupted += 1  # not finished, but not failed
+            return
         else:
             self._failures[error.type] = self._failures.get(error.type, 0) + 1
-            self._remember(event.index, event.job_id, error.type, error.message, retried=False)
-        if not event.resumed:
-            self._work_done(event)
+            self._remember(row.index, row.job_id, error.type, error.message, retried=False)
+        self._done += 1
+        if row.resumed:
+            self._resumed += 1
+        else:
+            self._work_done(None if not row.turns else agent, at)
 
-    def _work_done(self, event: JobFinished) -> None:
+    def _work_done(self, agent: LiveAgent | None, at: float) -> None:
         """Count a row of this session for rates and remaining time."""
-        agent, elapsed = self._agents.get((event.run, event.index)), event.at - self._began
-        if agent is not None and event.turns:
-            self._row_seconds += event.at - agent.began
+        elapsed = at - self._began
+        if agent is not None:
+            self._row_seconds += at - agent.began
             self._timed_rows += 1
         self._history.add(elapsed)
         rows, second = self._rows_by_second, int(elapsed)
@@ -480,10 +577,14 @@ class Metrics(TypedSink):
         else:
             rows.append((second, 1))
 
-    def _move(self, agent: _Agent, state: int, at: float) -> None:
-        self._counts[agent.state] -= 1
-        self._seconds[agent.state] += at - agent.since
-        self._counts[state] += 1
+    def _move(self, agent: LiveAgent, state: int, at: float) -> None:
+        """Note the state of an agent that does not run, or not any more."""
+        before = agent.state
+        if before == _RUNNING:
+            self._running -= 1
+            self._running_seconds += at - agent.since
+        elif before == _WAITING:
+            self._waiting_seconds += at - agent.since
         agent.state, agent.since = state, at
 
     def _remember(self, index: int, job_id: str, kind: str, message: str, *, retried: bool) -> None:
@@ -500,6 +601,34 @@ class Metrics(TypedSink):
         return rows / (elapsed - since) if elapsed > since else 0.0
 
 
+class Clock:
+    """The clock of a run's events. It does not advance until it is started."""
+
+    def __init__(self) -> None:
+        self._epoch = time.time()
+        self._time: Callable[[], float] = float
+
+    def start(self) -> None:
+        self._time = clock_of(asyncio.get_running_loop())
+        self._epoch = time.time() - self._time()
+
+    def __call__(self) -> float:
+        return self._epoch + self._time()
+
+    def at(self, time: float) -> float:
+        """Return the wall-clock time at this time of the event loop."""
+        return self._epoch + time
+
+
+class Emit(Sinks):
+    """Passes the events of a run to its metrics and to all other ``sinks``. For the frequent events of an agent the
+    caller counts with ``metrics``, and makes an event only if ``sinks`` want it."""
+
+    def __init__(self, metrics: Metrics, sinks: Sinks) -> None:
+        super().__init__([metrics, sinks])
+        self.metrics, self.sinks = metrics, sinks
+
+
 def _outage(event: HealthChanged, now: float, run: RunStarted | None) -> Outage:
     wait = 0.0 if event.state == "on trial" else max(0.0, event.next_trial - now)
     return Outage(_server(event.endpoint, run), now - event.since, wait, event.reason)
@@ -510,31 +639,14 @@ def _server(endpoint: str, run: RunStarted | None) -> str:
     return endpoint or (run.backend if run else "")
 
 
-# Collects the timeline of a run from its events: spans of turns and tool calls, changes, live rows.
+# Collects the timeline of a run: spans of turns and tool calls, changes, live rows.
 #
-# Each event costs a few updates. Spans and changes are collected until ``take`` returns them; docs/view.md documents
-# their format.
+# ``Metrics`` passes the spans and the live rows of the run. Spans and changes are collected until ``take`` returns
+# them; docs/view.md documents their format.
 
 WAITING = 20_000  # spans that may wait
 TIMELINE_CHARACTERS = 300
-RowEvent = AnswerRejected | JobFinished | ToolFinished | ToolStarted | TurnFailed | TurnFinished | TurnStarted
-QUEUED, RUNNING, TOOLS, BACKING_OFF = "queued", "running", "tools", "backing off"
-
-
-class LiveRow:
-    """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
-    then that was a pause after a failure."""
-
-    __slots__ = ("backoff", "began", "job_id", "ready", "sent", "since", "state", "tools", "turn")
-
-    def __init__(self, job_id: str, at: float) -> None:
-        self.job_id = job_id
-        self.began = self.since = self.ready = at
-        self.state = QUEUED
-        self.turn = 0
-        self.sent: list[float] = []  # requests in flight: more than one if a row is processed in parts
-        self.tools: dict[tuple[int, int], float] = {}  # running calls, by turn and position
-        self.backoff = 0.0
+STATES = {_QUEUED: "queued", _RUNNING: "running", _WAITING: "tools", _BACKING_OFF: "backing off"}
 
 
 class Recorder(TypedSink):
@@ -542,24 +654,16 @@ class Recorder(TypedSink):
     called at the next event."""
 
     def __init__(self, run: str) -> None:
-        self._run = run
+        self.run = run
         self.on_event: Callable[[], None] | None = None
-        self.rows: dict[int, LiveRow] = {}
+        self._rows: dict[int, LiveAgent] = {}
         self._changes: list[Line] = []
         self._spans: list[Span] = []
         self.handlers: dict[type, Callable[[Any], None]] = {
-            AnswerRejected: self._answer_rejected,
             DrainStarted: self._drain_started,
             HealthChanged: self._health_changed,
-            JobFinished: self._job_finished,
-            JobStarted: self._job_started,
             LimitChanged: self._limit_changed,
             RunFinished: self._run_finished,
-            ToolFinished: self._tool_finished,
-            ToolStarted: self._tool_started,
-            TurnFailed: self._turn_failed,
-            TurnFinished: self._turn_finished,
-            TurnStarted: self._turn_started,
         }
 
     def take(self) -> tuple[list[Line], list[Span]]:
@@ -570,27 +674,53 @@ class Recorder(TypedSink):
 
     def live(self, limit: int) -> list[JsonObject]:
         """Return the oldest running rows."""
-        rows: list[JsonObject] = []
-        for index, row in self.rows.items():
-            if len(rows) == limit:
-                break
-            rows.append(
-                {
-                    "index": index,
-                    "job_id": row.job_id,
-                    "state": row.state,
-                    "since": round(row.since, 3),
-                    "began": round(row.began, 3),
-                    "turn": row.turn,
-                }
-            )
-        return rows
+        return [
+            {
+                "index": row.index,
+                "job_id": row.job_id,
+                "state": STATES[row.state],
+                "since": round(row.since, 3),
+                "began": round(row.began, 3),
+                "turn": row.turn,
+            }
+            for row in islice(self._rows.values(), limit)
+        ]
 
-    def _row(self, event: RowEvent) -> LiveRow | None:
-        """Return the row of an event of this run."""
+    def begin(self, row: LiveAgent) -> None:
+        self._rows[row.index] = row
+        self._notice()
+
+    def end(self, row: LiveAgent) -> None:
+        self._rows.pop(row.index, None)
+        self._notice()
+
+    def turn(
+        self,
+        row: LiveAgent,
+        at: float,
+        turn: int,
+        seconds: float,
+        endpoint: str,
+        error: str,
+        message: str,
+        tokens: tuple[int, int, int, float | None],
+    ) -> None:
+        """Add a turn that ended at ``at`` after ``seconds``. ``tokens``: of the prompt, the cached part, the answer;
+        and the seconds to its first one."""
+        start = at - seconds
+        waited = max(0.0, start - row.ready)
+        backoff = min(waited, row.backoff)
+        place = "turn", start, at, row.index, turn, endpoint
+        self.add((*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens))
+
+    def add(self, span: Span) -> None:
+        if len(self._spans) < WAITING:
+            self._spans.append(span)
+        self._notice()
+
+    def _notice(self) -> None:
         if self.on_event is not None:
             self.on_event()
-        return self.rows.get(event.index) if event.run == self._run else None
 
     def _limit_changed(self, event: LimitChanged) -> None:
         self._change(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
@@ -599,89 +729,14 @@ class Recorder(TypedSink):
         reason = event.reason[:TIMELINE_CHARACTERS]
         self._change(["health", event.at, event.endpoint, event.state, reason, event.since])
 
-    def _job_started(self, event: JobStarted) -> None:
-        if event.run == self._run:
-            self.rows[event.index] = LiveRow(event.job_id, event.at)
-            if self.on_event is not None:
-                self.on_event()
-
-    def _job_finished(self, event: JobFinished) -> None:
-        if self._row(event) is not None:
-            del self.rows[event.index]
-
     def _drain_started(self, event: DrainStarted) -> None:
-        if event.run == self._run:
+        if event.run == self.run:
             self._change(["drain", event.at, ""])
 
     def _run_finished(self, event: RunFinished) -> None:
-        if event.run == self._run:
+        if event.run == self.run:
             self._change(["end", event.at, event.ended, event.reason[:TIMELINE_CHARACTERS]])
-
-    def _turn_started(self, event: TurnStarted) -> None:
-        row = self._row(event)
-        if row is not None:
-            row.turn = event.turn
-            row.sent.append(event.at)
-            row.state, row.since = RUNNING, event.at
-
-    def _turn_finished(self, event: TurnFinished) -> None:
-        row = self._row(event)
-        if row is not None:
-            usage = event.usage
-            tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-            self._turn(row, event, "", "", tokens, event.first_token)
-            row.ready, row.backoff = event.at, 0.0
-            row.state, row.since = TOOLS if row.tools else QUEUED, event.at
-
-    def _turn_failed(self, event: TurnFailed) -> None:
-        row = self._row(event)
-        if row is not None:
-            self._turn(row, event, event.error_type, event.message[:TIMELINE_CHARACTERS], (0, 0, 0), None)
-            row.ready, row.backoff = event.at, event.retry_in or 0.0
-            row.state, row.since = BACKING_OFF if event.retry_in else QUEUED, event.at
-
-    def _answer_rejected(self, event: AnswerRejected) -> None:
-        if self._row(event) is not None:
-            message = event.message[:TIMELINE_CHARACTERS]
-            self._add(("rejected", event.at, event.at, event.index, event.turn, event.error_type, message))
-
-    def _tool_started(self, event: ToolStarted) -> None:
-        row = self._row(event)
-        if row is not None:
-            row.tools[event.turn, event.call] = event.at
-            if not row.sent:
-                row.state, row.since = TOOLS, event.at
-
-    def _turn(
-        self,
-        row: LiveRow,
-        event: TurnFinished | TurnFailed,
-        error: str,
-        message: str,
-        tokens: tuple[int, int, int],
-        first_token: float | None,
-    ) -> None:
-        start = row.sent.pop() if row.sent else event.at
-        waited = max(0.0, start - row.ready)
-        backoff = min(waited, row.backoff)
-        place = "turn", start, event.at, event.index, event.turn, event.endpoint
-        self._add((*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens, first_token))
-
-    def _tool_finished(self, event: ToolFinished) -> None:
-        row = self._row(event)
-        if row is None:
-            return
-        start = row.tools.pop((event.turn, event.call), event.at)
-        self._add(("tool", start, event.at, event.index, event.turn, event.tool[:100], event.ok, event.source))
-        if not row.tools and not row.sent:
-            row.ready, row.backoff = event.at, 0.0
-            row.state, row.since = QUEUED, event.at
 
     def _change(self, line: Line) -> None:
         self._changes.append(line)
-        if self.on_event is not None:
-            self.on_event()
-
-    def _add(self, span: Span) -> None:
-        if len(self._spans) < WAITING:
-            self._spans.append(span)
+        self._notice()

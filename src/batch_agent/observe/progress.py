@@ -7,19 +7,22 @@ view writes to standard error or to the notebook, never to standard output.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
 import os
 import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Self, TextIO
 
-from batch_agent.observe.display import Display
+from batch_agent.blocking import in_thread
 from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.terminal import LiveDisplay, NotebookDisplay, PlainDisplay, TerminalDisplay, publisher
 
 MOMENT = 1.5  # seconds after which a run is shown by default
-DUMB = ("", "dumb", "unknown")  # values of TERM
+PATIENCE = 1.0  # seconds that the end of a run waits for a drawing that does not finish
 
 
 class ProgressDisplay:
@@ -52,10 +55,7 @@ class ProgressDisplay:
                 self._conclude(summary)
 
     def _begin(self) -> None:
-        """Start the view. Only now is the terminal checked, and the drawing packages are imported."""
-        from batch_agent.observe.notebook import NotebookDisplay, publisher
-        from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
-
+        """Start the view. Only now is the terminal checked."""
         view: TerminalDisplay
         if _in_notebook():
             view = notebook = NotebookDisplay(publisher())
@@ -72,8 +72,6 @@ class ProgressDisplay:
 def show_address(address: str) -> None:
     """Show the address of a run's page: as a link in a notebook, else on standard error."""
     if _in_notebook():
-        from batch_agent.observe.notebook import publisher
-
         link = html.escape(address, quote=True)
         publisher()({"text/plain": address, "text/html": f'<a href="{link}" target="_blank">view the run</a>'}, False)
     elif sys.stderr is not None:
@@ -97,10 +95,15 @@ def _in_notebook() -> bool:
 def _has_terminal() -> bool:
     """Return whether a view may use the terminal alone. At the other end of a pipe another program may write to the
     same terminal, and both would overwrite each other."""
-    return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB and not _is_pipe(sys.stdout)
+    return can_redraw(sys.stderr) and not is_pipe(sys.stdout)
 
 
-def _is_pipe(stream: TextIO | None) -> bool:
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal on which lines can be overwritten."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def is_pipe(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):  # closed, or not a file of the operating system
@@ -116,3 +119,57 @@ def _taken(stream: TextIO) -> bool:
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+class Display:
+    """Keeps a view up to date during a run. Statistics are read on the event loop a few times a second. Drawing happens
+    in a thread, because a stopped terminal or a full pipe must not stop the agents. A view that fails is switched
+    off."""
+
+    def __init__(self, view: TerminalDisplay, statistics: Callable[[], Statistics]) -> None:
+        self._view, self._statistics = view, statistics
+        self._timer: asyncio.TimerHandle | None = None
+        self._drawing: asyncio.Future[None] | None = None
+        self._broken = False
+
+    async def __aenter__(self) -> Self:
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Start showing, for callers that decide later to show something; ``__aexit__`` ends it in any case."""
+        try:
+            self._view.__enter__()
+        except OSError:
+            self._broken = True
+        self._tick()
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._drawing is not None:
+            await asyncio.wait([self._drawing], timeout=PATIENCE)
+        if self._finished_drawing():  # a view that still draws keeps its terminal; the process is about to end
+            with suppress(OSError):
+                self._view.__exit__(*exception)
+
+    def _tick(self) -> None:
+        if self._finished_drawing():
+            if self._broken:
+                return
+            self._drawing = in_thread(partial(self._view.show, self._statistics()))
+        self._timer = asyncio.get_running_loop().call_later(self._view.interval, self._tick)
+
+    def _finished_drawing(self) -> bool:
+        if self._drawing is None:
+            return True
+        if self._drawing.done():
+            self._broken = self._drawing.exception() is not None
+        return self._drawing.done()
+
+
+def with_expected(statistics: Statistics, expected: int | None) -> Statistics:
+    """Return the statistics with a total, if the run itself could not know it."""
+    if statistics.total is not None or expected is None:
+        return statistics
+    return dataclasses.replace(statistics, total=max(expected, statistics.done))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from batch_agent.events import CacheRead
-from batch_agent.messages import JsonObject, Usage
-from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
-from batch_agent.observe.savings import savings
+from batch_agent.messages import JsonObject
+from batch_agent.observe.metrics import Outage, Prewarm, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
-from batch_agent.observe.words import row_name
 from batch_agent.tools.execution import ToolStatistics
 
 ERROR_CHARACTERS = 300
 REASON_CHARACTERS = 600
 SHOWN_LIMITS = 4
 NO_TOOLS: Mapping[str, ToolStatistics] = MappingProxyType({})
+
+NAME_CHARACTERS = 60
+SLOW_START = 5.0  # seconds without an answer, after which a note is shown
+ALMOST = 1.0  # second: less than that is shown without a number
+OFTEN = 3  # failed calls of a tool before the warning that all fail
 
 
 def summary_lines(
@@ -42,13 +45,16 @@ def summary_lines(
     if statistics.schema_note:
         lines += _labelled("schema", [harmless(statistics.schema_note, REASON_CHARACTERS)])
     if statistics.limits:
-        lines += _labelled("limit", [_limit_line(statistics)])
+        shown = statistics.limits[-SHOWN_LIMITS:]
+        earlier = "…; " if len(shown) < len(statistics.limits) else ""
+        lines += _labelled("limit", [earlier + "; ".join(map(str, shown))])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.kv is not None and (text := _cache_line(statistics.kv)):
         lines += _labelled("KV", [text])
     if statistics.cost is not None:
-        lines += _labelled("cost", [_cost_line(statistics)])
+        per_row = f", {dollars(statistics.cost / statistics.fresh)} a row" if statistics.fresh else ""
+        lines += _labelled("cost", [dollars(statistics.cost) + per_row])
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
     if statistics.prewarm is not None:
@@ -98,7 +104,7 @@ def summary_json(
             "completion": usage.completion_tokens,
             "reasoning": usage.reasoning_tokens,
         },
-        "prefix_hit_rate": _hit_rate(usage),
+        "prefix_hit_rate": round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None,
         "kv": None if statistics.kv is None else cache_json(statistics.kv),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
         "saved": {saving.name: {"value": saving.value, "how": saving.how} for saving in savings(statistics)},
@@ -108,18 +114,15 @@ def summary_json(
             "cached": statistics.tool_cached,
             "errors": statistics.tool_errors,
         },
-        "prewarm": None if statistics.prewarm is None else _prewarm_json(statistics.prewarm),
+        "prewarm": None
+        if statistics.prewarm is None
+        else asdict(statistics.prewarm) | {"wasted": statistics.prewarm.wasted},
         "failing_tools": [_failing_json(name, use, tools.get(name)) for name, use in _failing(statistics)],
         "advice": [tool.advice for tool in tools.values() if tool.advice],
         "model": statistics.model,
         "backend": statistics.backend,
         "output": output or None,
     }
-
-
-def _hit_rate(usage: Usage) -> float | None:
-    """Return the fraction of prompt tokens that the server found in its cache; None if it never reported any."""
-    return round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None
 
 
 def _headline(statistics: Statistics) -> str:
@@ -136,12 +139,6 @@ def _headline(statistics: Statistics) -> str:
         left = statistics.total - statistics.done if statistics.total is not None else 0
         line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")
     return line
-
-
-def _limit_line(statistics: Statistics) -> str:
-    """Return the latest changes of the concurrency limit."""
-    shown = statistics.limits[-SHOWN_LIMITS:]
-    return ("…; " if len(shown) < len(statistics.limits) else "") + "; ".join(map(str, shown))
 
 
 def _failure_lines(statistics: Statistics) -> list[str]:
@@ -196,11 +193,6 @@ def cache_json(kv: CacheRead) -> JsonObject:
     return {name: value for name, value in asdict(kv).items() if name not in ("at", "run")}
 
 
-def _cost_line(statistics: Statistics) -> str:
-    cost = statistics.cost or 0.0
-    return dollars(cost) + (f", {dollars(cost / statistics.fresh)} a row" if statistics.fresh else "")
-
-
 def _tool_line(statistics: Statistics) -> str:
     line = f"{counted(statistics.tool_calls, 'call')}: {statistics.tool_runs:,} run"
     line += f", {statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
@@ -210,10 +202,6 @@ def _tool_line(statistics: Statistics) -> str:
 def _prewarm_line(prewarm: Prewarm) -> str:
     line = f"{prewarm.begun:,} calls begun before they were asked for: {prewarm.hits:,} used, {prewarm.wasted:,} wasted"
     return f"{line}; {prewarm.misses:,} calls were not foreseen"
-
-
-def _prewarm_json(prewarm: Prewarm) -> JsonObject:
-    return {"begun": prewarm.begun, "hits": prewarm.hits, "misses": prewarm.misses, "wasted": prewarm.wasted}
 
 
 def _tool_words(statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> list[str]:
@@ -250,3 +238,126 @@ def _failing_json(name: str, use: ToolUse, tool: ToolStatistics | None) -> JsonO
 
 def _labelled(label: str, lines: Sequence[str]) -> list[str]:
     return [f"  {label if number == 0 else '':<8} {line}" for number, line in enumerate(lines)]
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    name: str
+    value: float
+    text: str
+    how: str
+
+
+def savings(statistics: Statistics) -> list[Saving]:
+    """Return the savings that are not zero."""
+    return [saving for saving in _all(statistics) if saving.value > 0]
+
+
+def _all(statistics: Statistics) -> Iterator[Saving]:
+    usage = statistics.usage
+    yield Saving(
+        "cached_prompt_tokens",
+        usage.cached_tokens,
+        f"{amount(usage.cached_tokens)} prompt tokens, {share(usage.cached_tokens, usage.prompt_tokens)}, cached",
+        "reported by the engine",
+    )
+    at_hand = statistics.tool_shared + statistics.tool_cached
+    yield Saving(
+        "coalesced_tool_calls",
+        at_hand,
+        f"{at_hand:,} of {statistics.tool_calls:,} tool calls",
+        "results shared or cached",
+    )
+    tokens = statistics.saved.prompt_tokens + statistics.saved.completion_tokens
+    yield Saving(
+        "response_cache_answers",
+        statistics.cache_hits,
+        f"{statistics.cache_hits:,} of {statistics.turns:,} answers, {amount(tokens)} tokens",
+        "from the response cache, tokens as first reported",
+    )
+
+
+def progress(statistics: Statistics) -> str:
+    if statistics.total is None:
+        return f"{rows(statistics.done)} done"
+    return f"{statistics.done:,}/{statistics.total:,} ({share(statistics.done, statistics.total)})"
+
+
+def time_left(statistics: Statistics) -> str:
+    """Return the remaining time; "" if unknown."""
+    eta, left = statistics.eta, statistics.left
+    if eta is None or not left:
+        return ""
+    if eta >= ALMOST:
+        return f"{duration(eta)} left"
+    # All rows have started, and the time of one row is over. If few of them are done, that says little.
+    return "" if left > statistics.done else "last row" if left == 1 else f"last {rows(left)}"
+
+
+def states(statistics: Statistics) -> Iterator[tuple[str, int, str]]:
+    """Yield the states of rows: label, count, colour."""
+    yield "failed", statistics.failed, "red"
+    yield "running", statistics.running, "cyan"
+    yield "waiting on tools", statistics.waiting_on_tools, "magenta"
+    yield "backing off", statistics.backing_off, "yellow"
+    yield "queued", statistics.queued, "default"
+
+
+def tokens(statistics: Statistics) -> str:
+    usage = statistics.usage
+    cached = f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)" if usage.cached_tokens else ""
+    return f"{amount(usage.prompt_tokens)} in{cached}, {amount(usage.completion_tokens)} out"
+
+
+def cache(kv: CacheRead) -> str:
+    """The KV caches of the engines; empty where nothing is worth a word."""
+    parts = []
+    if kv.held:
+        parts.append(f"{counted(kv.held, 'agent')} held back: contexts do not fit {amount(kv.tokens or 0)} tokens")
+    if kv.recomputed:
+        parts.append(f"{amount(kv.recomputed)} tokens recomputed ({duration(kv.recompute_seconds)})")
+    if parts and kv.usage is not None:
+        parts.insert(0, f"{kv.usage:.0%} in use")
+    return ", ".join(parts)
+
+
+def phase(statistics: Statistics) -> str:
+    """Return what a run without an answer waits for; "" otherwise."""
+    if statistics.ended or statistics.turns or statistics.done or statistics.outages:
+        return ""
+    if not statistics.backend:
+        return "reading the rows"
+    if not statistics.started:
+        local = statistics.backend.startswith("local://")
+        return "loading the model" if local else "waiting for the server"
+    waiting = statistics.running and statistics.elapsed >= SLOW_START
+    return "no answer yet; the server may be loading the model" if waiting else ""
+
+
+def failing_tools(statistics: Statistics) -> Iterator[str]:
+    """Yield a warning for each tool whose calls all failed."""
+    for name, use in statistics.tools.items():
+        if use.failed == use.calls >= OFTEN:
+            yield f"every call of {harmless(name)} failed, {use.calls:,} so far"
+
+
+def row_name(of: RecentError | RecentResult) -> str:
+    """Return the id of a row, or its index if it has none."""
+    return harmless(of.job_id or str(of.index), NAME_CHARACTERS)
+
+
+def rejected_line(error: RecentError) -> str:
+    times = f" ({error.count:,} so far)" if error.count > 1 else ""
+    return f"answer rejected{times}, asked again: row {row_name(error)} {harmless(error.message, ERROR_CHARACTERS)}"
+
+
+def outage_line(outage: Outage) -> str:
+    name = f" {harmless(outage.endpoint)}" if outage.endpoint else ""
+    again = f"trying again in {duration(outage.next_trial)}" if outage.next_trial else "trying"
+    return f"server{name} down for {clock(outage.lasted)}, {again}"
+
+
+def error_line(error: RecentError) -> str:
+    times = f" ({error.count:,} times)" if error.count > 1 else ""
+    again = ", trying again" if error.retried else ""
+    return f"row {row_name(error)} {error.type}{times}{again}: {harmless(error.message, ERROR_CHARACTERS)}"

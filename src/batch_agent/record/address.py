@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from batch_agent.errors import SpecError
@@ -25,11 +25,6 @@ FORM = "redis://host:6379/0/NAME, rediss://host:6379/0/NAME or redis-cluster://h
 def masked(text: str) -> str:
     """Return the text without the users and passwords of its Redis URLs."""
     return re.sub(r"((?:rediss?|redis-cluster)://)[^@/\s]*@", r"\1", text)
-
-
-def is_store_url(run_dir: object) -> bool:
-    """Return whether a run directory is given as a URL instead of a path."""
-    return isinstance(run_dir, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", run_dir) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +94,30 @@ class StoreAddress:
         return f"{self.scheme}://{host}:{self.port}" + "".join(f"/{part}" for part in path)
 
 
+RunPlace: TypeAlias = Path | StoreAddress
+
+
+def place_of(run: str | Path, *, named: bool = True) -> RunPlace:
+    """Return where a run is recorded: a directory, or an address in Redis. With ``named``, a URL must name a run.
+    Raises SpecError for an invalid URL."""
+    is_url = isinstance(run, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", run)
+    return StoreAddress.parse(run, named=named) if is_url else Path(run)
+
+
+def directory_of(run_dir: str | Path | None) -> Path | None:
+    """Return the run directory; None for a run in Redis, and for one without a record."""
+    place = None if run_dir is None else place_of(run_dir)
+    return place if isinstance(place, Path) else None
+
+
 def _path(parts: SplitResult) -> tuple[int, list[str]]:
     """Return the database number and the names in the path of a URL."""
     names = [unquote(part) for part in parts.path.split("/") if part]
     database = 0
     if parts.scheme != "redis-cluster" and names and names[0].isdecimal():
         database = int(names.pop(0))
-    if len(names) > 2 or not all(NAME.fullmatch(name) for name in names):
+    if len(names) > 2:
+        raise SpecError(f"run_dir: {'/'.join(names[:2])} is a stage: give its run, {names[0]}; write {FORM}")
+    if not all(NAME.fullmatch(name) for name in names):
         raise SpecError(f"run_dir: the name of a run has only letters, digits, dots, dashes and _; write {FORM}")
     return database, names

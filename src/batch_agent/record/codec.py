@@ -12,6 +12,7 @@ the journal unchanged. Fields are never removed or moved, so every version reads
                 of a compaction in kind 7; the traceback of an error in kind 5
     format 6    kind 11: a row starts again in a new conversation
     format 7    the images of a tool's result in kind 10
+    format 8    checksums of sessions and facts; the checksum of a record also says alone whose record it is
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from batch_agent.record.steps import (
     Turn,
 )
 
-FORMAT = 7
+FORMAT = 8
 OLDEST = 1  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
@@ -234,6 +235,8 @@ def _dump(value: object) -> bytes:
 def _load(body: object) -> object:
     if not isinstance(body, bytes):
         raise ValueError(f"a record is {type(body).__name__} where bytes are expected")
+    if not body:
+        raise ValueError("its checksum is wrong")
     try:
         value: object = json.loads(body) if body.startswith(SLOWLY) else orjson.loads(body)
     except RecursionError:

@@ -121,10 +121,10 @@ class DirectoryStore(MemoryStore):
     def _previous(self) -> JsonObject | None:
         """Return the facts of the session before. Raises StoreError if they are lost and rows have a record: without
         them it is unknown whether the recorded answers were kept by force."""
-        kept = self._journal.fact(FACTS)
         try:
             return read_run(self.path)
         except (SpecError, StoreError) as error:
+            kept = self._journal.fact(FACTS)
             if kept is not None:
                 logger.warning("%s; its copy in the journal is used", error)
                 facts = cast(JsonObject, from_json(kept.encode()))

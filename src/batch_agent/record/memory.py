@@ -203,6 +203,7 @@ class MemoryStore:
     def keep_feed(self, session: int) -> RunStanding:
         with self._lock:
             self._check_feeder(session)
+            self._end_leases()  # no worker may be there that takes rows
             return self.standing()
 
     def write_facts(self, session: int, facts: JsonObject) -> None:
@@ -220,8 +221,7 @@ class MemoryStore:
                 queued = WaitingRow(new, self._order, session, [] if past is None else past[place])
                 self._queued[self._order] = queued
                 self._fresh.append(self._order)
-            if not self._is_alone:
-                self._changed()
+            self._changed(results=False)
             return [None] * len(rows)
 
     def end_inputs(self, session: int) -> None:
@@ -298,9 +298,9 @@ class MemoryStore:
         return count(worker << NUMBERS | 1)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no row is there to be leased, apart from those whose lease has expired."""
-        return not (self._fresh or self._returned)
+    def unstarted(self) -> int:
+        """Number of rows that are there to be leased, apart from those whose lease has expired."""
+        return len(self._fresh) + len(self._returned)
 
     def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
         with self._lock:
@@ -350,8 +350,10 @@ class MemoryStore:
         if self._is_alone:
             return
         now = self._clock()
-        for queued in [row for row in self._held.values() if row.until <= now]:
-            self._release(queued)
+        if expired := [row for row in self._held.values() if row.until <= now]:
+            for queued in expired:
+                self._release(queued)
+            self._changed()  # also for a feeder that waits until no row is leased
 
     def _holder(self, worker: int, lease: RowLease) -> WaitingRow | None:
         """Return the row if the worker holds this lease, else None."""

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, TypeAlias, TypeVar, cast
+from typing import BinaryIO, Literal, Self, TypeAlias, TypeVar, cast
 
 import orjson
 
@@ -27,14 +27,14 @@ from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import index_of, record_of
 from batch_agent.messages import JsonObject
-from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.address import RunPlace, place_of
 from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.control import CONTROL, ask, stream
 from batch_agent.record.keys import row_of
 from batch_agent.record.lock import is_locked
 from batch_agent.record.rundir import FAILURES, JOURNAL, LOCK, RESULTS, RUN, SUMMARY, read_jobs, read_run, stage_names
-from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read
+from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read, steps_in
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import KeptStep
 from batch_agent.record.timeline import TimelineRecord, read_status, read_timeline
@@ -43,7 +43,6 @@ T = TypeVar("T")
 ShownState: TypeAlias = Literal[
     "starting", "running", "complete", "failed", "interrupted", "out of budget", "unreachable"
 ]
-RunPlace: TypeAlias = Path | StoreAddress
 # A running row: as its process reports it, with ``messages``; or its ``input`` and what is recorded of it.
 LiveRow: TypeAlias = tuple[JsonObject, Past | None]
 
@@ -317,12 +316,6 @@ class RunReader(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-
-def place_of(run: str | Path, *, named: bool = True) -> RunPlace:
-    """Return the place that a command line names. With ``named``, a URL must name a run. Raises SpecError for an
-    invalid URL."""
-    return StoreAddress.parse(run, named=named) if is_store_url(run) else Path(run)
 
 
 def open_run(run: str | RunPlace) -> RunReader:
@@ -708,9 +701,7 @@ class _Agents:
         return alike[min(same_before(record), len(alike) - 1)]
 
     def steps(self, agent: int) -> list[KeptStep]:
-        query = "SELECT key, row, kind, body FROM record WHERE agent = ? ORDER BY id"
-        found = self._found(query, (agent,))
-        return [KeptStep(agent, bytes(key), bytes(row), kind, body) for key, row, kind, body in found]
+        return [*self._found(lambda db: steps_in(db, agent))]
 
     def under_way(self) -> list[tuple[bytes, int]]:
         """Return the agents that have started and not ended: the hash of the row, and the agent's number."""
@@ -724,7 +715,7 @@ class _Agents:
     def _catch_up(self) -> None:
         query = "SELECT id, agent, row, kind FROM record WHERE id > ? ORDER BY id LIMIT ?"
         while True:
-            found = self._found(query, (self._read, AGENTS_AT_ONCE))
+            found = self._found(lambda db: db.execute(query, (self._read, AGENTS_AT_ONCE)).fetchall())
             for place, agent, row, kind in found:
                 self._read = place
                 if agent not in self._kinds:
@@ -733,17 +724,17 @@ class _Agents:
             if len(found) < AGENTS_AT_ONCE:
                 return
 
-    def _found(self, query: str, values: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    def _found(self, read: Callable[[sqlite3.Connection], Sequence[T]]) -> Sequence[T]:
         try:
             if self._journal.with_name(f"{self._journal.name}-wal").exists():
                 with closing(open_to_read(self._journal)) as db:
-                    return db.execute(query, values).fetchall()
+                    return read(db)
             stat = self._journal.stat()
             version = stat.st_ino, stat.st_size, stat.st_mtime_ns
             if self._closed is None or self._closed[0] != version:
                 self.close()
                 self._closed = version, open_to_read(self._journal)
-            return self._closed[1].execute(query, values).fetchall()
+            return read(self._closed[1])
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"{self._journal} cannot be read: {error}") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import InputError, Invalid, OutputError
+from batch_agent.errors import InputError, Invalid, OutputError, StoreError
 from batch_agent.files.results import from_json, plainly, result_record, to_json, unwritten
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
@@ -16,6 +16,7 @@ from batch_agent.messages import Image, Usage
 from batch_agent.record.codec import from_message, to_message
 
 PLAIN = (str, int, float, bool, type(None))
+LONGEST_REASON = 10_000  # characters
 
 
 NAMED = b"\0"  # between the id of a row and its JSON, which never contains this byte
@@ -44,7 +45,7 @@ def decode_row(data: bytes, schema: OutputSchema[object] | None = None) -> tuple
     except OutputError as error:  # the schema's validators may reject their own output
         raise InputError(f"this input cannot be sent to other processes: {error}") from None
     except ValueError:  # the reason why the feeder could not send it
-        raise InputError(value.decode(errors="replace")) from None
+        raise InputError(value.decode(errors="replace")[:LONGEST_REASON]) from None
 
 
 def _refuse_data(value: object) -> None:
@@ -85,8 +86,21 @@ def _record(result: AgentResult[object], *, messages: bool) -> dict[str, object]
 def decode_result(
     data: bytes, index: int, schema: OutputSchema[object] | None, *, resumed: bool
 ) -> tuple[AgentResult[object], int]:
-    """Return the result, with its output as an instance of the schema, and the number of its worker."""
-    record = cast("dict[str, Any]", from_json(data))
+    """Return the result, with its output as an instance of the schema, and the number of its worker. Raises StoreError
+    for a result that no worker wrote so."""
+    try:
+        typed, worker = _decoded(cast("dict[str, Any]", from_json(data)), index, resumed=resumed)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise StoreError(f"the result of row {index} in the record is damaged or forged: {describe(error)}") from None
+    if schema is None or not typed.ok or typed.output is None:
+        return typed, worker
+    try:
+        return replace(typed, output=schema.validate_json(to_json(typed.output))), worker
+    except OutputError as refused:  # the schema's validators may reject their own output
+        return typed.as_failure(AgentError.of(refused)), worker
+
+
+def _decoded(record: dict[str, Any], index: int, *, resumed: bool) -> tuple[AgentResult[object], int]:
     error = record["error"]
     result: BaseResult[object] = BaseResult(
         index=index,
@@ -109,11 +123,4 @@ def decode_result(
         shortened=record.get("shortened", False),
         artifacts={name: Path(path) for name, path in record.get("artifacts", {}).items()},
     )
-    typed = cast("AgentResult[object]", result)
-    worker = int(record.get("worker", 0))
-    if schema is None or not typed.ok or typed.output is None:
-        return typed, worker
-    try:
-        return replace(typed, output=schema.validate_json(to_json(typed.output))), worker
-    except OutputError as refused:  # the schema's validators may reject their own output
-        return typed.as_failure(AgentError.of(refused)), worker
+    return cast("AgentResult[object]", result), int(record.get("worker", 0))

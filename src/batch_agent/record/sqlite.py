@@ -11,11 +11,15 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from zlib import crc32
 
 from batch_agent.errors import StoreError
@@ -48,14 +52,14 @@ CREATE TABLE session (
     id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, started TEXT NOT NULL,
     ok INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, resumed INTEGER NOT NULL DEFAULT 0,
     tokens INTEGER NOT NULL DEFAULT 0, cost REAL,
-    leased_tokens INTEGER, leased_cost REAL, learnt TEXT
+    leased_tokens INTEGER, leased_cost REAL, learnt TEXT, "check" INTEGER
 );
 CREATE TABLE record (
     id INTEGER PRIMARY KEY, agent INTEGER NOT NULL, key BLOB NOT NULL, row BLOB NOT NULL,
     kind INTEGER NOT NULL, body BLOB NOT NULL, "check" INTEGER
 );
 CREATE INDEX record_agent ON record (agent);
-CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL, "check" INTEGER) WITHOUT ROWID;
 """
 # What older formats lack, by the first format that has it.
 RAISED = {
@@ -68,9 +72,23 @@ ALTER TABLE session ADD COLUMN learnt TEXT;
 ALTER TABLE record ADD COLUMN "check" INTEGER;
 CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """,
+    8: """
+ALTER TABLE session ADD COLUMN "check" INTEGER;
+ALTER TABLE fact ADD COLUMN "check" INTEGER;
+""",
 }
-ADVANCES, CHECKS = 4, 5  # the first formats with advances, and with checksums and facts
+# The first formats with advances; with checksums of records, and facts; with checksums of everything.
+ADVANCES, CHECKS, SEALED = 4, 5, 8
+COUNTS = "ok, failed, resumed, tokens, cost, leased_tokens, leased_cost, learnt"
+OWNED, OWNER = 1 << 62, 0x3FFF_FFFF  # a checksum with this bit says in the 30 bits below it whose record it is
+# A damaged value may have any type.
+OWNER_COLUMNS = "ifnull(agent, 0) & -1, CAST(ifnull(key, '') AS BLOB), CAST(ifnull(row, '') AS BLOB)"
+PIECE = 4096
+KINDS = range(1, 32)  # of records, also of formats to come
 BUSY = 60.0  # seconds to wait while another process locks the journal
+
+
+Session = tuple[Any, ...]  # a line: number, fingerprint, start, and the columns COUNTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +106,12 @@ class SqliteJournal:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
         self._path = path
-        self._session = 0
+        self._session: tuple[int, bytes, str] = (0, b"", "")  # number, fingerprint, start
         self._advance: tuple[int, float] = (0, 0.0)  # as written on disk
         self._full: bool | None = None  # whether commits are synced
         self._by_row = False
-        self._claimed = bytearray()  # a bit for each recorded agent
+        self._claimed: dict[int, bytearray] = {}  # a byte for each recorded agent, in pieces of PIECE
+        self._lost: dict[bytes, int] = {}  # agents of which it is damaged whose they are, by their keys and rows
 
     @classmethod
     def open(cls, path: Path, *, begun: bool = True) -> Self:
@@ -100,9 +119,10 @@ class SqliteJournal:
         here. Raises StoreError if it cannot be used."""
         was_there = begun and path.exists()
         with _explained(path):
+            _check_log(path)
             with suppress(OSError):  # SQLite reports the error below, and gives its side files the same mode
                 os.close(private(path, os.O_RDWR | os.O_CREAT))
-            journal = cls(_connect(path), path)
+            journal = cls(_connect(path.resolve().as_uri(), BUSY, check_same_thread=False), path)
             try:
                 journal._prepare(was_there)
             except BaseException:
@@ -115,6 +135,8 @@ class SqliteJournal:
         version = _version(db, self._path)
         if version is None and was_there:
             raise _damaged(self._path, "it is empty")
+        if version is not None:
+            self._check_structure()
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA temp_store = FILE")
         if version is None:
@@ -122,16 +144,51 @@ class SqliteJournal:
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT"
             )
 
+    def _check_structure(self) -> None:
+        """Raise StoreError if the file is not a sound database: SQLite itself might return fewer records without an
+        error. A wrong index is made again."""
+        db = self._db
+        faults = _faults(db)
+        if not faults:
+            return
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            db.execute("REINDEX record_agent")
+            self._mend_numbers()
+            left = _faults(db)
+        except sqlite3.DatabaseError:
+            left = faults
+        if left:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise _damaged(self._path, faults)
+        db.execute("COMMIT")
+        logger.warning("%s: the index of the records was damaged (%s) and was made again", self._path, faults)
+
+    def _mend_numbers(self) -> None:
+        """Correct the numbers of agents with a flipped bit, in the table from which the index was made."""
+        query = f"SELECT id, {OWNER_COLUMNS}, {_check_column(self._db)} FROM record"
+        for place, agent, key, row, check in self._db.execute(query).fetchall():
+            if not _is_owned(agent, key, row, check):
+                meant = [agent ^ 1 << bit for bit in range(62) if _is_owned(agent ^ 1 << bit, key, row, check)]
+                self._db.executemany("UPDATE record SET agent = ? WHERE id = ?", [(each, place) for each in meant[:1]])
+
     def begin(self, fingerprint: bytes, started: str) -> None:
-        with _explained(self._path):
+        with _explained(self._path), self._whole_change():
             # This format contains all older ones. Missing columns are added before anything new is written.
-            version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
-            raised = "".join(added for since, added in RAISED.items() if version < since)
-            self._db.executescript(f"BEGIN IMMEDIATE; {raised} PRAGMA user_version = {FORMAT}; COMMIT")
-            row = self._db.execute(
-                "INSERT INTO session (fingerprint, started) VALUES (?, ?) RETURNING id", (fingerprint, started)
-            ).fetchone()
-            self._session = row[0]
+            version = _format(self._db)
+            for statement in (each for since, added in RAISED.items() if version < since for each in added.split(";")):
+                self._db.execute(statement)
+            if version < SEALED:
+                for name, value in self._db.execute("SELECT name, value FROM fact").fetchall():
+                    self._put_fact(name, value)
+                self._put_sessions(_sessions(self._db, version))
+            self._db.execute(f"PRAGMA user_version = {FORMAT}")
+            number = self._db.execute("SELECT coalesce(max(id), 0) + 1 FROM session").fetchone()[0]
+            self._session = int(number), fingerprint, started
+            line = (*self._session, *_counts(RunProgress()))
+            places = ", ".join("?" * len(line))
+            self._db.execute(f"INSERT INTO session VALUES ({places}, ?)", (*line, _seal(line)))
 
     def sessions(self) -> int:
         with _explained(self._path):
@@ -145,8 +202,18 @@ class SqliteJournal:
         """Return the tokens and $ of all sessions. A session that did not return its advance counts as having spent all
         of it. ``shared``: with what is in the table of shares."""
         with _explained(self._path):
-            tokens, cost = _spent(self._db, shared=shared)
+            tokens, cost, damage = _spent(self._db, shared=shared)
+            if damage:
+                raise self._unknown(damage[0])
             return tokens, cost or 0.0
+
+    def _unknown(self, what: str) -> StoreError:
+        run = self._path.parent
+        return StoreError(
+            f"the journal {self._path} is damaged: {what}, so it is unknown what the run has spent. Restore a "
+            f"backup of it; or copy the run, without what is damaged but with its answers (batch-agent copy {run} "
+            f"NEW), and resume the copy with the limits that you want"
+        )
 
     def learnt(self) -> tuple[int, ...] | None:
         with _explained(self._path):
@@ -154,7 +221,7 @@ class SqliteJournal:
             found = self._db.execute(query).fetchone()
             try:
                 return None if found is None else tuple(map(int, json.loads(found[0])))
-            except (ValueError, TypeError):  # damaged: a budget learns again
+            except (ValueError, TypeError):  # damaged in an older format: a budget learns again
                 return None
 
     def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
@@ -162,7 +229,8 @@ class SqliteJournal:
         is on disk at the latest together with the next steps."""
         values: list[object] = []
         for step in steps:
-            check = crc32(step.body, crc32(step.key + step.content, step.agent & 0xFFFF_FFFF) ^ step.kind)
+            owner = _owner(step.agent, step.key, step.content)
+            check = OWNED | (owner & OWNER) << 32 | crc32(step.body, owner ^ step.kind)
             values += (step.agent, step.key, step.content, step.kind, step.body, check)
         with _explained(self._path):
             if not self._path.exists():  # SQLite would continue writing to the deleted file
@@ -173,20 +241,29 @@ class SqliteJournal:
             if full is not self._full:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
                 self._full = full
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._whole_change():
                 self._insert(values)
-                self._db.execute(
-                    "UPDATE session SET ok = ?, failed = ?, resumed = ?, tokens = ?, cost = ?, "
-                    "leased_tokens = ?, leased_cost = ?, learnt = ? WHERE id = ?",
-                    (*_counts(progress), self._session),
-                )
-                self._db.execute("COMMIT")
-                self._advance = advance
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+                self._put_sessions([(*self._session, *_counts(progress))])
+            self._advance = advance
+
+    @contextmanager
+    def _whole_change(self) -> Iterator[None]:
+        """Make all changes or none."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _put_sessions(self, lines: Iterable[Session]) -> None:
+        for line in lines:
+            self._db.execute(
+                f'UPDATE session SET ({COUNTS}, "check") = (?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?',
+                (*line[3:], _seal(line), line[0]),
+            )
 
     def _insert(self, values: list[object]) -> None:
         start = 0
@@ -198,7 +275,6 @@ class SqliteJournal:
 
     def sort_by(self, column: Literal["key", "row"]) -> None:
         self._by_row = column == "row"
-        self._claimed = bytearray(self.next_agent() // 8 + 1)
         with _explained(self._path):
             self._db.execute(
                 "CREATE TEMP TABLE past (sought BLOB, rank INTEGER, place INTEGER, PRIMARY KEY (sought, rank, place)) "
@@ -212,10 +288,24 @@ class SqliteJournal:
         # In a grouped row, SQLite takes the columns from the record with the maximum. Keys and rows are hashes of
         # different things, so they can share one table.
         rank = f"CASE WHEN kind IN ({DONE}, {ENDED}) THEN 0 WHEN kind = {FAILED} THEN 2 ELSE 1 END"
+        lost: set[int] = set()
+
+        def is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
+            if _is_owned(agent, key, row, check):
+                return True
+            lost.add(agent)
+            self._lost |= {key: agent, row: agent}
+            return False
+
+        self._db.create_function("is_owned", 4, is_owned)
         self._db.execute(
-            f"INSERT INTO past SELECT sought, {rank}, {place} "
-            f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
+            f"INSERT INTO past SELECT sought, {rank}, {place} FROM "
+            f"(SELECT CAST({column} AS BLOB) AS sought, kind, agent, "
+            f"is_owned({OWNER_COLUMNS}, {_check_column(self._db)}) AS owned, max(id) FROM record GROUP BY agent) "
+            "WHERE owned ORDER BY 1, 2, 3"
         )
+        for agent in lost:
+            self._lost |= {name: agent for step in self.kept_steps(agent) for name in (step.key, step.content)}
 
     def claim_steps(self, wanted: Sequence[Identity], rows: Sequence[int] = ()) -> list[tuple[KeptStep, ...]]:
         """Return the steps of a recorded agent for each row, or (). Each recorded agent is returned only once.
@@ -236,13 +326,22 @@ class SqliteJournal:
                 if not past.unreadable or any(step.kind in WRITES for step in steps):
                     return steps
                 # One unreadable record must not block the others.
-                logger.warning(
-                    "%s: the record of %s is unreadable and is ignored: %s",
-                    self._path,
-                    "one row" if row is None else f"row {row}",
-                    past.unreadable,
-                )
-        return ()
+                self._warn(row, past.unreadable)
+        return self._claim_lost(identity, row) if self._lost else ()
+
+    def _claim_lost(self, identity: Identity, row: int | None) -> tuple[KeptStep, ...]:
+        """Return the steps of an agent of this row whose owner is damaged, if it began a write. Else the row is named,
+        and asked again."""
+        agent = self._lost.get(identity.key, self._lost.get(identity.row))
+        if agent is None:
+            return ()
+        steps = self.kept_steps(agent)
+        self._warn(row, f"the key of agent {agent} in the journal is damaged")
+        return steps if any(step.kind in WRITES for step in steps) else ()
+
+    def _warn(self, row: int | None, reason: str) -> None:
+        whose = "one row" if row is None else f"row {row}"
+        logger.warning("%s: the record of %s is unreadable and is ignored: %s", self._path, whose, reason)
 
     def _read(self, steps: Sequence[KeptStep]) -> Past:
         agent = steps[0].agent
@@ -253,11 +352,8 @@ class SqliteJournal:
 
     def kept_steps(self, agent: int) -> tuple[KeptStep, ...]:
         """Return the steps of an agent. The body of a step whose checksum is wrong is b"", which cannot be read."""
-        check = '"check"' if self._has_checks else "NULL"
-        query = f"SELECT agent, key, row, kind, body, {check} FROM record WHERE agent = ? ORDER BY id"
         with _explained(self._path):
-            found = [(KeptStep(*row[:5]), row[5]) for row in self._db.execute(query, (agent,))]
-        return tuple(step if _is_whole(step, check) else replace(step, body=b"") for step, check in found)
+            return steps_in(self._db, agent)
 
     def steps(self, agent: int) -> list[tuple[int, bytes]]:
         """Return the kinds and bodies of the steps of an agent."""
@@ -272,55 +368,140 @@ class SqliteJournal:
                 return None
             rank, place = found
             agent = abs(place)
-            byte, bit = agent >> 3, 1 << (agent & 7)
-            if not self._claimed[byte] & bit:
-                self._claimed[byte] |= bit
+            claimed = self._claimed.setdefault(agent // PIECE, bytearray(PIECE))
+            if not claimed[agent % PIECE]:
+                claimed[agent % PIECE] = True
                 return agent
             # Already claimed. Most keys are never looked up again, so a row is deleted only here.
             self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
-    @property
-    def _has_checks(self) -> bool:
-        return int(self._db.execute("PRAGMA user_version").fetchone()[0]) >= CHECKS
-
     def fact(self, name: str) -> str | None:
         """Return a fact about the run that was written with ``set_fact``, or None."""
         with _explained(self._path):
-            if not self._has_checks:
-                return None
-            found = self._db.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
-            return None if found is None else str(found[0])
+            try:
+                return _fact(self._db, name)
+            except ValueError as error:
+                raise self._unknown(str(error)) from None
 
     def set_fact(self, name: str, value: str) -> None:
         with _explained(self._path):
             self._db.execute("PRAGMA synchronous = FULL")
             self._full = True
-            self._db.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
+            self._put_fact(name, value)
+
+    def _put_fact(self, name: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO fact VALUES (?, ?, ?)", (name, value, _seal((name, value))))
 
     def fold(self, name: str, value: str) -> None:
         """Set a fact that has taken over what the sessions have spent: they count as having spent nothing."""
         with _explained(self._path):
             self._db.execute("PRAGMA synchronous = FULL")
             self._full = True
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
-            self._db.execute("UPDATE session SET tokens = 0, cost = NULL, leased_tokens = NULL, leased_cost = NULL")
-            self._db.execute("COMMIT")
+            with self._whole_change():
+                self._put_fact(name, value)
+                self._put_sessions((*line[:6], 0, None, None, None, line[-1]) for line in _sessions(self._db, FORMAT))
 
     def close(self) -> None:
         self._db.close()
 
 
-def _is_whole(step: KeptStep, check: int | None) -> bool:
-    """Return whether a record is as it was written. The checksum also covers whose record it is, so that no record is
-    taken for another. Older formats have no checksums."""
-    body: object = step.body  # SQLite keeps any type
-    whose = crc32(step.key + step.content, step.agent & 0xFFFF_FFFF)
-    return isinstance(body, bytes) and (check is None or check == crc32(body, whose ^ step.kind))
+def steps_in(db: sqlite3.Connection, agent: int) -> tuple[KeptStep, ...]:
+    """Return the steps of an agent. The body of a step whose checksum is wrong is b"", which cannot be read."""
+    query = (
+        f"SELECT {OWNER_COLUMNS}, ifnull(kind, 0) & -1, CAST(ifnull(body, '') AS BLOB), {_check_column(db)} "
+        "FROM record WHERE agent = ? ORDER BY id"
+    )
+    return tuple(_checked(*found) for found in db.execute(query, (agent,)))
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=BUSY, isolation_level=None, cached_statements=64, check_same_thread=False)
+def _check_column(db: sqlite3.Connection) -> str:
+    """Return the column of the checksums of records, or NULL if there is none."""
+    return 'CAST("check" AS INTEGER)' if _format(db) >= CHECKS else "NULL"
+
+
+def _checked(agent: int, key: bytes, row: bytes, kind: int, body: bytes, check: int | None) -> KeptStep:
+    """Return a step as it was written. If it is damaged, its body is b"", and its kind that of the checksum, if it has
+    one. The checksum also covers whose step it is, so that no step is taken for another. Older formats
+    have none."""
+    if check is not None:
+        owner, own = _owner(agent, key, row), check & 0xFFFF_FFFF
+        if crc32(body, owner ^ kind & 0xFFFF_FFFF) != own or not _is_owned(agent, key, row, check):
+            kinds = [each for each in KINDS if crc32(body, owner ^ each) == own]
+            is_owned = _is_owned(agent, key, row, check)  # then only its kind is damaged, and the checksum tells it
+            return KeptStep(agent, key, row, kinds[0] if kinds else kind, body if kinds and is_owned else b"")
+    return KeptStep(agent, key, row, kind, body)
+
+
+def _is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
+    """Return whether a record says correctly whose it is."""
+    return check is None or check < OWNED or check >> 32 & OWNER == _owner(agent, key, row) & OWNER
+
+
+def _owner(agent: int, key: bytes, row: bytes) -> int:
+    return crc32(key + row, agent & 0xFFFF_FFFF)
+
+
+def _seal(values: tuple[object, ...]) -> int:
+    """Return the checksum of a session or a fact."""
+    return crc32(repr(values).encode())
+
+
+def _faults(db: sqlite3.Connection) -> str:
+    """Return what is wrong with the structure of a database, or ""."""
+    found = [" ".join(line.split()) for (line,) in db.execute("PRAGMA integrity_check(20)")]
+    # The checksum of a record shows that it has NULL where a value was.
+    return "; ".join([line for line in found if line != "ok" and not line.startswith("NULL value in record.")][:3])
+
+
+def _check_log(path: Path) -> None:
+    """Raise StoreError if SQLite would ignore commits in the write-ahead log, as it does after a damaged frame."""
+    log, lost = path.with_name(f"{path.name}-wal"), 0
+    with suppress(OSError):  # SQLite reports it
+        lost = lost_commits(log.read_bytes())
+    if lost:
+        raise _damaged(path, f"{lost} commits in its log {log.name} cannot be read")
+
+
+def lost_commits(log: bytes) -> int:
+    """Return how many commits follow a damaged place in a write-ahead log. The last one does not count: it may be
+    incomplete, because a kill or a loss of power interrupted it. The file has a head of 32 bytes, and frames of a head
+    of 24 bytes and a page; checksums continue from frame to frame (https://www.sqlite.org/walformat.html)."""
+    if len(log) < 32:
+        return 0
+    magic, _, size, _, *salts = struct.unpack_from(">6I", log)
+    order = "big" if magic & 1 else "little"
+
+    def checksum(start: int, end: int, sums: tuple[int, ...] = (0, 0)) -> tuple[int, int]:
+        words = array("I", log[start:end])
+        if order != sys.byteorder:
+            words.byteswap()
+        first, second = sums
+        for odd, even in zip(words[::2], words[1::2], strict=True):
+            first = first + odd + second & 0xFFFF_FFFF
+            second = second + even + first & 0xFFFF_FFFF
+        return first, second
+
+    sums = checksum(0, 24)
+    if sums != struct.unpack_from(">2I", log, 24):
+        return 1  # the head
+    whole, is_commit, lost = True, False, 0
+    for start in range(32, len(log) - size - 23, size + 24):
+        _, commits, *given = struct.unpack_from(">6I", log, start)
+        if given[:2] != salts:  # a frame of an earlier log, or a damaged one
+            whole = False
+            continue
+        lost += is_commit and not whole
+        if whole:
+            sums = checksum(start + 24, start + 24 + size, checksum(start, start + 8, sums))
+            whole = sums == tuple(given[2:])
+        is_commit = bool(commits) and not whole
+    return lost
+
+
+def _connect(address: str, timeout: float = 5.0, **options: bool) -> sqlite3.Connection:
+    db = sqlite3.connect(address, timeout, isolation_level=None, cached_statements=64, uri=True, **options)
+    db.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # it may be damaged
+    return db
 
 
 def glance(path: Path) -> Glance:
@@ -331,7 +512,9 @@ def glance(path: Path) -> Glance:
             if _version(db, path) is None:
                 return Glance(0, RunProgress())
             sessions = db.execute("SELECT count(*) FROM session").fetchone()[0]
-            tokens, cost = _spent(db, looking=True)
+            tokens, cost, damage = _spent(db, looking=True)
+            for what in damage:
+                logger.warning("%s is damaged: %s; what it spent is not counted", path, what)
             row = db.execute("SELECT ok, failed, resumed FROM session ORDER BY id DESC LIMIT 1").fetchone()
             ok, failed, resumed = row or (0, 0, 0)
             return Glance(sessions, RunProgress(ok, failed, resumed, tokens, cost))
@@ -357,8 +540,8 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
     SQLite's side files, which a reader would create and leave behind."""
     address = path.resolve().as_uri()
     if path.exists() and not path.with_name(f"{path.name}-wal").exists():
-        return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, isolation_level=None)
-    db = sqlite3.connect(f"{address}?mode=ro", uri=True, isolation_level=None)
+        return _connect(f"{address}?mode=ro&immutable=1")
+    db = _connect(f"{address}?mode=ro")
     try:
         db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     except sqlite3.OperationalError as error:
@@ -369,7 +552,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
                 f"{path} cannot be read: {error}. It was not closed; to read it, you need permission to write in "
                 f"{path.parent}"
             ) from None
-        db = sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, isolation_level=None)
+        db = _connect(f"{address}?mode=ro&immutable=1")
     except BaseException:
         db.close()
         raise
@@ -377,38 +560,79 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
-    tokens, cost = progress.advance or (None, None)
+    """Return the values of the columns COUNTS, with the types that SQLite returns."""
+    tokens, ahead_cost = progress.advance or (None, None)
     ahead = None if tokens is None else min(tokens, LARGEST)
     learnt = None if progress.learnt is None else json.dumps(progress.learnt)
-    spent = min(progress.tokens, LARGEST), progress.cost
-    return progress.ok, progress.failed, progress.resumed, *spent, ahead, cost, learnt
+    costs = [None if cost is None else float(cost) for cost in (progress.cost, ahead_cost)]
+    spent = min(progress.tokens, LARGEST), costs[0], ahead, costs[1]
+    return progress.ok, progress.failed, progress.resumed, *spent, learnt
 
 
-def _spent(db: sqlite3.Connection, *, looking: bool = False, shared: bool = True) -> tuple[int, float | None]:
-    """Return the tokens and $ of all sessions. An unreturned advance counts as spent. With ``looking``, the advance of
-    the latest session does not count, because the session may still be running."""
-    if int(db.execute("PRAGMA user_version").fetchone()[0]) < ADVANCES:
-        query = "SELECT coalesce(sum(tokens), 0), sum(cost) FROM session"
-    else:
-        over = "id < (SELECT max(id) FROM session)" if looking else "TRUE"
-        query = (
-            f"SELECT coalesce(sum(CASE WHEN {over} AND leased_tokens > tokens THEN leased_tokens ELSE tokens END), 0), "
-            f"sum(CASE WHEN {over} AND leased_cost > coalesce(cost, 0) THEN leased_cost ELSE cost END) FROM session"
-        )
-    tokens, cost = db.execute(query).fetchone()
-    shared_tokens, shared_cost = _spent_by_workers(db) if shared else (0, 0.0)
-    return int(tokens) + shared_tokens, cost if not shared_cost else (cost or 0.0) + shared_cost
+def _sessions(db: sqlite3.Connection, version: int) -> list[Session]:
+    """Return the lines of all sessions. Raises ValueError for one that is damaged."""
+    lines, damage = _read_sessions(db, version)
+    if damage:
+        raise ValueError(damage[0])
+    return lines
 
 
-def _spent_by_workers(db: sqlite3.Connection) -> tuple[int, float]:
-    """Return the tokens and $ in the table from which several workers take their shares, if there is one."""
-    if int(db.execute("PRAGMA user_version").fetchone()[0]) < CHECKS:
-        return 0, 0.0
-    found = db.execute("SELECT value FROM fact WHERE name = ?", (TABLE,)).fetchone()
-    if found is None:
-        return 0, 0.0
-    table = Table.from_json(json.loads(found[0]))
-    return table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST) / DOLLAR
+def _read_sessions(db: sqlite3.Connection, version: int) -> tuple[list[Session], list[str]]:
+    """Return the lines of the sessions that are whole, and which are damaged."""
+    counts = COUNTS if version >= ADVANCES else "ok, failed, resumed, tokens, cost, NULL, NULL, NULL"
+    check = '"check"' if version >= SEALED else "NULL"
+    whole: list[Session] = []
+    damage = []
+    for *line, seal in db.execute(f"SELECT id, fingerprint, started, {counts}, {check} FROM session ORDER BY id"):
+        if version < SEALED or seal == _seal(tuple(line)):
+            whole.append(tuple(line))
+        else:
+            damage.append(f"the line of session {line[0]} is not as it was written")
+    return whole, damage
+
+
+def _spent(
+    db: sqlite3.Connection, *, looking: bool = False, shared: bool = True
+) -> tuple[int, float | None, list[str]]:
+    """Return the tokens and $ of all sessions, and what is damaged and is not in them. An unreturned advance counts as
+    spent. With ``looking``, the advance of the latest session does not count, because the session may still be
+    running."""
+    version = _format(db)
+    lines, damage = _read_sessions(db, version)
+    total, costs = 0, []
+    for line in lines:
+        tokens, cost, ahead, ahead_cost = line[6:10]
+        if not looking or line is not lines[-1]:
+            tokens = max(tokens, ahead or 0)
+            cost = ahead_cost if (ahead_cost or 0.0) > (cost or 0.0) else cost
+        total += tokens
+        costs += [] if cost is None else [cost]
+    try:
+        table = _fact(db, TABLE) if shared else None
+    except ValueError as error:
+        table = None
+        damage.append(str(error))
+    if table is not None:
+        kept = Table.from_json(json.loads(table))
+        total += kept.spent_of(BUDGET_TOKENS)
+        costs += [amount / DOLLAR for amount in (kept.spent_of(BUDGET_COST),) if amount]
+    return total, sum(costs) if costs else None, damage
+
+
+def _fact(db: sqlite3.Connection, name: str) -> str | None:
+    """Return a fact, or None. Raises ValueError if it is damaged."""
+    version = _format(db)
+    if version < CHECKS:
+        return None
+    check = '"check"' if version >= SEALED else "NULL"
+    found = db.execute(f"SELECT value, {check} FROM fact WHERE name = ?", (name,)).fetchone()
+    if found is not None and version >= SEALED and found[1] != _seal((name, found[0])):
+        raise ValueError(f"the fact {name!r} is not as it was written")
+    return None if found is None else str(found[0])
+
+
+def _format(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int | None:
@@ -417,7 +641,7 @@ def _version(db: sqlite3.Connection, path: Path) -> int | None:
     if not tables:
         return None
     owner = db.execute("PRAGMA application_id").fetchone()[0]
-    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    version = _format(db)
     if owner != APPLICATION_ID:
         raise StoreError(f"{path} is the database of another program; use another run directory")
     if not OLDEST <= version <= FORMAT:
@@ -431,8 +655,9 @@ def _version(db: sqlite3.Connection, path: Path) -> int | None:
 
 def _damaged(path: Path, reason: str) -> StoreError:
     return StoreError(
-        f"the journal {path} is damaged: {reason}. Restore a backup of it; or move {path.name} and the files "
-        f"{path.name}-* away and resume: every row is then processed again"
+        f"the journal {path} is damaged: {reason}. Restore a backup of it; or copy what can be read of the run "
+        f"(batch-agent copy {path.parent} NEW) and resume the copy; or move {path.name} and the files {path.name}-* "
+        "away and resume: every row is then processed again"
     )
 
 
@@ -442,11 +667,15 @@ def _explained(path: Path, *, reading: bool = False) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
+        if str(error).startswith("no such "):  # the schema was changed
+            raise _damaged(path, str(error)) from error
         if reading:
             raise StoreError(f"{path} cannot be read: {error}") from error
         raise StoreError(
             f"the run cannot be recorded in {path}: {error}. Earlier records are kept: fix the cause, then resume"
         ) from error
+    except UnicodeDecodeError as error:  # the message of an error quotes a damaged schema
+        raise _damaged(path, str(error)) from error
     except OverflowError as error:
         raise StoreError(f"the run cannot be recorded in {path}: {error}") from error
     except sqlite3.DatabaseError as error:

@@ -366,6 +366,6 @@ class RunStore(WorkStore, Protocol):
         ...
 
     def spent(self) -> Outlay:
-        """Return what all earlier sessions have spent, if the store keeps the ledger of a run with one worker. A
-        session that did not return its advance counts as having spent all of it. ``learnt`` is that of the latest."""
+        """Return what all earlier sessions have spent. A session that did not return its advance counts as having spent
+        all of it. ``learnt`` is that of the latest, if the store keeps the ledger of a run with one worker."""
         ...

@@ -5,6 +5,7 @@ A store is written with the same calls that a feeder and a worker make.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -30,6 +31,8 @@ from batch_agent.record.store import KeptStep, NewRow, Resuming, RowChange, RowL
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.spec_json import pieces, spec_json
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
+
+logger = logging.getLogger("batch_agent")
 
 ROWS_AT_ONCE = 100
 
@@ -86,10 +89,18 @@ def _rows(reader: RunReader) -> Iterator[_Row]:
     """Yield the finished rows in input order, then those that have steps and are not done."""
     for place, record in reader.rows.placed():
         name = None if record["job_id"] == str(record["index"]) else str(record["job_id"])
-        yield _Row(cast(int, record["index"]), record.get("input"), record, reader.steps(place, record), name)
-    for row in reader.unfinished():
-        if row.steps:
-            yield _Row(row.index, row.value, None, row.steps, row.job_id)
+        steps: Sequence[KeptStep] = ()
+        try:
+            steps = reader.steps(place, record)
+        except StoreError as error:  # a damaged journal
+            logger.warning("the record of row %s is not copied; it is asked again: %s", record["job_id"], error)
+        yield _Row(cast(int, record["index"]), record.get("input"), record, steps, name)
+    try:
+        for row in reader.unfinished():
+            if row.steps:
+                yield _Row(row.index, row.value, None, row.steps, row.job_id)
+    except StoreError as error:
+        logger.warning("rows that are not done are not copied: %s", error)
 
 
 def _renumbered(steps: Sequence[KeptStep], last: int) -> tuple[int, list[KeptStep]]:

@@ -20,9 +20,10 @@ from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError
-from batch_agent.events import JobFinished, JobStarted, Sink, TurnFinished
+from batch_agent.events import JobFinished, JobStarted, TurnFinished
 from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
@@ -39,6 +40,7 @@ logger = logging.getLogger("batch_agent")
 
 WINDOW = 4096  # most unstarted rows in the queue of several workers
 AT_ONCE = 256  # rows fed, results read, or records looked up per call
+AHEAD = 16  # rows of a list that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
 CALLS = 4  # most concurrent calls of the store
@@ -56,7 +58,7 @@ class Feeder:
         plan: Plan,
         *,
         run: str,
-        emit: Sink,
+        emit: Emit,
         clock: Callable[[], float],
         delivery: Delivery[object],
         traces: Traces | None,
@@ -79,6 +81,8 @@ class Feeder:
         self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
         self.tasks: asyncio.TaskGroup | None = None  # set while the run works
         self._keeping: list[asyncio.Task[None]] = []
+        self._refilling: asyncio.Task[bool] | None = None  # reads inputs that must be waited for
+        self._shared = self._loop.create_future()  # done when the run has several workers
         self.failure: Exception | None = None  # the error that reading the inputs raised
         self.fed = False  # every input was read and fed
         self.read = 0  # inputs that were read
@@ -159,15 +163,29 @@ class Feeder:
 
     @property
     def left(self) -> int | None:
-        """Number of rows that were not read; None if it is unknown."""
+        """Number of rows that were not taken by the worker; None if it is unknown."""
         total = self._plan.total
         if not self.alone:
             return None
-        return self._rows.waiting if total is None else max(0, total - self.read)
+        if total is None:
+            return self._rows.waiting
+        return max(0, total - self.read + (self.store.unstarted if isinstance(self.store, MemoryStore) else 0))
 
     async def refill(self) -> bool:
-        """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
-        async with self._reading:  # for several workers the queue is also filled ahead, by ``_keep_full``
+        """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed. Also
+        returns when other workers join: rows may come back from them while the next input is waited for."""
+        if not self._rows.may_wait or self.tasks is None:
+            return await self._fill()
+        self._refilling = reading = self.tasks.create_task(self._fill())
+        try:
+            await asyncio.wait({reading, self._shared}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            reading.cancel()
+            raise
+        return not reading.done() or reading.result()
+
+    async def _fill(self) -> bool:
+        async with self._reading:
             return await self._read()
 
     async def _read(self) -> bool:
@@ -175,8 +193,8 @@ class Feeder:
             return False
         try:
             if self.alone:
-                count = AT_ONCE if self._had_past else READERS if self._reads_documents else 1
-                values = await self._rows.read(count)
+                few = READERS if self._reads_documents else AHEAD if self._rows.is_list else 1
+                values = await self._rows.read(AT_ONCE if self._had_past else few)
             else:
                 values = await self._rows.read_ready(AT_ONCE)
         except Exception as error:
@@ -271,7 +289,7 @@ class Feeder:
 
     async def _keep_full(self) -> None:
         """Keep a window of unstarted rows in the queue, for several workers, until every input is fed."""
-        while await self._room() and await self.refill():
+        while await self._room() and await self._fill():
             pass
 
     async def _room(self) -> bool:
@@ -294,6 +312,8 @@ class Feeder:
         """Feed several workers from now on. ``facts`` returns what they need. Returns the task that fills the queue, if
         the run ``has_rows`` of its own."""
         self.alone, filling = False, None
+        if not self._shared.done():
+            self._shared.set_result(None)
         if "spec" not in self.facts:
             self.facts |= facts()
             await self.run(partial(self.store.write_facts, self.session, dict(self.facts)))
@@ -307,7 +327,7 @@ class Feeder:
     def stop_keeping(self) -> None:
         """Feed nothing more: the run is over."""
         self.tasks = None
-        for task in self._keeping:
+        for task in (*self._keeping, *((self._refilling,) if self._refilling is not None else ())):
             task.cancel()
 
     async def dismiss(self) -> None:
@@ -414,7 +434,10 @@ class Feeder:
     def _tell_end(self, result: AgentResult[object]) -> None:
         if self._traces is not None:
             self._traces.ended(self._run, result)
-        self._emit(JobFinished.of(result, self._clock(), self._run))
+        at = self._clock()
+        self._emit.metrics.job_finished(result, at, self._run)
+        if JobFinished in self._emit.sinks.wanted:
+            self._emit.sinks(JobFinished.of(result, at, self._run))
 
     def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:
         originals = self._originals

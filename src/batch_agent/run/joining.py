@@ -24,7 +24,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
-from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.control import NotAlive, Refused, ask
 from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
@@ -449,21 +449,20 @@ async def open_store(place: str, wait: float, trust: Trust) -> WorkStore:
     Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
     """
     deadline, said = asyncio.get_running_loop().time() + wait, ""
+    served = Path(place.removeprefix(SERVED)) if place.startswith(SERVED) else None
+    address = served or place_of(place)
     while True:
         try:
-            if place.startswith(SERVED) or not is_store_url(place):
-                socket = place.removeprefix(SERVED)
-                if socket == place:
-                    try:
-                        socket = str((await ask(Path(place), {"do": "share"}))["socket"])
-                    except Refused as error:
-                        raise SpecError(str(error)) from None
-                store = open_served(Path(socket))
-                trust.everything = trust.everything or owned(Path(socket))
-                return store
-            address = StoreAddress.parse(place)
-            address.refuse_stage()
-            return await in_thread(partial(RedisRunStore.at, address))
+            if isinstance(address, StoreAddress):
+                address.refuse_stage()
+                return await in_thread(partial(RedisRunStore.at, address))
+            try:
+                socket = served or Path(str((await ask(address, {"do": "share"}))["socket"]))
+            except Refused as error:
+                raise SpecError(str(error)) from None
+            store = open_served(socket)
+            trust.everything = trust.everything or owned(socket)
+            return store
         except (StoreError, NotAlive) as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None

@@ -10,7 +10,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
-from batch_agent.backends.once import Found
+from batch_agent.backends.base import Found
 from batch_agent.errors import StoreError
 from batch_agent.record.store import SharedCall, WorkStore
 

@@ -21,7 +21,7 @@ from batch_agent.errors import InputError, SpecError, StoreError
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
-from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.base import Account
 from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
@@ -56,13 +56,13 @@ def open_record(spec: BatchSpec) -> RunStore:
     """Return the record of a run: in memory, in its directory, or in Redis. Connects to Redis, so it may block."""
     if spec.run_dir is None:
         return MemoryStore()
-    if not is_store_url(spec.run_dir):
-        return DirectoryStore(Path(spec.run_dir))
-    address = StoreAddress.parse(str(spec.run_dir))
-    address.refuse_stage()
-    store = RedisRunStore.at(address)
+    place = place_of(spec.run_dir)
+    if isinstance(place, Path):
+        return DirectoryStore(place)
+    place.refuse_stage()
+    store = RedisRunStore.at(place)
     for danger in store.dangers():
-        logger.warning("%s: %s. See docs/cluster.md", address, danger)
+        logger.warning("%s: %s. See docs/cluster.md", place, danger)
     return store
 
 
@@ -142,9 +142,9 @@ async def in_thread(function: Callable[[], R]) -> R:
 
 def joining_command(spec: BatchSpec, facts: JsonObject) -> str:
     """Return the command that starts a worker of this run in another process."""
-    if is_store_url(spec.run_dir):
-        return join_line(str(StoreAddress.parse(str(spec.run_dir))), facts)
-    return f"batch-agent work {spec.run_dir}"
+    assert spec.run_dir is not None, "other processes cannot reach a run without a record"
+    place = place_of(spec.run_dir)
+    return join_line(str(place), facts) if isinstance(place, StoreAddress) else f"batch-agent work {place}"
 
 
 def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:

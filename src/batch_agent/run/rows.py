@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -21,6 +21,7 @@ from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 
 READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
+BUCKET_IDS = 32  # ids of a bucket, on average, after which the number of buckets is doubled
 NAMED_IDS = 5  # repeated ids that are named in warnings
 _END = object()
 
@@ -29,10 +30,11 @@ logger = logging.getLogger("batch_agent")
 
 class UniqueIds:
     """Makes the ids of rows unique: of rows with the id ``a``, the second becomes ``a~2``. Warns, and names them. Keeps
-    a hash of each id, 8 bytes, because inputs may be long."""
+    a hash of each id, about 12 bytes, because inputs may be long."""
 
     def __init__(self) -> None:
-        self._hashes: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        self._buckets = [array("q")]  # of hashes; their number is a power of two, and grows with that of the ids
+        self._count = 0
         self._copies: Counter[str] = Counter()
 
     def unique(self, name: str) -> str:
@@ -49,11 +51,16 @@ class UniqueIds:
         return copy
 
     def _is_new(self, name: str) -> bool:
-        number = hash(name)
-        bucket = self._hashes[number & 0xFFFF]
+        number, buckets = hash(name), self._buckets
+        bucket = buckets[number & (len(buckets) - 1)]
         if number in bucket:
             return False
         bucket.append(number)
+        self._count += 1
+        if self._count > BUCKET_IDS * len(buckets):
+            bit = len(buckets)
+            self._buckets = [array("q", [each for each in old if not each & bit]) for old in buckets]
+            self._buckets += [array("q", [each for each in old if each & bit]) for old in buckets]
         return True
 
 
@@ -62,6 +69,7 @@ class Rows:
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
         self._file = inputs if isinstance(inputs, LazyRows) else None
+        self.is_list = isinstance(inputs, list | tuple)  # reading ahead costs nothing
         self.channel = inputs if isinstance(inputs, RowChannel) else None
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
@@ -72,6 +80,11 @@ class Rows:
     def waiting(self) -> int | None:
         """Number of rows that can be read now; None if unknown."""
         return None if self.channel is None else self.channel.waiting
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next input may have to be waited for."""
+        return self._async is not None and not self._peeked and not self.waiting
 
     async def first(self, plan: Plan) -> object:
         """Return the first input, or None; ``read`` returns it again. Raises SpecError if it lacks a field of the task;

@@ -35,7 +35,6 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
-    Clock,
     DrainStarted,
     Ended,
     HealthChanged,
@@ -48,10 +47,10 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Metrics, Recorder, Statistics
+from batch_agent.observe.metrics import Clock, Emit, Metrics, Recorder, Statistics
 from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
-from batch_agent.record.address import is_store_url
+from batch_agent.record.address import directory_of
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
@@ -135,16 +134,18 @@ class Run(Generic[T]):
         self._crew = crew_of(spec) if feeds else None
         feeds_only = feeds and (spec.feed_only or self._crew is not None)
         self._works, self._is_shared = inside is None and not feeds_only, feeds_only or not feeds
-        if feeds and (feeds_only or self._is_url):
+        self._directory = directory_of(spec.run_dir) if feeds else None  # that this process feeds
+        in_redis = feeds and spec.run_dir is not None and self._directory is None
+        if feeds_only or in_redis:
             spec_json(prepared)  # raises before anything starts, if workers cannot use an option
         clock = Clock() if within is None else within.clock
-        self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
+        self._recorder = Recorder(self.id)
+        self._metrics = Metrics(clock, None if self._directory is None else self._recorder)
         self._controls = controls or self
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
-        in_directory = feeds and spec.run_dir is not None and not self._is_url
-        own: list[Sink] = [self._metrics, self._recorder] if in_directory else [self._metrics]
+        own: list[Sink] = [] if self._directory is None else [self._recorder]
         outside = spec.sinks if within is None else (within.emit,)
-        self._emit = Sinks([*own, *sinks, *outside])
+        self._emit = Emit(self._metrics, Sinks([*own, *sinks, *outside]))
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_reading)
         self._feed.reading, self._feed.paced = not self._works, self.shared.paced  # it starts no agent itself
@@ -152,7 +153,7 @@ class Run(Generic[T]):
         self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(spec.inputs)
         self._first: object = None  # the first input
-        if self._rows.channel is not None and not self._is_shared and not self._is_url:
+        if self._rows.channel is not None and not self._is_shared and not in_redis:
             self._feed.take_from(self._rows.channel)
         self._store: WorkStore | None = work_on
         self._record: RunStore | None = None  # of a run that this process feeds
@@ -164,25 +165,20 @@ class Run(Generic[T]):
         self.serving: Serving | None = None  # set while an outermost run works
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
-        self._paused = self._cancelled = self._leaving = False
+        self._cancelled = self._leaving = False
+        self._requests: dict[str, JsonObject] = {}  # what the user asked for that holds from then on: pause, resize
         self._failed_by: BaseException | None = None
-
-    @property
-    def _is_url(self) -> bool:
-        return is_store_url(self._prepared.spec.run_dir)
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Return the shared state: slots belong to a backend, the budget to the outermost run."""
         prepared, on_health = self._prepared, self._health_changed
         if within is not None:
             return within.inside(prepared, self.id, self._emit, on_health)
-        run_dir = prepared.spec.run_dir
-        directory = None if run_dir is None or self._is_url or not self._feeds else Path(run_dir)
         dispatcher = open_dispatcher(prepared, self.id, clock, self._emit, on_health)
         dispatchers = {prepared.backend.name: dispatcher}
         dispatcher.spending = spending = open_spending(prepared, dispatchers, self._out_of_budget)
-        rate_mark = None if directory is None else RateMark(directory)
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory, rate_mark, Observers())
+        rate_mark = None if self._directory is None else RateMark(self._directory)
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, self._directory, rate_mark, Observers())
 
     # For the user of a run
 
@@ -265,7 +261,7 @@ class Run(Generic[T]):
             self._prepared.spec,
             slots=self.shared.slots,
             at=self.shared.clock(),
-            paused=self._paused,
+            paused="pause" in self._requests,
         )
 
     def sample(self) -> Line:
@@ -298,13 +294,13 @@ class Run(Generic[T]):
     def pause(self) -> None:
         """Send nothing more until ``resume``. Requests in flight and tools continue."""
         if not self._passes_on({"do": "pause"}):
-            self._paused = True
+            self._requests["pause"] = {"do": "pause"}
             for dispatcher in self.shared.dispatchers.values():
                 dispatcher.pause()
 
     def resume(self) -> None:
         if not self._passes_on({"do": "resume"}):
-            self._paused = False
+            self._requests.pop("pause", None)
             for dispatcher in self.shared.dispatchers.values():
                 dispatcher.resume()
 
@@ -313,7 +309,9 @@ class Run(Generic[T]):
         if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
             raise SpecError("max_inflight is a whole number above 0, or None for no limit")
         dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
-        if max_inflight is None or not self._passes_on({"do": "resize", "inflight": max_inflight}):
+        request: JsonObject = {"do": "resize", "inflight": max_inflight}
+        if max_inflight is None or not self._passes_on(request):
+            self._requests["resize"] = request
             for dispatcher in dispatchers:
                 dispatcher.resize(max_inflight)
 
@@ -409,7 +407,7 @@ class Run(Generic[T]):
         try:
             if self._outer is None:
                 whole = self.id if self._inside is not None else ""
-                await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
+                await self.shared.observers.open(self._prepared.spec, self._emit.sinks.add, self.shared.live, whole)
             if self._feeds:
                 outer = None if self._outer is None else self._outer.store
                 spec, resuming = self._prepared.spec, resuming_of(self._prepared, self.on_change)
@@ -479,10 +477,12 @@ class Run(Generic[T]):
         spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:
             shared.lender, shared.journal = self._outer.lender, self._outer.journal
-        alone = self._outer is None and self._inside is None and self._rows.channel is None
-        if alone and self._crew and self._record and spending.is_time_spent(await in_thread(self._record.spent)):
+        if self._crew is not None and await self.shared.is_time_spent(self._record, self._outer):
             # Only what is recorded is delivered, for which no worker is needed.
-            self._crew, self._works, self._is_shared, self._feed.reading = None, True, False, False
+            self._crew, self._works, self._is_shared = None, self._inside is None, False
+            self._feed.reading = not self._works
+            if self._rows.channel is not None and store.instant:
+                self._feed.take_from(self._rows.channel)
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
@@ -494,7 +494,8 @@ class Run(Generic[T]):
         async with AsyncExitStack() as extent:
             if self._outer is None:
                 own = (shared, self._controls, prepared.backend, store, self._record, self._lease, number)
-                self._ledger = Shares(*own, feeder=self._feeder, leases=self._leases, journal=self._journal)
+                here = (self._feeder, self._leases, self._journal)
+                self._ledger = Shares(*own, *here, requests=self._requests)
                 await extent.enter_async_context(self._ledger.opened(is_shared=self._is_shared))
             elif shared.lender is not None:
                 self._lend(shared.lender)
@@ -724,16 +725,13 @@ class Run(Generic[T]):
         store = self._store
         if store is None:
             return None
-        failed: BaseException | None = None
         await self._watch.end()
-        if self._journal is not None:
-            failed = await self._journal.end()
+        failed: BaseException | None = None if self._journal is None else await self._journal.end()
         if self._leases is not None:
             await self._leases.close()
-        state = "failed" if failed is not None else RECORDED_STATES[ended]
-        why = reason if failure is None else str(failure)
-        why = why or ("" if failed is None else str(failed))
+        why = str(failure or reason or failed or "")
         if self._feeder is not None:
+            state = "failed" if failed is not None else RECORDED_STATES[ended]
             facts: JsonObject = {"state": state, "why": why or None, "ended": now_text()}
             try:
                 facts["summary"] = summary_json(self._controls.statistics())

@@ -19,8 +19,9 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import Clock, ControlFinished, Ended, LimitChanged, Sink
+from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
 from batch_agent.messages import Usage
+from batch_agent.observe.metrics import Clock
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.observe.status import LabelledEndpoint
 from batch_agent.record.journal import Journal
@@ -91,6 +92,13 @@ class Shared:
         endpoints = [(each.name or name, each) for name, of in places for each in of.scheduler.endpoints]
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.journal is None else self.journal.lag)
+
+    async def is_time_spent(self, record: RunStore | None, outer: Shared | None) -> bool:
+        """Return whether earlier sessions have spent the whole budget on running time. ``outer`` is the outer run of a
+        stage; if its budget is spent, it has no workers."""
+        if outer is not None:
+            return outer.lender is None
+        return record is not None and self.spending.is_time_spent(await asyncio.to_thread(record.spent))
 
     async def keep_jobs(self, backend: Backend, store: WorkStore) -> None:
         """Let a backend whose answers take hours record its jobs in the record of the outermost run."""

@@ -7,10 +7,12 @@ joins, the ledger moves into the table of shares, from which each worker gets it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from batch_agent.backends.base import Backend
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal
 from batch_agent.record.store import RunStore, WorkStore
@@ -23,7 +25,8 @@ from batch_agent.scheduler.budget import NOTHING, Amount
 
 
 class Shares:
-    """``record`` is the record of a run that this process feeds. ``number`` is that of the worker in this process."""
+    """``requests`` are those of the user that hold now. ``record`` is the record of a run that this process feeds.
+    ``number`` is that of the worker in this process."""
 
     def __init__(
         self,
@@ -34,45 +37,56 @@ class Shares:
         record: RunStore | None,
         lease: float,
         number: int,
-        *,
         feeder: Feeder | None,
         leases: Leases | None,
         journal: Journal | None,
+        *,
+        requests: Mapping[str, JsonObject],
     ) -> None:
-        self._shared, self._controls, self._backend = shared, controls, backend
+        self._shared, self._controls, self._requests, self._backend = shared, controls, requests, backend
         self._store, self._record, self._lease, self._number = store, record, lease, number
         self._feeder, self._leases, self._journal = feeder, leases, journal
         self._extent = AsyncExitStack()
+        self._changing = asyncio.Lock()  # held while the ledger starts, and while another process joins
+        self._ended = False
 
     @asynccontextmanager
     async def opened(self, *, is_shared: bool) -> AsyncIterator[None]:
         """Start the ledger, and stop it at the end."""
         spending, journal = self._shared.spending, self._journal
-        if is_shared:
-            lender = await self._open_lender()
-            spending.start(commit=lender.soon, shared=True)
-        elif self._record is None or journal is None or journal.in_memory:
-            spending.start()
-        else:
-            before = await asyncio.to_thread(self._record.spent)
-            spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, journal.touch)
         try:
             async with self._extent:
-                if self._shared.lender is not None:
-                    await self._at_work(self._shared.lender)
-                yield
+                async with self._changing:
+                    if is_shared:
+                        lender = await self._open_lender()
+                        spending.start(commit=lender.soon, shared=True)
+                        await self._at_work(lender)
+                    elif self._record is None or journal is None or journal.in_memory:
+                        spending.start()
+                    else:
+                        before = await asyncio.to_thread(self._record.spent)
+                        spending.start(Amount(before.tokens, before.cost or 0.0), before.learnt, journal.touch)
+                try:
+                    yield
+                finally:
+                    async with self._changing:
+                        self._ended = True
         finally:
             spending.close()
 
     async def begin_sharing(self) -> None:
-        """Share the limits of a run that was alone until now: another process joins it."""
-        if self._shared.lender is not None:
-            return
-        lender = await self._open_lender()
-        self._shared.spending.share(self._moved, lender.soon)
-        if self._shared.pool is not None:
-            self._shared.pool.once = lender.once
-        await self._at_work(lender)
+        """Share the limits of a run that was alone until now: another process joins it. Raises SpecError if the run has
+        ended."""
+        async with self._changing:
+            if self._ended:
+                raise SpecError("the run has ended")
+            if self._shared.lender is not None:
+                return
+            lender = await self._open_lender()
+            self._shared.spending.share(self._moved, lender.soon)
+            if self._shared.pool is not None:
+                self._shared.pool.once = lender.once
+            await self._at_work(lender)
 
     async def _open_lender(self) -> Lending:
         shared, feeder = self._shared, self._feeder
@@ -87,6 +101,8 @@ class Shares:
         if self._leases is not None:
             self._leases.on_need = lender.soon
         shared.lender = lender
+        for request in self._requests.values() if feeder is not None else ():
+            lender.steer(request)  # only this process has applied it so far
         return lender
 
     async def _at_work(self, lender: Lending) -> None:

@@ -26,7 +26,7 @@ from batch_agent.backends.cache import CachingBackend
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import PAID_AHEAD, Spending
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.fleet.following import Hostfile
+from batch_agent.fleet.hostfile import Hostfile
 from batch_agent.messages import JsonObject
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.store import LEASE, WorkStore
@@ -85,6 +85,7 @@ class Lending:
         self._places: dict[str, Pot] = {}
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
+        self._requests: deque[JsonObject] = deque()  # of the user, that were not sent yet
         self._applies = False  # a request to all workers is being applied
         self._every = EVERY
         self._hostfiles: list[Hostfile] = []  # only in the feeder
@@ -115,9 +116,24 @@ class Lending:
     def steer(self, request: JsonObject) -> bool:
         """Send a request of the user to all workers; each applies it with its next report. Returns False while this
         worker applies one."""
-        if not self._applies:
-            self._beside(lambda: self._store.steer(request)).add_done_callback(lambda _: self.soon())
-        return not self._applies
+        if self._applies:
+            return False
+        self._requests.append(request)
+        if len(self._requests) == 1:
+            self._send_request()
+        return True
+
+    def _send_request(self) -> None:
+        """Send the first of the requests. The next one follows it, so that they arrive in order."""
+        self._beside(partial(self._store.steer, self._requests[0])).add_done_callback(self._request_sent)
+
+    def _request_sent(self, sent: asyncio.Future[Steering]) -> None:
+        request = self._requests.popleft()
+        if not sent.cancelled() and (error := sent.exception()) is not None:
+            logger.warning("the request %s did not reach the workers: %s", request.get("do"), error)
+        self.soon()
+        if self._requests and not sent.cancelled():
+            self._send_request()
 
     def share_answers(self, backend: Backend) -> None:
         """Let a backend with a response cache share its answers with the other workers."""
@@ -133,13 +149,15 @@ class Lending:
     async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
         self.share_answers(backend)
         self._stop_using(shared)
-        await self._beat(shared, controls)
-        beats = asyncio.get_running_loop().create_task(self._beats(shared, controls), name="batch-agent lending")
+        beats: asyncio.Task[None] | None = None
         try:
+            await self._beat(shared, controls)
+            beats = asyncio.get_running_loop().create_task(self._beats(shared, controls), name="batch-agent lending")
             yield
         finally:
-            beats.cancel()
-            await asyncio.wait([beats])
+            if beats is not None:
+                beats.cancel()
+                await asyncio.wait([beats])
             if self._beating is not None:  # a report that came after the member has left would bring it back
                 await to_its_end(self._beating)
             if self._lost is not None:
@@ -369,23 +387,23 @@ def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
     """Yield both budgets, which are granted together. Without a limit they only report the spending. ``every`` is the
     number of seconds between two reports."""
     if spending.has_advance:
-        spent, kept, wanted, part = spending.claim()
+        spent, kept, wanted, part, alone = spending.claim()
         tokens, cost = spending.limits
     else:
         used_tokens, used_cost = spending.so_far()
         spent = kept = wanted = Amount(used_tokens, used_cost or 0.0)
-        part, tokens, cost = NOTHING, None, None
+        part, alone, tokens, cost = NOTHING, False, None, None
 
     most = UNLIMITED if tokens is None else tokens
-    of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
+    of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens, alone=alone)
     most = UNLIMITED if cost is None else _nano(cost)
-    of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost))
+    of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost), alone=alone)
     yield BUDGET_TOKENS, Pot(lambda: of_tokens, _nothing)
     if spending.per_second:
-        alone, cost = spending.claim_time()
+        unshared, cost = spending.claim_time()
         rate = max(1, _nano(spending.per_second))
         ahead = math.ceil(PAID_AHEAD * max(1.0, every) * rate)
-        own = _nano(alone)
+        own = _nano(unshared)
         of_time = Claim(UNLIMITED if cost is None else _nano(cost), own, ahead, 0, own, rate=rate)
         yield BUDGET_COST, Pot(lambda: of_time, _nothing)
     elif cost is not None or spent.cost:

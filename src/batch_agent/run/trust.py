@@ -10,6 +10,7 @@ needs nothing.
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import re
 import stat
@@ -23,11 +24,11 @@ import orjson
 from batch_agent.backends.base import Backend
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.backends.registry import BACKEND_VARIABLE
+from batch_agent.door import same_secret
 from batch_agent.errors import SpecError
-from batch_agent.files.results import to_json
+from batch_agent.files.results import from_json, to_json
 from batch_agent.fleet.backend import Fleet
-from batch_agent.fleet.following import Hostfile
-from batch_agent.fleet.hostfile import parse_hosts
+from batch_agent.fleet.hostfile import Hostfile, parse_hosts
 from batch_agent.messages import JsonObject
 
 SECRET, ALLOW = "BATCH_AGENT_CLUSTER_SECRET", "BATCH_AGENT_ALLOW"
@@ -141,14 +142,14 @@ class Trust:
             signature = facts.get(SIGNATURE)
             if not isinstance(signature, str):
                 raise SpecError(f"the record of this run is not signed: give its feeder the same {SECRET}")
-            if not hmac.compare_digest(signature, _signature(self._secret, _content(facts))):
+            if not same_secret(signature, _signature(self._secret, _content(facts))):
                 raise SpecError(
                     f"the signature of the record of this run is wrong: its feeder had another {SECRET}, or the record "
                     "was changed"
                 )
             return
         things = things_of(facts)
-        if self._fingerprint and hmac.compare_digest(self._fingerprint, fingerprint_of_things(facts)):
+        if self._fingerprint and same_secret(self._fingerprint, fingerprint_of_things(facts)):
             self._admitted.update(things)
         self._admit(things, "the record")
 
@@ -165,7 +166,7 @@ class Trust:
             if self.everything:
                 return plain
             if self._secret:
-                if not hmac.compare_digest(signature, _signature(self._secret, to_json([name, plain]))):
+                if not same_secret(signature, _signature(self._secret, to_json([name, plain]))):
                     raise SpecError(f"the hostfile {name!r} in the record is not signed with this {SECRET}")
                 return plain
             self._admit([host.address for host in parse_hosts(plain, name)], f"the hostfile {name!r} in the record")
@@ -204,9 +205,12 @@ def owned(path: Path) -> bool:
 
 
 def _content(facts: Mapping[str, object]) -> bytes:
-    kept = orjson.loads(to_json({name: facts[name] for name in SIGNED if name in facts}))
-    return orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
+    kept = from_json(to_json({name: facts[name] for name in SIGNED if name in facts}))
+    try:
+        return orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a lone surrogate, or an integer beyond 64 bits
+        return json.dumps(kept, sort_keys=True).encode()
 
 
 def _signature(secret: str, content: bytes) -> str:
-    return hmac.digest(secret.encode(), content, "sha256").hex()
+    return hmac.digest(os.fsencode(secret), content, "sha256").hex()

@@ -62,7 +62,7 @@ class RowSource(Protocol):
     fed: bool  # every input was read and fed
 
     async def refill(self) -> bool:
-        """Read inputs and feed them. Returns False if there are none, or if no more are fed."""
+        """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed."""
         ...
 
 
@@ -152,7 +152,7 @@ class Leases:
     async def next(self, most: int) -> list[HeldRow]:
         """Wait for rows and return at most ``most``; none if no more rows are taken."""
         waited, source = False, self._source
-        if self.alone and source is not None and isinstance(self.store, MemoryStore) and self.store.is_empty:
+        if self.alone and source is not None and isinstance(self.store, MemoryStore) and not self.store.unstarted:
             await source.refill()
         while not self._ready:
             if self.over:
@@ -180,7 +180,7 @@ class Leases:
         """Wait until a call may find rows. Returns False if there will be none."""
         if self.store.instant:
             source = self._source
-            if source is not None and not source.fed and await source.refill():
+            if self.alone and source is not None and not source.fed and await source.refill():
                 return True
             if self.alone:
                 self.leave("done" if source is not None and source.fed else "asked to leave")
@@ -313,6 +313,7 @@ class Leases:
             except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
                 self.failure = error
                 self.leave()
+                self.lose({held.lease.place for held in self.held.values()})
                 return
             finally:
                 alarm.cancel()
@@ -510,7 +511,7 @@ class Worker:
         return starts_afresh(past.failed.error, self._retry_from)
 
     async def _begin(self, held: HeldRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
-        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        self._tell_start(job)
         if isinstance(job, AgentResult):
             self._publish(held, job)
             return
@@ -556,7 +557,7 @@ class Worker:
 
     async def _begin_parts(self, held: HeldRow, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each part when there is room. Later rows wait for this no longer than for other agents."""
-        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        self._tell_start(job)
         row = self.live[job.index] = Parts(job)
         row.tasks.append(agents.create_task(self._accompany_parts(held, row)))
         try:
@@ -633,6 +634,12 @@ class Worker:
         else:
             self._leases.ending.add(held.lease.index)
             self._journal.publish(held.lease, result)
+
+    def _tell_start(self, job: Job | AgentResult[object]) -> None:
+        r, at = self._r, self._r.clock()
+        r.emit.metrics.job_started(at, r.run, job.index, job.job_id)
+        if JobStarted in r.emit.sinks.wanted:
+            r.emit.sinks(JobStarted(at, r.run, job.index, job.job_id))
 
     def _tell(self, result: AgentResult[object]) -> None:
         if self._r.traces is not None:

@@ -19,7 +19,7 @@ from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.policy import Policy
-from batch_agent.events import Sink
+from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import Journal, ShapeDigests
 from batch_agent.record.keys import Keys
 from batch_agent.run.cache_watch import cache_watch, touches_for
@@ -38,7 +38,7 @@ class Workshop:
         prepared: Prepared,
         shared: Shared,
         run: str,
-        emit: Sink,
+        emit: Emit,
         feed: Feed,
         leases: Leases,
         journal: Journal,

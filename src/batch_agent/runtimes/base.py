@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -21,11 +23,10 @@ from typing import ClassVar, Literal, Protocol
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
+from batch_agent.children import open_guarded
 from batch_agent.errors import AgentTimeout, Rejected, RowEnded, SpecError, WorkerFailed
 from batch_agent.messages import Reply, Usage
 from batch_agent.runtimes.events import EventRecorder, ReadEvent, Transcript
-from batch_agent.runtimes.process import ProcessEnd, run_agent
-from batch_agent.runtimes.trees import AgentTree, Isolation, check_source, open_tree
 
 Permissions = Literal["read", "write", "full"]
 KEPT_ENV = (
@@ -38,6 +39,14 @@ LOCAL = "127.0.0.1,localhost"
 LOGIN = "login"  # as a backend: the login of the command
 DEFAULT_TIMEOUT = 1800.0
 SPARE = 0.2  # fraction of the available memory that stays unused
+
+LINE_BYTES = 16 * 1024 * 1024  # of one event; a longer one is ignored
+TAIL_LINES = 20  # of standard error, for the message of a failed row
+
+Isolation = Literal["worktree", "copy", "none"]
+ATTEMPTS = 3
+GIT = ("git", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "safe.directory=*")
+DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
 
 
 class RowContext(Protocol):
@@ -279,3 +288,166 @@ def available_mib() -> int:
     except (OSError, ValueError):
         return free  # no limit
     return min(free, max(0, limit - used) // 1024**2)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How an agent's process ended: 0 is success. ``tail`` is the end of its standard error."""
+
+    status: int
+    tail: str
+
+
+async def run_agent(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    prompt: str,
+    errors: Path,
+    on_line: Callable[[bytes], None],
+) -> ProcessEnd:
+    """Run the command until it ends; standard error goes to the file ``errors``. If this is cancelled, or this process
+    dies, everything that the command started is killed."""
+    pipe = asyncio.subprocess.PIPE
+    with errors.open("wb") as file:
+        opened = open_guarded(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=file, limit=LINE_BYTES)
+        async with opened as process, asyncio.TaskGroup() as tasks:
+            tasks.create_task(_feed(process, prompt.encode("utf-8", "replace")))
+            tasks.create_task(_read(process, on_line))
+            status = await process.wait()
+    return ProcessEnd(status, tail_of(errors))
+
+
+async def _feed(process: asyncio.subprocess.Process, prompt: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # an agent may not read its whole input
+        process.stdin.write(prompt)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(process: asyncio.subprocess.Process, on_line: Callable[[bytes], None]) -> None:
+    assert process.stdout is not None
+    while True:
+        try:
+            line = await process.stdout.readline()
+        except ValueError:
+            continue  # longer than the limit: the buffered part is dropped
+        if not line:
+            return
+        on_line(line)
+
+
+def tail_of(file: Path) -> str:
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - 64 * 1024))
+        lines = deque(opened.read().decode("utf-8", "replace").splitlines(), TAIL_LINES)
+        return "\n".join(lines).strip()
+    return ""
+
+
+# Git runs without the hooks and helpers that a repository can configure: an agent may have written them.
+@dataclass(frozen=True, slots=True)
+class AgentTree:
+    """``cwd``: where the agent works; ``git``: the command that sees changes since ``base``, or empty."""
+
+    cwd: Path
+    git: tuple[str, ...] = ()
+    base: str = ""
+
+    def diff(self) -> str:
+        """Return the agent's changes as a patch; "" for none."""
+        if not self.git:
+            return ""
+        _git(*self.git, "add", "--all")
+        return _git(*self.git, *DIFF, self.base)
+
+
+def check_source(source: Path | None, isolation: Isolation) -> None:
+    """Raise SpecError if ``source`` cannot be used with this isolation."""
+    if source is None:
+        return
+    if not source.is_dir():
+        raise SpecError(f"working_dir: {source} is not a directory")
+    if isolation == "worktree":
+        try:
+            _git("-C", str(source), "rev-parse", "--verify", "HEAD")
+        except WorkerFailed:
+            raise SpecError(
+                f"working_dir: {source} is not in a git repository with a commit; give isolation='copy'"
+            ) from None
+
+
+@contextmanager
+def open_tree(source: Path | None, isolation: Isolation, place: Path, worktrees: Lock) -> Iterator[AgentTree]:
+    """Create a tree at ``place`` from ``source`` as it is now, or an empty one, and remove it afterwards. ``worktrees``
+    is held while the repository's list of worktrees changes, because git does not support concurrent changes."""
+    if isolation == "none" and source is not None:
+        yield AgentTree(source)
+        return
+    base = place.with_name("base.git")
+    _remove(place, base, source, worktrees)
+    try:
+        if isolation == "worktree" and source is not None:
+            with worktrees:
+                tree = _worktree(source, place)
+            yield tree
+        else:
+            yield _copy(source, place, base)
+    finally:
+        _remove(place, base, source, worktrees)
+
+
+def _worktree(source: Path, place: Path) -> AgentTree:
+    """Create a detached worktree at HEAD. Uncommitted changes are not in it."""
+    at = ("-C", str(source))
+    base = _git(*at, "rev-parse", "HEAD").strip()
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            _git(*at, "worktree", "add", "--detach", "--force", str(place), base)
+            break
+        except WorkerFailed:  # another process may be changing the list
+            if not left:
+                raise
+    inside = _git(*at, "rev-parse", "--show-prefix").strip()
+    return AgentTree(place / inside, ("-C", str(place)), base)
+
+
+def _copy(source: Path | None, place: Path, base: Path) -> AgentTree:
+    """Create a copy, and beside it a repository with its initial state."""
+    if source is None:
+        place.mkdir(parents=True)
+    else:
+        shutil.copytree(source, place, symlinks=True, ignore_dangling_symlinks=True)
+    git = ("--git-dir", str(base), "--work-tree", str(place))
+    _git("init", "--quiet", "--bare", str(base))
+    _git(*git, "config", "core.bare", "false")
+    _git(*git, "add", "--all")
+    return AgentTree(place, git, _git(*git, "write-tree").strip())
+
+
+def _remove(place: Path, base: Path, source: Path | None, worktrees: Lock) -> None:
+    is_worktree = (place / ".git").is_file()
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(base, ignore_errors=True)
+    if is_worktree and source is not None:
+        with worktrees, suppress(WorkerFailed):
+            _git("-C", str(source), "worktree", "prune")
+
+
+def _git(*arguments: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            [*GIT, *arguments],
+            capture_output=True,
+            env={**env, "GIT_CONFIG_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise WorkerFailed("git is not installed: it is needed to record the changes of an agent") from None
+    if done.returncode:
+        raise WorkerFailed(f"git failed: {done.stderr.decode('utf-8', 'replace').strip()[-500:]}")
+    return done.stdout.decode("utf-8", "surrogateescape")

@@ -150,6 +150,13 @@ class HoldWatch:
             self._turns, self._lost = 0, 0.0
 
 
+def _context(progress: AgentForecast) -> tuple[int, int]:
+    """Return the turns that an agent has taken, and the tokens of its context."""
+    if progress.answered_at is not None:
+        return progress.turns + 1, progress.tokens
+    return progress.turns, max(progress.expected, progress.tokens) if progress.turns else 0
+
+
 class _Projection:
     """The tokens that the members need for each turn ahead, computed again when enough of them have changed."""
 
@@ -158,14 +165,11 @@ class _Projection:
         self.fresh: list[float] = []  # the same for one agent that has not started
         self.least_turns = 0  # the fewest turns of a member that was counted
         self.at = -inf
-        self.changes = 0  # changes of members since then
-
-    def is_current(self, members: int, now: float) -> bool:
-        return self.changes <= members // MEMBERS_A_CHANGE and now - self.at < REFRESH_SECONDS
+        self.changes = 0  # of the members until then
 
 
 class WorkingSet:
-    """The admitted agents of one endpoint, with their turns taken and the tokens of their contexts."""
+    """The admitted agents of one endpoint."""
 
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
@@ -176,6 +180,7 @@ class WorkingSet:
         self.ample = MOST_AGENTS  # number of members that fit with contexts of any size (``measure``)
         self._measured_for = 0  # tokens of the largest context then
         self._unmeasured = 0  # answers since then
+        self.uncounted = 0  # prompt tokens that were computed since then
         self.queue = 0  # requests in the engine's queue at the last reading
         self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
@@ -184,7 +189,8 @@ class WorkingSet:
         self.pace = EnginePace()
         self.watch = HoldWatch()
         self.margin = 1.0  # the part of the capacity that is used
-        self.members: dict[AgentForecast, tuple[int, int]] = {}
+        self.members: dict[AgentForecast, None] = {}  # in the order of admission
+        self.changes = 0  # turns that began or ended, and agents that joined or left
         self._all, self._near = _Projection(), _Projection()
 
     @property
@@ -220,7 +226,7 @@ class WorkingSet:
     def tokens_in_flight(self) -> int:
         """Tokens of the contexts of requests in flight, without the part that agents share."""
         shared = self._growth.shared
-        return sum(max(0, size - shared) for each, (_, size) in self.members.items() if each.answered_at is None)
+        return sum(max(0, _context(each)[1] - shared) for each in self.members if each.answered_at is None)
 
     def contradict(self) -> None:
         """Count evidence that the reported capacity is not that of the whole server."""
@@ -228,15 +234,14 @@ class WorkingSet:
         self._judge_report()
         self.measure()
 
-    def put(self, progress: AgentForecast, turns: int, tokens: int) -> None:
-        self.members[progress] = turns, tokens
-        self._all.changes += 1
-        self._near.changes += 1
+    @property
+    def is_wide(self) -> bool:
+        """Whether twice as many contexts would fit, as far as it is known. Then little is learnt from answers."""
+        return not self.tracks and 2 * len(self.members) <= self.ample
 
     def leave(self, progress: AgentForecast) -> None:
-        if self.members.pop(progress, None) is not None:
-            self._all.changes += 1
-            self._near.changes += 1
+        self.members.pop(progress, None)
+        self.changes += 1
 
     def is_cached(self, progress: AgentForecast) -> bool:
         """Return whether the agent's context is probably in the cache."""
@@ -251,6 +256,7 @@ class WorkingSet:
 
     def look_up(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
+        self.changes += 1
         progress.distance = None
         if not self.tracks:
             if 2 * len(self.members) <= self.ample or not self._trusts:
@@ -265,19 +271,31 @@ class WorkingSet:
     def _track(self) -> None:
         """Begin to follow the order of use, with the members in the order of their last answers."""
         self.tracks = True
-        members = sorted(self.members.items(), key=lambda item: item[0].answered_at or inf)
-        for progress, (_, tokens) in members:
-            own = max(0, tokens - self._growth.shared)
+        for progress in sorted(self.members, key=lambda each: each.answered_at or inf):
+            own = max(0, _context(progress)[1] - self._growth.shared)
             (self.residency.sent if progress.answered_at is None else self.residency.answered)(progress, own)
+
+    def skips(self, computed: int) -> bool:
+        """Count an answer, for whose prompt ``computed`` tokens were computed. Returns whether it may be skipped: while
+        the contexts fit by far, one in ``MEASURED`` is enough to learn from."""
+        self.uncounted += computed
+        self._unmeasured += 1
+        return self._unmeasured < MEASURED
+
+    def learn(self, turns: int, tokens: int, seconds: float, now: float) -> None:
+        """Learn from an answer that took ``seconds``: the context of its agent has ``tokens`` after ``turns``."""
+        computed, self.uncounted = self.uncounted, 0
+        self.pace.learn(computed, seconds, now)
+        self._growth.learn(turns, tokens)
 
     def answered(self, progress: AgentForecast, tokens: int, evicted: bool) -> bool:
         """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
         distance = progress.distance
+        self.changes += 1
         if evicted and not self.tracks:
             self._track()
         if distance is None:
             self.use(progress, tokens)
-            self._unmeasured += 1
             if tokens > self._measured_for or self._unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
                 self.measure()
             return False
@@ -353,15 +371,17 @@ class WorkingSet:
 
     def _projected(self, projection: _Projection, now: float, horizon: int) -> _Projection:
         """Return the projection of the members; with ``NEAR``, only of those whose context is cached."""
-        if projection.is_current(len(self.members), now):
+        few = self.changes - projection.changes <= len(self.members) // MEMBERS_A_CHANGE
+        if few and now - projection.at < REFRESH_SECONDS:
             return projection
         half = LONG_WAIT * self._forecast.seconds_per_turn
         groups: dict[int, list[float]] = {}
         cached = self.residency.cached(self.room) if horizon == NEAR and self.tracks else None
         least = MOST_AGENTS
-        for progress, (taken, size) in self.members.items():
+        for progress in self.members:
             if cached is not None and progress not in cached:
                 continue
+            taken, size = _context(progress)
             waited = 0.0 if progress.answered_at is None else now - progress.answered_at
             weight = 2.0 ** (1.0 - waited / half) if waited > half > 0.0 else 1.0
             group = groups.setdefault(taken, [0.0, 0.0])
@@ -370,7 +390,7 @@ class WorkingSet:
             least = min(least, taken)
         projection.needed, projection.least_turns = self._project(groups, horizon), least
         projection.fresh = self._project({0: [1.0, 0.0]}, horizon)
-        projection.at, projection.changes = now, 0
+        projection.at, projection.changes = now, self.changes
         return projection
 
     def _project(self, groups: dict[int, list[float]], horizon: int) -> list[float]:
@@ -510,7 +530,7 @@ class Admission(Generic[Waiting]):
     @property
     def contexts(self) -> int:
         """Tokens of the contexts of all admitted agents."""
-        return sum(tokens for each in self._sets.values() for _, tokens in each.members.values())
+        return sum(_context(member)[1] for each in self._sets.values() for member in each.members)
 
     def drop(self, endpoint: Endpoint) -> None:
         gone = self._sets.pop(endpoint, None)
@@ -548,9 +568,8 @@ class Admission(Generic[Waiting]):
         """Return whether the agent's turn may go to the endpoint. If not, the turn is added to ``held``."""
         if not progress.live:
             return True
-        working_set = self._set_of(endpoint)
+        working_set = self._sets.get(endpoint) or self._set_of(endpoint)
         home = self._home.get(progress)
-        tokens = max(progress.expected, progress.tokens)
         crowded = len(working_set.members) >= working_set.ample
         if crowded and home is working_set and progress.turns and self.holds and not working_set.keeps(progress, now):
             working_set.leave(progress)
@@ -560,7 +579,7 @@ class Admission(Generic[Waiting]):
         if retried:
             self._retried.remove(waiting)
         if home is not working_set:
-            if not self._takes(working_set, now, progress.turns, tokens if progress.turns else 0):
+            if crowded and not self._takes(working_set, now, progress.turns, _context(progress)[1]):
                 self.held[waiting] = now
                 self._lines.setdefault(progress.turns, {})[waiting] = None
                 self._recheck = now + RECHECK_SECONDS
@@ -568,10 +587,11 @@ class Admission(Generic[Waiting]):
             if home is not None:
                 home.leave(progress)
             self._home[progress] = working_set
+            working_set.members[progress] = None
         if retried and self.held:
             self._recheck = -inf  # more may fit
-        working_set.put(progress, progress.turns, tokens if progress.turns else 0)
-        working_set.look_up(progress, tokens)
+        if not working_set.is_wide:
+            working_set.look_up(progress, max(progress.expected, progress.tokens))
         return True
 
     def is_evicted(self, progress: AgentForecast) -> bool:
@@ -588,11 +608,8 @@ class Admission(Generic[Waiting]):
         home = self._home.get(progress)
         if home is None or waiting or home.queue or self.held or not self.is_evicted(progress):
             return False
-        others = sum(
-            max(0, tokens - self._growth.shared)
-            for member, (_, tokens) in home.members.items()
-            if home.is_cached(member)
-        )
+        shared = self._growth.shared
+        others = sum(max(0, _context(each)[1] - shared) for each in home.members if home.is_cached(each))
         return others + progress.tokens <= FULL * home.room
 
     def seconds_to_compute(self, progress: AgentForecast) -> float:
@@ -614,9 +631,8 @@ class Admission(Generic[Waiting]):
             for each in self._sets.values():
                 each.measure()
         home = self._home.get(progress)
-        if home is None:
+        if home is None or not home.tracks:  # then its context is expected there
             return
-        home.put(progress, progress.turns, max(progress.expected, progress.tokens))
         turn = self._forecast.seconds_per_turn
         gone = waited > (1 - log2(GONE)) * LONG_WAIT * turn > 0
         if gone and not home.is_cached(progress):
@@ -625,33 +641,34 @@ class Admission(Generic[Waiting]):
 
     def answered(self, progress: AgentForecast, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
         """Learn from the token counts of an answer."""
-        tokens, cached, before = usage.prompt_tokens + usage.completion_tokens, usage.cached_tokens, progress.tokens
-        growth, home = self._growth, self._home.get(progress)
-        if not usage.prompt_tokens:
+        prompt, cached, before, growth = usage.prompt_tokens, usage.cached_tokens, progress.tokens, self._growth
+        if not prompt:
             return
-        working_set, evicted = self._set_of(endpoint), False
-        working_set.pace.learn(usage.prompt_tokens - cached, seconds, now)
-        watch = working_set.watch
-        watch.tells = watch.tells or cached > 0
-        if progress.turns == 0 and cached:
-            growth.shared = min(growth.shared, cached) if growth.shared else cached
-        elif progress.turns and watch.tells and before:
-            again = max(0, min(before, usage.prompt_tokens) - cached)
-            self.counts.recomputed += again
-            if rate := working_set.pace.rate:
-                self.counts.recompute_seconds += again / rate
+        working_set, evicted = self._sets.get(endpoint) or self._set_of(endpoint), False
+        watch, wide = working_set.watch, working_set.is_wide
+        if cached:
+            watch.tells = True
+            if not progress.turns:
+                growth.shared = min(growth.shared, cached) if growth.shared else cached
+        if progress.turns and watch.tells and before:
+            if (again := min(before, prompt) - cached) > 0:
+                self.counts.recomputed += again
+                if rate := working_set.pace.rate:
+                    self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
-            if working_set.expects(progress):
+            if (evicted or not wide) and working_set.expects(progress):
                 watch.saw(evicted=evicted, held=self._holding or bool(self.held))
-        progress.tokens = tokens
-        growth.learn(progress.turns + 1, tokens)
+        progress.tokens = tokens = prompt + usage.completion_tokens
+        if working_set.skips(prompt - cached) and wide and not evicted and tokens <= growth.largest:
+            return
+        working_set.learn(progress.turns + 1, tokens, seconds, now)
         if not progress.live:
             return
         if working_set.answered(progress, tokens, evicted):
             self._capacity_changed()
-        if home is None:
-            home = self._home[progress] = working_set
-        home.put(progress, progress.turns + 1, tokens)
+        if progress not in self._home:
+            self._home[progress] = working_set
+            working_set.members[progress] = None
 
     def end(self, progress: AgentForecast) -> None:
         """Record that the agent has ended; its context is no longer needed."""

@@ -54,6 +54,8 @@ SUSPECT = 2  # hits and crashes after which a row is tried last and alone
 PASSED_OVER = 2  # times that a row is refused for load while others are answered, until it counts as the cause
 LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of probes alone
 LEAST_REFUSED = 65.0  # seconds that a row is refused for load, alone, before it fails: rate limits count by the minute
+LONG_DELAY = 2.0  # seconds between two attempts during which a row keeps its place
+CONTROL_PAUSE = 5.0  # seconds between two control requests that find out whether refusals for load concern rows
 DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
 
 
@@ -89,9 +91,11 @@ class RowHistory:
     undecided: int = 0
     hits: int = 0  # endpoints that went down right after a failure of this row that can crash a server
     crashes: list[Crash] = field(default_factory=list)
-    refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
+    refused: int = 0  # refusals for load although the endpoint answered others: alone there, or while all left failed
     refused_since: float = inf  # when the first of these requests was sent
     refused_until: float = -inf  # when the latest of them failed
+    unsettled: int = 0  # refusals that no answer has shown to be its own yet
+    unsettled_until: float = -inf  # when the latest of them failed
     overloaded_at: float = inf  # when a request of it was sent that was refused for load
     passed_over: int = 0  # such refusals that were followed by the answer of a request sent no earlier
     stale: bool = False  # a kept connection was closed when it was sent; the next time this counts as broken
@@ -122,20 +126,42 @@ class RowHistory:
             self.crashes.append(Crash(endpoint, attempt.ended_at, not attempt.trial))
         return True
 
-    def overloaded(self, attempt: Attempt, answered_sent: float) -> None:
-        """Record a refusal for load. ``answered_sent``: when the newest answered request of the endpoint was sent."""
-        passed_over = answered_sent >= self.overloaded_at
+    def overloaded(self, attempt: Attempt, answered_sent: float, control_sent: float = -inf) -> bool:
+        """Record a refusal for load. Returns whether the endpoint has taken another request since the refusal before
+        it. ``answered_sent``, ``control_sent``: when the newest answered row, and control request, was sent."""
+        if answered_sent > self.refused_since:  # a row had room: this one may have it later
+            self.refused, self.refused_since = 0, inf
+        passed_over = max(answered_sent, control_sent) >= self.overloaded_at
         self.passed_over += passed_over
         self.overloaded_at = attempt.sent_at if passed_over else min(attempt.sent_at, self.overloaded_at)
+        return passed_over
 
     @property
     def is_alone_refused(self) -> bool:
         """Return whether refusals for load concern this row, and say nothing about the load: the server took others."""
         return self.passed_over >= PASSED_OVER
 
+    def gives_way(self, delay: float) -> bool:
+        """Return whether another row may start while this one waits ``delay`` seconds for its next attempt. It keeps
+        its place after one failure, which may be the begin of an outage, and while refusals for load may concern all
+        rows; but not for long."""
+        if self.charges or self.is_alone_refused or delay > LONG_DELAY:
+            return True
+        return self.failures > 1 and self.overloaded_at == inf
+
     def is_too_much(self, max_retries: int) -> bool:
         """Return whether the row alone is too much for its rate limits, however long it waits."""
         return self.refused > max_retries and self.refused_until - self.refused_since >= LEAST_REFUSED
+
+    def may_be_too_much(self, max_retries: int) -> bool:
+        """Return whether it is, if its unsettled refusals turn out to be its own."""
+        lasted = self.unsettled_until - self.refused_since
+        return self.unsettled > 0 and self.refused + self.unsettled > max_retries and lasted >= LEAST_REFUSED
+
+    def until_ripe(self, now: float) -> float:
+        """Return the seconds until a refusal may fail the row; infinite if that is not known, or over."""
+        left = self.refused_since + LEAST_REFUSED - now
+        return left if left > 0 else inf
 
     def settle(self, number: int, *, charge: bool) -> None:
         """Decide ``number`` of its undecided failures."""
@@ -164,6 +190,7 @@ class Attempt:
     left_in_flight: int = 0  # number of other requests at the endpoint
     beside: bool = False  # a request of another row, which may have crashed the endpoint, failed meanwhile
     control: bool = False  # a control request
+    waits: bool = False  # refused for load, with a Retry-After
     excessive: bool = False  # refused for load for so long that it may concern only this row
 
 
@@ -187,6 +214,7 @@ class EndpointHistory:
 
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
+    controlled_at: float = -inf  # when the latest control request was answered
     convicted: int = 0  # rows that control requests have charged since a row was last answered
     # The latest rows that broke, with the time: two of any kind, and two suspects.
     broken: list[tuple[RowHistory, float]] = field(default_factory=list)
@@ -208,11 +236,18 @@ class EndpointHistory:
         failed before while others were answered."""
         return sum(not row.charges and _chargeable(attempts) > 0 for row, attempts in self.open.items())
 
+    @property
+    def refused_rows(self) -> int:
+        """Number of rows with a refusal for load that is not settled."""
+        return sum(row.unsettled > 0 for row in self.open)
+
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
         """Record an attempt and its verdict, in the row's history and here."""
         row = attempt.row
         if attempt.outcome == "answered":
-            if not attempt.control:
+            if attempt.control:
+                self.controlled_at = attempt.ended_at
+            else:
                 self.convicted = 0
             self._answered(attempt.sent_at, control=attempt.control)
             return
@@ -230,6 +265,9 @@ class EndpointHistory:
         if verdict.row == "undecided":
             row.undecided += _can_be_charged(attempt)
             self.open.setdefault(row, []).append(attempt)
+            if attempt.outcome == "overloaded":
+                row.unsettled += 1
+                row.unsettled_until = attempt.ended_at
         if verdict.endpoint == "down":
             self.forgive()
         elif attempt.outcome in ("flawed", "refused"):
@@ -244,7 +282,13 @@ class EndpointHistory:
                 continue
             for attempt in proven:
                 if attempt.outcome == "overloaded":
+                    row.unsettled -= 1
+                    if attempt.left_in_flight and not control:
+                        continue  # a row had room: this one may have it later
                     row.refused += 1
+                    if control:
+                        row.passed_over += 1
+                        row.overloaded_at = inf
                     row.refused_since = min(row.refused_since, attempt.sent_at)
                     row.refused_until = max(row.refused_until, attempt.ended_at)
             self.convicted += control and not row.charges
@@ -261,6 +305,7 @@ class EndpointHistory:
             broken = [attempt for attempt in attempts if attempt.outcome in ("broken", "stale")]
             if broken and not (row.suspect and row.crash(self, broken[-1])):
                 row.hits += 1
+            row.unsettled = 0
             row.settle(_chargeable(attempts), charge=False)
         self.open.clear()
 
@@ -282,6 +327,7 @@ class EndpointHistory:
     def give_up_on(self, row: RowHistory) -> None:
         """Charge the row for all of its failures here."""
         self.alone.pop(row, None)
+        row.unsettled = 0
         row.settle(_chargeable(self.open.pop(row, ())), charge=True)
 
 
@@ -317,8 +363,11 @@ def judge(
     if outcome == "unreachable":
         return Verdict("clear", "down", move=others_healthy)
     if outcome == "overloaded":
-        alone = attempt.left_in_flight == 0 and not is_down
-        asks = alone and can_ask and attempt.row.tested and (few_rows or all_tested)
+        row = attempt.row
+        alone = not is_down and (attempt.left_in_flight == 0 or (row.is_alone_refused and all_tested))
+        ripe = attempt.ended_at - row.refused_since >= LEAST_REFUSED
+        due = ripe or attempt.sent_at >= history.controlled_at + CONTROL_PAUSE or history.refused_rows >= SEVERAL
+        asks = alone and can_ask and due and (row.tested or (attempt.waits and not few_rows))
         decidable = alone or (attempt.excessive and not is_down)
         return Verdict("undecided" if decidable else "clear", "doubted" if asks else "", others_healthy, soon=True)
     row = attempt.row
@@ -351,6 +400,8 @@ def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool 
         return "fail"
     if row.is_poison(max_retries) or row.is_too_much(max_retries):
         return "fail"
+    if row.may_be_too_much(max_retries):
+        return "wait"
     if not row.undecided or row.charges + row.undecided <= max_retries:
         return "retry"
     return "retry" if move and row.failures == 1 else "wait"

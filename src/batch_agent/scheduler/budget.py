@@ -69,11 +69,12 @@ class Ledger:
         self.advance: Amount | None = None
         self.in_flight = 0
 
-    def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
-        """Return a message about the limit that this call exceeds, or None. ``beside`` is sent first."""
-        needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
+    def short(self, amount: Amount, *, beside: Amount = NOTHING, others_open: Amount = NOTHING) -> str | None:
+        """Return a message about the limit that this call exceeds, or None. ``beside`` is sent first, and other workers
+        hold ``others_open``."""
+        needed, spent = self.reserved + beside + amount + others_open, self.spent + self.others
         # Part of the rest that may be in flight.
-        several = self.in_flight or beside != NOTHING or self.others_open != NOTHING
+        several = self.in_flight or beside != NOTHING or others_open != NOTHING
         most = AT_RISK if self.advance is not None and several else 1.0
         if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
             return (

@@ -22,6 +22,10 @@ limit fell give no evidence about the new limit. The limit grows back in three s
   gain equally, and the largest loses most.
 - One below the refused number, the limit stays for some rounds before that number is tried again.
 
+A refusal may also concern its row alone. If the same row is refused again although the server took other requests in
+between, the limit returns to where it was (``pardon``). If its next attempt is answered, the refusal stays a sign of
+load (``confirm``).
+
 After an outage the limit starts at one and doubles with each round, up to the last limit with good answers.
 
 If several processes work on one run, the searched number is that of all of them together. One of them searches
@@ -31,7 +35,7 @@ If several processes work on one run, the searched number is that of all of them
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from math import ceil, inf, sqrt
 
 from batch_agent.scheduler.engine_load import Load, LoadGuide
@@ -46,15 +50,16 @@ from batch_agent.scheduler.engine_load import Load, LoadGuide
 #
 # The start of the climb depends on ``by_clock``:
 #
-# - One server (True): it starts at 64 and doubles by the clock while nothing is refused, up to 128, and to
-#   256 when a quick answer has come. A batch of
-#   quick rows would be over before the first answers are measured.
+# - One server (True): it starts at 64, with tools at 16, and doubles by the clock while nothing is refused, up to
+#   128, and to 256 when a quick answer has come. A batch of quick rows would be over before the first answers are
+#   measured.
 # - One of a fleet (False): other servers can take the rows, so an endpoint gets only what it has proved to handle.
 #   It starts small and grows with whole rounds of answers, four times per round up to 64, then twice. Answers
 #   that took much longer than the fastest ones waited in the server's queue: then the number shrinks to what the server
 #   computes at once.
 
 START = 64  # calls in flight
+TOOLS_START = 16  # the same for agents with tools: the first answers are quick, and their tools run during the others
 FLEET_START = 40  # the same at each server of a fleet, where only answers raise it
 RAMPED = 256  # where the first steps end; a small server then has all of them in its queue
 BLIND = 128  # ... before the first answer
@@ -279,6 +284,7 @@ TOLERATED = 1 / 10  # part of the requests that a server may refuse before its l
 LEAST_REFUSALS = 2  # ... and this many in any case
 WINDOW = 512  # answers, at least: after that, older answers and refusals count half
 FALLEN = 1 / 8  # of the requests that the server took: if refusals lower the limit below this, they come by chance
+Before = tuple[int | None, int | None, int, int, bool, LimitSearch | None]  # what ``pardon`` restores
 WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square root of the limit, at most MOST_WAITS
 
 
@@ -290,6 +296,10 @@ class Capacity:
     _answers: float  # since the limit changed; old ones count less
     _refused: float
     _crowd: int  # most requests in flight when one was refused
+    # Refused rows: the generation of the refusal, and whether it lowered the limit.
+    causes: dict[Hashable, tuple[int, bool]]
+    _before: Before | None  # before the first of them lowered the limit
+    _known: int | None  # the limit doubles up to this; None: nothing was refused
 
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
         self.generation = -1  # a request stores the generation in which it was sent, and passes it to ``overloaded``
@@ -308,7 +318,7 @@ class Capacity:
         self.others = 0
         self.filled = False  # all slots were in use at some time since the limit changed or the engine was read
         self._proven: int | None = ceiling  # the last limit with good answers, except while it grows back
-        self._known: int | None = None  # the limit doubles up to this; None: nothing was refused
+        self._known = None
         self._refused_at = 0  # the limit at the last refusal
         self._raised_at = -inf  # when slow growth last raised the limit
         self._answered = False  # a good answer came since the last refusal
@@ -320,6 +330,7 @@ class Capacity:
         self._first: list[float] = []  # seconds of the first answers, sorted
         self._rate = 0.0  # answers per second, while they take long
         self._taken = 0  # most requests that the server took when it refused one
+        self._forget_causes()
         self._count_anew()
         self._climb_from(0.0)
 
@@ -330,9 +341,11 @@ class Capacity:
         self.search = search
         self.limit = self._proven = search.limit
 
-    def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
+    def overloaded(
+        self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0, cause: Hashable = None
+    ) -> str:
         """Lower the limit if a refusal follows the load: a request of ``generation`` was refused. ``wait``: the
-        Retry-After."""
+        Retry-After. ``cause``: its row, whose next attempt shows whether the refusal concerned this row alone."""
         self.tolerates = False
         if generation != self.generation:
             self._taken -= generation == self.generation - 1
@@ -343,6 +356,8 @@ class Capacity:
         if self._known is not None and self._answered and refused_at < FALLEN * self._taken:
             self._tolerated = self._by_chance = True
         self.tolerates = self._tolerated and inflight > 1 and self._is_tolerable(refused_at, inflight)
+        if cause is not None:
+            self.causes[cause] = self.generation, not self.tolerates
         return "" if self.tolerates else self._lower(refused_at, wait, now)
 
     def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
@@ -350,7 +365,33 @@ class Capacity:
             return self._refused <= 1
         return self._refused <= LEAST_REFUSALS + TOLERATED * (self._answers + inflight)
 
+    def pardon(self, cause: Hashable) -> str:
+        """Take back what a refusal of this row did to the limit: the row is refused again, and others are not."""
+        generation, lowered = self.causes.pop(cause, (-1, False))
+        if generation == self.generation:
+            self._refused = max(0.0, self._refused - 1)
+        if not lowered or self._before is None or self._before[0] == self.limit:
+            return ""
+        self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search = self._before
+        if self.search is not None:
+            self.search.forget()
+        if not any(lowered for _, lowered in self.causes.values()):
+            self._before = None
+        self._climb_from(0.0)
+        return "the refusals concern single rows"
+
+    def confirm(self, cause: Hashable) -> None:
+        """Keep the limit: a row that was refused is answered, so the refusal did not concern the row alone."""
+        if self.causes.pop(cause, (-1, False))[1]:
+            self._forget_causes()
+
+    def _forget_causes(self) -> None:
+        self.causes, self._before = {}, None
+
     def _lower(self, refused_at: int, wait: float, now: float) -> str:
+        if self._before is None:
+            before = self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search
+            self._before = before
         gain = 0.0
         if self._answered or self._known is None:  # else the server is still full, which is no new evidence
             # A limit of one tries two sooner than the rule says, because it is the smallest.
@@ -389,6 +430,7 @@ class Capacity:
         if self.limit is None or most >= self.limit:
             return ""
         self.limit = most
+        self._forget_causes()
         if self.search is not None:
             self.search.move(most)
         else:
@@ -401,6 +443,7 @@ class Capacity:
         Refusals since then were part of the outage."""
         self._known = max(self._proven or most_in_flight, 1)
         self.limit = 1
+        self._forget_causes()
         if self.search is not None:
             self.search.forget()
         self._climb_from(0.0)

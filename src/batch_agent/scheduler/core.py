@@ -47,8 +47,10 @@ from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
 MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the number of slots is unlimited
+IN_PLACE = 64  # agents that may start in place of agents that wait for a retry; or as many as there are slots
 MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
 MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
+AFTER_CRASH = 10.0  # seconds by which a suspect is tried later for each crash of a server, if others wait
 CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
 ELSEWHERE, SHORTEST_ELSEWHERE = 2.0, 1.0  # wait for another endpoint: factor over the usual wait, and seconds
 
@@ -121,7 +123,7 @@ class Scheduler:
         self.agents = 0
         self.waiting = 0  # includes parked turns, not suspects
         self.backing_off = 0  # agents that wait for a retry and hold no slot
-        self.at_fault = 0  # of them, those that failed by themselves; some new agents start in their place
+        self.giving_way = 0  # of them, those in whose place new agents start
         self.at_tools = 0  # agents blocked on saturated tools
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
@@ -187,7 +189,9 @@ class Scheduler:
     @property
     def due(self) -> float:
         """When the next waiting turn must be checked again; infinite if none waits."""
-        return min(self._parking.due if self._parking.parked else inf, self.admission.due)
+        if not self._parking.parked and not self.admission.held:
+            return inf
+        return min(self._parking.due, self.admission.due)
 
     # Agents
 
@@ -198,29 +202,34 @@ class Scheduler:
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
         spare = self._spare()
-        if len(self.aside) >= MOST_ASIDE and not self.slots:
+        if self.aside and len(self.aside) >= MOST_ASIDE and not self.slots:
             trials = max(endpoint.health.trials for endpoint in self.endpoints)
             if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE:
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         nowhere = not self.waiting or self.waiting == len(self._parking.parked) + len(self._lanes.places)
-        if nowhere and spare > self.backing_off - (self.at_fault and self._in_their_place()):
+        if nowhere and spare > self.backing_off - (self.giving_way and self._in_their_place()):
             return True
-        slots = self.slots
-        return slots is not None and slots > 0 and self.forecast.ending(0, slots)
+        if self.forecast.rows is None or not (slots := self.slots):
+            return False
+        return self.forecast.ending(0, slots)
 
     def _in_their_place(self) -> int:
-        """Return how many agents may start in place of those that back off by their own fault."""
+        """Return how many agents may start in place of those that give way. Not any number: the next rows may fail as
+        well, and their agents would pile up."""
         slots = self.slots
-        return min(self.at_fault, self.inflight if slots is None else slots // 2)
+        return min(self.giving_way, max(IN_PLACE, self.inflight if slots is None else slots))
 
     def _spare(self) -> float:
         """Return the number of slots that would stay idle."""
         one = len(self.endpoints) == 1  # the common case, on the hot path
-        spare = self.endpoints[0].spare if one else self.router.spare
         most = self.max_inflight if self.allotted is None else self.allotted
-        return spare if most is None else min(spare, most - self.inflight)
+        left = inf if most is None else most - self.inflight
+        if left <= 0:
+            return left
+        spare = self.endpoints[0].spare if one else self.router.spare
+        return spare if spare < left else left
 
     @property
     def slots(self) -> int | None:
@@ -325,12 +334,13 @@ class Scheduler:
         """Return the slot of the next ticket that may go; None if no slot is free or no turn waits."""
         if self.paused or not (self.waiting or self.aside or self.suspects or self.controls):
             return None
-        match = self._match_first(now) if self._queue.has_first else None
+        match = self._match_first(now) if FIRST in self._queue.lines else None
         most = self.max_inflight if self.allotted is None else self.allotted
         if match is None and most is not None and self.inflight >= most:
             return None
-        for held in self.admission.release(now) if self.admission.held else ():
-            self._queue.add(held, held.progress.turns, first=True)
+        if self.admission.held:
+            for held in self.admission.release(now):
+                self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes.places
         if match is None and self.controls:
             match = self._match_control(now)
@@ -545,12 +555,15 @@ class Scheduler:
         """Return the next ready ticket. A suspect runs alone; a trial is alone at its endpoint."""
         if self._queue.size:
             return self._queue.take(None if self._queue.size == 1 else self.slots)
-        suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
+        suspect: Ticket | None = None
+        if self.suspects and (trial or self._suspect_in_flight is None):
+            # Rows that were only in flight when another one crashed the server come before those that crash it.
+            suspect = min(self.suspects, key=lambda ticket: ticket.tried_at + AFTER_CRASH * len(ticket.row.crashes))
         # Trials alternate: a row that always fails must not keep a suspect from being tried.
         if self.aside and (suspect is None or self.aside[0].tried_at <= suspect.tried_at):
             return self.aside.popleft()
         if suspect is not None:
-            self.suspects.popleft()
+            self.suspects.remove(suspect)
         return suspect
 
     def give_back(self, slot: Slot) -> bool:

@@ -57,7 +57,8 @@ FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe counts as e
 SHORTEST_GRACE = 1.0  # seconds
 SHORTEST_TRIAL = 2.0  # seconds a trial may take
 SHORTEST_CONTROL = 10.0  # seconds a control request may take: it may wait in the server's queue
-FIRST_ANSWER = 60.0  # seconds, while the server has answered nothing: it may load a model
+FIRST_ANSWER = 60.0  # the same while the server has answered nothing: it may load a model
+FIRST_CONTROLS = (10.0, 20.0, 30.0)  # the same before it is down: each may be lost, so another one follows
 TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold answers more slowly than before
 
 
@@ -86,6 +87,7 @@ class Health:
         self._good = 0
         self.slowest = 0.0  # seconds of the slowest answer
         self.slowest_control = 0.0  # the same for control requests
+        self._unanswered = 0  # control requests before the first answer that were followed by another one
         self.sounded = False  # a request was recalled to find out how long a row takes
         self._looks = 0  # times that its silence was looked into since its last answer
         self._looked_at = 0.0
@@ -192,8 +194,17 @@ class Health:
     def control_seconds(self, now: float) -> float:
         """Return the time limit of a control request."""
         if not self.answered:
-            return FIRST_ANSWER
+            return FIRST_ANSWER if self.is_down else FIRST_CONTROLS[self._unanswered]
+        if self.is_learnt and self._looks and not self.is_down:  # it is silent
+            return max(SHORTEST_TRIAL, 2 * self.slowest, 4 * self.slowest_control)
         return max(SHORTEST_CONTROL, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
+
+    def asks_again(self) -> bool:
+        """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
+        if self.answered or self._unanswered == len(FIRST_CONTROLS) - 1:
+            return False
+        self._unanswered += 1
+        return True
 
     def patient_seconds(self, now: float) -> float:
         """Return the time limit of the one trial that continues beside the next ones."""
@@ -370,11 +381,12 @@ class Server:
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
         self.held_for = inf  # one refusal asked for that: the answer of a request sent no earlier than this ends it
-        # The row that it asked for a very long wait, and when; None if it has answered any request since.
+        # The row that it asked for a long wait, and when; None if it has answered a request that was sent since.
         self.excessive: tuple[RowHistory, float] | None = None
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
         self.controlled = False  # a control request waits for it or is in flight
+        self.control_sent = -inf  # when the newest control request that it has answered was sent
         self.takes_controls = True  # it has not refused one
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
@@ -532,7 +544,9 @@ class Endpoint:
         if health.state == "down":
             return 1
         share = self.server.share(self)
-        return inf if share is None else max(0, share - self.inflight)
+        if share is None:
+            return inf
+        return share - self.inflight if share > self.inflight else 0
 
     @property
     def slots(self) -> int | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from batch_agent.agent.context import AgentContext
+from batch_agent.agent.context import AgentContext, work_of
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.dispatch.dispatcher import ModelCall
 from batch_agent.errors import (
@@ -164,7 +164,7 @@ def _response(name: str, status: int, body: JsonObject) -> JsonObject:
 
 async def answer_line(row: JsonObject, context: AgentContext) -> JsonObject:
     """Answer a line whose batch is a run in Redis, in any process. The worker of that run."""
-    work, body = context._work, row["body"]
+    work, body = work_of(context), row["body"]
     assert isinstance(work.r.backend, ServedModels) and isinstance(body, dict)
 
     async def ask(shape: RequestShape, conversation: Conversation, send: Callable[[ModelRequest], ClientCall]) -> Reply:

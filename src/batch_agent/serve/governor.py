@@ -5,9 +5,9 @@ the lines in flight, even if it never waits. The target is a multiple of the lat
 in length; so the latency of one is compared with that of an idle engine for as many tokens.
 
 While people are there, an answer that took longer than the target lowers the limit in proportion, and answers well
-below it raise the limit. When no request has come for a while there is no limit; the one that met the target last is
-where it begins when people return. If the latency of an idle engine is not known when people come, no line starts until
-one of their requests was answered without lines.
+below it raise the limit. When no request has come for several times the usual gap between two, there is no limit; the
+one that met the target last is where it begins when people return. If the latency of an idle engine is not known when
+people come, no line starts until one of their requests was answered without lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-QUIET_SECONDS = 5.0  # without an interactive request after which lines fill the engine again
+QUIET_SECONDS = 5.0  # without an interactive request after which lines fill the engine again, at most
+SHORT_QUIET_SECONDS = 1.0  # the same, at least
+GAPS = 6.0  # times the usual gap between two interactive requests: then people have gone
 FEW = 2  # requests in flight that leave an engine almost idle
 MEASURE_SECONDS = 30.0  # for which no line starts, at most, until the latency of an idle engine is known
 LEARN = 0.2  # the weight of the latest answer
@@ -58,7 +60,9 @@ class Governor:
         self._limit: float | None = None
         self._kept = 0.0  # the limit when people were there last
         self._busy = (0, 0.0)  # the latest pace beside many lines, and their number
-        self._asked = -inf
+        self._came = -inf  # when the latest interactive request came
+        self._gap = QUIET_SECONDS  # the usual one between two of them: long ones count more
+        self._asked = -inf  # when the latest one came or ended
         self._changed = -inf
 
     @property
@@ -67,7 +71,8 @@ class Governor:
         return self.waiting > 0
 
     def people_there(self, now: float) -> bool:
-        return self.active > 0 or now - self._asked < QUIET_SECONDS
+        quiet = min(QUIET_SECONDS, max(SHORT_QUIET_SECONDS, GAPS * self._gap))
+        return self.active > 0 or now - self._asked < quiet
 
     def limit(self, now: float) -> int | None:
         """Return how many lines may be in flight; None: any number."""
@@ -88,6 +93,10 @@ class Governor:
 
     def began(self, now: float, lines: int) -> None:
         """An interactive request came while ``lines`` were in flight."""
+        gap = now - self._came
+        if gap < QUIET_SECONDS:  # else they came back
+            self._gap += (LEARN if gap < self._gap else 2 * LEARN) * (gap - self._gap)
+        self._came = now
         self.waiting += 1
         self.active += 1
         if self.target is not None and self._limit is None:

@@ -23,7 +23,7 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.events import Clock
+from batch_agent.observe.metrics import Clock
 from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.record.address import StoreAddress
 from batch_agent.run.observers import Observers

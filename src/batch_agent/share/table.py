@@ -44,7 +44,8 @@ class Claim:
     """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
     useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget. ``search`` is the
     state of the search for the limit; None if the limit was given. ``rate`` is the cost of a second of running time;
-    then ``want`` is what is charged ahead."""
+    then ``want`` is what is charged ahead. ``alone``: more of a budget is of use only while no other worker holds any,
+    because the request may need all that is left."""
 
     limit: int
     held: int
@@ -53,6 +54,7 @@ class Claim:
     spent: int = 0
     search: Progress | None = None
     rate: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +236,10 @@ class Table:
             fair = shares(claim.limit - past, claim.limit, [(each.want, each.part) for each in claims])[
                 order.index(worker)
             ]
-        granted = max(claim.held, min(fair, claim.limit - held))
         spent = self.spent_of(name) - claim.spent if name.startswith(BUDGET) else 0
+        granted = max(claim.held, min(fair, claim.limit - held))
+        if claim.alone and held > spent:  # two workers that hold what each can only use alone would wait forever
+            granted = claim.held
         total, wanting = held + granted, any(each.claims[name].want > each.claims[name].held for each in others)
         even = total == claim.limit or (total < claim.limit and not wanting and claim.want <= granted)
         return Grant(granted, fair, spent, held - spent, search, leader == worker, even)

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from pydantic import JsonValue
 
-from batch_agent.swarm.response import Response
+from batch_agent.swarm.options import Response
 
 Score = Callable[[Response], float]
 

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from batch_agent.backends.http.wire import Faults, counted, object_of
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.swarm.response import Response
+from batch_agent.swarm.options import Response
 from batch_agent.swarm.servers import Exchange
 
 _GIVEN_UP = ("abort", "aborted", "cancelled", "error")

@@ -25,8 +25,7 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
-from batch_agent.swarm.options import CallOptions
-from batch_agent.swarm.response import Response
+from batch_agent.swarm.options import CallOptions, Response
 
 if TYPE_CHECKING:
     from batch_agent.swarm.pool import AgentPool

@@ -17,8 +17,7 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import read_generated
 from batch_agent.swarm.call import RecordedCall, Scatter, Sink
-from batch_agent.swarm.options import CallOptions, SwarmOptions, texts_of
-from batch_agent.swarm.response import Response
+from batch_agent.swarm.options import CallOptions, Response, SwarmOptions, texts_of
 from batch_agent.swarm.servers import Members, Servers
 
 __all__ = ["AgentPool", "Response"]

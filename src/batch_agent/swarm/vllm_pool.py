@@ -23,6 +23,7 @@ from batch_agent.swarm.answers import Item, TextOf, chat_text, completion_text, 
 from batch_agent.swarm.call import RecordedCall, Scatter
 from batch_agent.swarm.options import (
     CallOptions,
+    Response,
     SwarmOptions,
     above_zero,
     from_environment,
@@ -31,7 +32,6 @@ from batch_agent.swarm.options import (
     whole_from_environment,
 )
 from batch_agent.swarm.pool import AgentPool
-from batch_agent.swarm.response import Response
 
 DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
 DEFAULT_PER_SEQUENCE = 60.0  # seconds
@@ -54,12 +54,10 @@ def _messages(prompt: str, system: str | None) -> list[JsonValue]:
     return [*said, {"role": "user", "content": prompt}]
 
 
-def _conversations(prompts: Sequence[str], system: str | None) -> list[JsonValue]:
-    return [_messages(prompt, system) for prompt in prompts]
-
-
 CHAT = Form("/v1/chat/completions", "messages", lambda prompts, system: _messages(prompts[0], system), chat_text)
-CHAT_LIST = Form("/v1/chat/completions/batch", "messages", _conversations, chat_text)
+CHAT_LIST = Form(
+    f"{CHAT.path}/batch", "messages", lambda prompts, system: [_messages(each, system) for each in prompts], chat_text
+)
 COMPLETIONS = Form("/v1/completions", "prompt", lambda prompts, _: list(prompts), completion_text)
 
 

@@ -7,18 +7,19 @@ effect of a client's ``cache_control`` marks.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, cast
 
 import orjson
 from aiohttp import web
+from pydantic import JsonValue
 
 from batch_agent.backends.http.wire import objects_of
 from batch_agent.backends.simulated.tokens import count_tokens, encode
 from batch_agent.door import json_response
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.testing.messages_rules import wrong_with
 from batch_agent.testing.messages_wire import MessagesRequest, MessagesWire, blocks_of, error_object, signature
 from batch_agent.testing.replies import Say, ScriptedReply
 from batch_agent.testing.request import Refusal, Request
@@ -27,6 +28,29 @@ from batch_agent.testing.server import ScriptedServer
 from batch_agent.testing.wire import Wire
 
 LOOK_BACK = 20  # blocks before a mark that are searched for an older entry
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+MOST_MARKS = 4
+_SAMPLING = {"temperature", "top_p", "top_k"}
+_FIELDS = {
+    *("model", "max_tokens", "messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "metadata"),
+    *("thinking", "output_config", "service_tier", "cache_control", "container", "inference_geo", "speed"),
+}
+_BLOCKS = {
+    "text": {"text", "cache_control", "citations"},
+    "image": {"source", "cache_control"},
+    "document": {"source", "title", "context", "citations", "cache_control"},
+    "tool_use": {"id", "name", "input", "cache_control", "caller"},
+    "tool_result": {"tool_use_id", "content", "is_error", "cache_control"},
+    "thinking": {"thinking", "signature"},
+    "redacted_thinking": {"data"},
+    "server_tool_use": {"id", "name", "input", "cache_control"},
+    "web_search_tool_result": {"tool_use_id", "content", "cache_control"},
+}
+_TOOL = {"name", "description", "input_schema", "cache_control", "type", "strict", "eager_input_streaming"}
+_ID = re.compile(r"[a-zA-Z0-9_-]+")
+_IMAGES = {"image/jpeg", "image/png", "image/gif", "image/webp"}
+_UNKNOWN_KEYWORDS = re.compile(r"(min|max)(imum|Length|Properties)|exclusive\w+|multipleOf|uniqueItems|maxItems|oneOf")
 
 
 class PromptCache:
@@ -119,3 +143,197 @@ def _in_order(body: JsonObject) -> Iterator[JsonObject]:
     for message in objects_of(body.get("messages")):
         for block in blocks_of(message.get("content")):
             yield {"role": message.get("role"), **block}
+
+
+class _Wrong(Exception):
+    pass
+
+
+def wrong_with(
+    request: MessagesRequest, models: list[str] | None, thoughts: Mapping[str, list[JsonObject]]
+) -> Refusal | None:
+    """Return the refusal of a request, or None. ``thoughts`` are those that led to a call, by the call's id."""
+    body, version = request.body, request.headers.get("anthropic-version", "")
+    try:
+        if version not in VERSIONS:
+            raise _Wrong(f"anthropic-version: {version!r} is not a valid version")
+        _check_fields(body, version)
+        if models is not None and request.model not in models:
+            return Refusal(404, f"model: {request.model}")
+        _check_tools(body)
+        _check_messages(request, thoughts)
+        _check_thinking(body)
+        if request.schema is not None:
+            _check_schema(request.schema)
+    except _Wrong as error:
+        return Refusal(400, str(error))
+    return None
+
+
+def _check_fields(body: JsonObject, version: str) -> None:
+    allowed = _FIELDS | (_SAMPLING if version == VERSIONS[0] else set())
+    for name in body:
+        if name not in allowed:
+            raise _Wrong(f"{name}: Extra inputs are not permitted")
+    for name in ("model", "max_tokens", "messages"):
+        if name not in body:
+            raise _Wrong(f"{name}: Field required")
+    limit, temperature = body["max_tokens"], body.get("temperature", 1)
+    if type(limit) is not int or limit < 1:
+        raise _Wrong("max_tokens: Input should be greater than or equal to 1")
+    if not isinstance(temperature, int | float) or not 0 <= temperature <= 1:
+        raise _Wrong("temperature: range: 0..1")
+    stops = body.get("stop_sequences") or []
+    if not isinstance(stops, list) or any(not str(stop).strip() for stop in stops):
+        raise _Wrong("stop_sequences: each stop sequence must contain non-whitespace")
+    marks = sum(1 for node in _nodes(body) if "cache_control" in node)
+    if marks > MOST_MARKS:
+        raise _Wrong(f"A maximum of {MOST_MARKS} blocks with cache_control may be provided. Found {marks}.")
+    system = body.get("system")
+    for block in blocks_of(system) if isinstance(system, list) else []:
+        if block.get("type") != "text":
+            raise _Wrong("system: only text blocks are allowed")
+        _check_block(block, "system")
+
+
+def _check_tools(body: JsonObject) -> None:
+    tools = [tool for tool in blocks_of(body.get("tools")) if tool.get("type", "custom") == "custom"]
+    names = [str(tool.get("name")) for tool in blocks_of(body.get("tools"))]
+    for tool in tools:
+        for name in tool.keys() - _TOOL:
+            raise _Wrong(f"tools.0.custom.{name}: Extra inputs are not permitted")
+        schema = tool.get("input_schema")
+        if not isinstance(schema, dict) or schema.get("type") != "object":
+            raise _Wrong("tools.0.custom.input_schema.type: Input should be 'object'")
+        if not re.fullmatch(r"[a-zA-Z0-9_-]{1,128}", str(tool.get("name"))):
+            raise _Wrong("tools.0.custom.name: String should match pattern '^[a-zA-Z0-9_-]{1,128}$'")
+    if len(set(names)) < len(names):
+        raise _Wrong("tools: Tool names must be unique.")
+    choice = body.get("tool_choice")
+    if choice is None:
+        return
+    if not names:
+        raise _Wrong("tool_choice may only be specified while providing tools")
+    if not isinstance(choice, dict) or choice.get("type") not in ("auto", "any", "tool", "none"):
+        raise _Wrong("tool_choice: Input tag does not match any of the expected tags: 'any', 'auto', 'none', 'tool'")
+    if choice["type"] == "tool" and choice.get("name") not in names:
+        raise _Wrong(f"Tool '{choice.get('name')}' not found in provided tools")
+
+
+def _check_messages(request: MessagesRequest, thoughts: Mapping[str, list[JsonObject]]) -> None:
+    if not request.messages:
+        raise _Wrong("messages: at least one message is required")
+    owed: set[str] = set()
+    used: set[str] = set()
+    for place, (message, blocks) in enumerate(zip(request.messages, request.blocks, strict=True)):
+        where, role = f"messages.{place}", message.get("role")
+        if role not in ("user", "assistant") or (place == 0 and role != "user"):
+            raise _Wrong(f'{where}: first message must use the "user" role, and others "user" or "assistant"')
+        if not blocks:
+            raise _Wrong(f"{where}: all messages must have non-empty content")
+        for block in blocks:
+            _check_block(block, where)
+        if role == "user":
+            owed = _check_results(blocks, owed, where)
+        elif owed:
+            raise _Wrong(_unanswered(where, owed))
+        else:
+            owed = _check_calls(blocks, used, thoughts, where)
+    if owed:
+        raise _Wrong(_unanswered(f"messages.{len(request.messages)}", owed))
+    text = request.blocks[-1][-1].get("text")
+    if request.messages[-1].get("role") == "assistant" and isinstance(text, str) and text != text.rstrip():
+        raise _Wrong("messages: final assistant content cannot end with trailing whitespace")
+
+
+def _check_results(blocks: list[JsonObject], owed: set[str], where: str) -> set[str]:
+    results = [str(block.get("tool_use_id")) for block in blocks if block["type"] == "tool_result"]
+    for call in results:
+        if call not in owed:
+            raise _Wrong(f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {call}")
+    if any(block["type"] != "tool_result" for block in blocks[: len(results)]) or owed - set(results):
+        raise _Wrong(_unanswered(where, owed))
+    return set()
+
+
+def _check_calls(
+    blocks: list[JsonObject], used: set[str], thoughts: Mapping[str, list[JsonObject]], where: str
+) -> set[str]:
+    calls = [str(block.get("id")) for block in blocks if block["type"] == "tool_use"]
+    for call in calls:
+        if call in used or not _ID.fullmatch(call):
+            raise _Wrong(f"{where}: `tool_use` ids must be unique, and match '^[a-zA-Z0-9_-]+$'")
+        used.add(call)
+        known = thoughts.get(call, [])
+        if blocks[: len(known)] != known:
+            raise _Wrong(f"{where}.content.0: Expected `thinking` or `redacted_thinking`, as it was, before `tool_use`")
+    return set(calls)
+
+
+def _unanswered(where: str, owed: set[str]) -> str:
+    names = ", ".join(sorted(owed))
+    return f"{where}: `tool_use` ids were found without `tool_result` blocks immediately after: {names}"
+
+
+def _check_block(block: JsonObject, where: str) -> None:
+    kind = block.get("type")
+    allowed = _BLOCKS.get(str(kind))
+    if allowed is None:
+        raise _Wrong(f"{where}: Input tag {kind!r} does not match any of the expected tags")
+    for name in block.keys() - allowed - {"type"}:
+        raise _Wrong(f"{where}.{kind}.{name}: Extra inputs are not permitted")
+    if kind == "text" and not str(block.get("text") or "").strip():
+        raise _Wrong(f"{where}: text content blocks must be non-empty and contain non-whitespace text")
+    if kind == "thinking" and block.get("signature") != signature(str(block.get("thinking"))):
+        raise _Wrong(f"{where}: Invalid `signature` in `thinking` block")
+    if kind == "tool_use" and not isinstance(block.get("input"), dict):
+        raise _Wrong(f"{where}.tool_use.input: Input should be a valid dictionary")
+    if kind == "image":
+        source = block.get("source")
+        if not isinstance(source, dict) or source.get("type") not in ("base64", "url", "file"):
+            raise _Wrong(f"{where}.image.source: Input tag does not match 'base64', 'url' or 'file'")
+        if source["type"] == "base64" and source.get("media_type") not in _IMAGES:
+            raise _Wrong(f"{where}.image.source.base64.media_type: Input should be one of {', '.join(sorted(_IMAGES))}")
+    if kind == "tool_result" and isinstance(content := block.get("content"), list):
+        for inner in blocks_of(content):
+            _check_block(inner, f"{where}.tool_result")
+
+
+def _check_thinking(body: JsonObject) -> None:
+    thinking, choice = body.get("thinking"), body.get("tool_choice")
+    if not isinstance(thinking, dict) or thinking.get("type") != "enabled":
+        return
+    budget, limit = thinking.get("budget_tokens"), body["max_tokens"]
+    if type(budget) is not int or budget < 1024:
+        raise _Wrong("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
+    if isinstance(limit, int) and budget >= limit:
+        raise _Wrong("`max_tokens` must be greater than `thinking.budget_tokens`.")
+    if body.get("temperature", 1) != 1:
+        raise _Wrong("`temperature` may only be set to 1 when thinking is enabled.")
+    if isinstance(choice, dict) and choice.get("type") in ("any", "tool"):
+        raise _Wrong("Thinking may not be enabled when tool_choice forces tool use.")
+
+
+def _check_schema(schema: JsonObject) -> None:
+    for node in _nodes(schema):
+        if node.get("type") == "object" and node.get("additionalProperties") is not False:
+            raise _Wrong("output_config.format.schema: For 'object' type, 'additionalProperties' must be false")
+        if "$ref" in node and len(node.keys() - {"$defs"}) > 1:
+            raise _Wrong("output_config.format.schema: '$ref' stands alone")
+        for name in node:
+            if _UNKNOWN_KEYWORDS.fullmatch(name) and not isinstance(node[name], dict):
+                raise _Wrong(f"output_config.format.schema: property '{name}' is not supported")
+        if node.get("minItems", 0) not in (0, 1):
+            raise _Wrong("output_config.format.schema: For 'array' type, 'minItems' values other than 0 or 1")
+
+
+def _nodes(value: JsonValue) -> Iterator[JsonObject]:
+    """Yield all objects inside, except the arguments of tool calls."""
+    if isinstance(value, dict):
+        yield value
+        for name, part in value.items():
+            if name != "input":
+                yield from _nodes(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _nodes(part)

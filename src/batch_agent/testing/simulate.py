@@ -13,11 +13,10 @@ from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools, text_prompt
 from batch_agent.messages import JsonObject
-from batch_agent.testing.metrics import engine_metrics
-from batch_agent.testing.player import Live
 from batch_agent.testing.replies import Fail, ScriptedReply
 from batch_agent.testing.request import Request
-from batch_agent.testing.server import ModelServer
+from batch_agent.testing.server import ModelServer, engine_metrics
+from batch_agent.testing.tracks import Live
 from batch_agent.testing.wire import End, Piece, TextPiece, call_pieces, error_object
 from batch_agent.vllm_pin import read_order
 

@@ -2,10 +2,8 @@
 
 from batch_agent.ticks.action import Action, Decision, Observation
 from batch_agent.ticks.agent import Agent, AgentState, Memory, WindowMemory
-from batch_agent.ticks.backends import TextBackend
-from batch_agent.ticks.config import Sampling
+from batch_agent.ticks.backends import GenerationResult, Sampling, TextBackend
 from batch_agent.ticks.runtime import AgentRuntime, TickRuntime
-from batch_agent.ticks.users_backend import GenerationResult
 
 __all__ = [
     "Action",

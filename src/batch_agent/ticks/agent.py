@@ -17,13 +17,10 @@ from pydantic import JsonValue
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, OutputError, SpecError, WorkerFailed
 from batch_agent.outputs.validate import parse_output
-from batch_agent.ticks.action import Action, Observation, fault_of, idle
-from batch_agent.ticks.action_space import ActionSpace, AnswerForm
+from batch_agent.ticks.action import Action, ActionSpace, AnswerForm, Observation, fault_of, idle
+from batch_agent.ticks.backends import GeneratesOne, arguments_for, result_of
 from batch_agent.ticks.plain import guarded, text_of
-from batch_agent.ticks.users_backend import GeneratesOne, arguments_for, result_of
 
-KEPT = 10
-SHOWN_OBSERVATIONS, SHOWN_ACTIONS = 5, 3
 LAST_RESULT = "last_tool_result"
 
 T = TypeVar("T")
@@ -60,9 +57,7 @@ class AgentState:
 class WindowMemory:
     """Keeps the last ``kept`` observations and actions, and shows the last few of each in the prompt."""
 
-    def __init__(
-        self, kept: int = KEPT, *, observations: int = SHOWN_OBSERVATIONS, actions: int = SHOWN_ACTIONS
-    ) -> None:
+    def __init__(self, kept: int = 10, *, observations: int = 5, actions: int = 3) -> None:
         self.observations: list[Observation] = []
         self.actions: list[Action] = []
         self._kept = kept

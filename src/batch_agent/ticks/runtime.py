@@ -1,7 +1,7 @@
 """TickRuntime: a decision for every agent that observed, at each tick and by the deadline, whatever the model does.
 
 Thoughts are separate tasks and may outlive the tick that started them. ``mind`` decides what a tick gets from them;
-``thinking`` holds the resources between start and stop. ``AgentRuntime`` is the same with the names that simulations
+``Thinker`` holds the resources between start and stop. ``AgentRuntime`` is the same with the names that simulations
 use.
 """
 
@@ -11,37 +11,58 @@ import asyncio
 import logging
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields
-from functools import partial
+from functools import lru_cache, partial
+from hashlib import blake2b
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any, Generic, Self, cast
 
 from typing_extensions import TypeVar
 
-from batch_agent.backends.base import Backend
+from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer
-from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.ticks.action import Action, Decision, idle
+from batch_agent.errors import BackendError, BatchAgentError, OutputError, SpecError, Timeout, WorkerFailed
+from batch_agent.fleet.one_loop import running_loop
+from batch_agent.foreign import describe, encodable
+from batch_agent.messages import Conversation, Message
+from batch_agent.ticks.action import Action, Decision, idle, text_of_reply
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
-from batch_agent.ticks.backends import TIMEOUT, TextBackend, backend_key
-from batch_agent.ticks.config import Sampling, check_counts, check_numbers, read_config
-from batch_agent.ticks.mind import LONG, Given, Mind, Thought
-from batch_agent.ticks.plain import guarded, text_of
-from batch_agent.ticks.thinking import Thinker
+from batch_agent.ticks.backends import (
+    TIMEOUT,
+    GeneratesMany,
+    GeneratesOne,
+    Sampling,
+    TextBackend,
+    TickBackend,
+    UsersBackend,
+    backend_key,
+    check_counts,
+    check_numbers,
+    read_config,
+)
+from batch_agent.ticks.mind import LONG, Given, Mind, Patience, Thought
+from batch_agent.ticks.plain import called, guarded, text_of
 from batch_agent.ticks.trace import Replay, Trace
-from batch_agent.ticks.users_backend import GeneratesMany, GeneratesOne, UsersBackend
+from batch_agent.tools.threads import Threads
 
 A = TypeVar("A", default=Action)
 logger = logging.getLogger("batch_agent")
 
 WORKERS = 4
 NOT_GIVEN: Any = object()
+
+REPAIRS = 1
+PREFIXES = 256  # cached system prompts
+GRACE = 5.0  # seconds that the user's coroutines get to end after a cancellation
 
 
 class _Awaitable(Awaitable[None]):
@@ -108,17 +129,9 @@ class TickRuntime(Generic[A]):
         self._tools, self._fallback = tuple(tools), fallback
         if self._schema is not None and self._tools:
             raise SpecError("an action is a call of one of the tools or a value of the schema: give one of the two")
-        self._given_backend, self._model, self._api_key, self._workers = backend, model, api_key, max_workers
-        self._open_thinker = partial(
-            Thinker,
-            backend=backend,
-            find=self._backend_of,
-            system_prompt=system_prompt,
-            sampling=sampling or Sampling(),
-            timeout=timeout,
-            workers=max_workers,
-            max_inflight=max_inflight,
-        )
+        self.backend, self.max_workers, self.max_inflight, self.timeout = backend, max_workers, max_inflight, timeout
+        self.system_prompt, self.sampling = system_prompt, sampling or Sampling()
+        self._model, self._api_key = model, api_key
         self._rules = {"overlap": overlap, "skip_unchanged": skip_unchanged, "repeat_last": repeat_last}
         self._trace = None if trace is None else Trace(Path(trace))
         self._replay = None if replay is None else Replay(Path(replay))
@@ -130,7 +143,7 @@ class TickRuntime(Generic[A]):
         self._opening = threading.Lock()
         self.observer: Observer | None = None  # of the requests; set before the first
         if backend is not None and self._replay is None:
-            self._backend_of(backend)  # raises its errors now
+            self.find_backend(backend)  # raises its errors now
         for agent in agents:
             self.add(agent)
 
@@ -141,7 +154,7 @@ class TickRuntime(Generic[A]):
         if isinstance(agent, str):
             agent = self._agent(agent)
         if agent.given_backend is not None and self._replay is None:
-            self._backend_of(agent.given_backend)
+            self.find_backend(agent.given_backend)
         self.remove(agent.agent_id)
         self._minds[agent.agent_id] = Mind(agent, next(self._numbers), **self._rules)
         agent.lent_backend = TextBackend.within(
@@ -330,18 +343,18 @@ class TickRuntime(Generic[A]):
                 self.running = True
                 for mind in self._minds.values():
                     mind.forget()
-                thinker = self._thinker = self._open_thinker(deadline=self.deadline, observer=self.observer)
+                thinker = self._thinker = Thinker(self)
         return thinker
 
-    def _backend_of(self, given: object) -> tuple[Backend, str | None]:
+    def find_backend(self, given: object) -> tuple[Backend, str | None]:
         """Return the backend, created once, and its model. Raises SpecError if it is not a backend."""
         key = backend_key(given)
         if key not in self._backends:
             is_theirs = isinstance(given, GeneratesOne | GeneratesMany) and not isinstance(given, Backend | type)
             if is_theirs:
-                self._backends[key] = UsersBackend(given, self._workers), self._model
+                self._backends[key] = UsersBackend(given, self.max_workers), self._model
             else:
-                model = self._model if key == backend_key(self._given_backend) else None
+                model = self._model if key == backend_key(self.backend) else None
                 self._backends[key] = open_backend(given, model=model, api_key=self._api_key)
         return self._backends[key]
 
@@ -435,8 +448,201 @@ class AgentRuntime(TickRuntime[Action]):
     async def process_tick(self, tick: int, observations: Mapping[str, Any]) -> dict[str, Action]:
         """Return an action for each agent in ``observations``, always. Each action states its origin."""
         decisions = await self.tick(tick, observations)
-        return {agent_id: _action(decision) for agent_id, decision in decisions.items()}
+        return {
+            agent_id: (decision.action or idle(decision.reason)).marked(decision.source, decision.seen_tick)
+            for agent_id, decision in decisions.items()
+        }
 
 
-def _action(decision: Decision[Action]) -> Action:
-    return (decision.action or idle(decision.reason)).marked(decision.source, decision.seen_tick)
+def seed_of(base: int, agent_id: str, tick: int) -> int:
+    """Return the same seed for the same agent at the same tick, on every machine."""
+    digest = blake2b(f"{base}\n{tick}\n{agent_id}".encode(errors="surrogatepass"), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class Thinker:
+    """The thoughts of a runtime in one event loop, and what they have open there. Open from its creation.
+
+    One keeper task closes all of it on ``close``, or when it is cancelled, as ``asyncio.run`` does at its end. So a
+    program that does not stop its runtime leaves nothing open.
+    """
+
+    def __init__(self, runtime: TickRuntime[Any]) -> None:
+        self._runtime, deadline = runtime, runtime.deadline
+        self.loop = asyncio.get_running_loop()
+        self.backends: dict[object, TickBackend] = {}  # by ``backend_key``
+        self._prefix = lru_cache(PREFIXES)(lambda text: Conversation([Message("system", text)]))  # serialised once
+        self._patience: dict[TickBackend, Patience] = defaultdict(lambda: Patience(deadline))
+        self._threads = Threads()
+        self._free_workers = asyncio.Semaphore(runtime.max_workers)
+        self._thoughts: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Future[None] = self.loop.create_future()
+        self._keeper = self.loop.create_task(self._keep(), name="batch-agent ticks")
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it is open in the running event loop."""
+        return running_loop() is self.loop and not self._closing.done()
+
+    @property
+    def is_open_elsewhere(self) -> bool:
+        """Return whether it is open in another event loop, running or not."""
+        return running_loop() is not self.loop and not self.loop.is_closed() and not self._keeper.done()
+
+    def backend_of(self, agent: Agent) -> TickBackend:
+        """Return the agent's backend, or that of the runtime; agents with equal ones share it."""
+        runtime = self._runtime
+        given = runtime.backend if agent.given_backend is None else agent.given_backend
+        key = backend_key(given)
+        if key not in self.backends:
+            found, limits = runtime.find_backend(given), (runtime.max_inflight, runtime.timeout)
+            self.backends[key] = TickBackend(*found, runtime.sampling, *limits, runtime.observer)
+        return self.backends[key]
+
+    def begin(self, mind: Mind, thought: Thought) -> None:
+        thought.task = self.loop.create_task(self._think(mind, thought))
+        self._thoughts.add(thought.task)
+        thought.task.add_done_callback(self._thoughts.discard)
+
+    # One thought
+
+    async def _think(self, mind: Mind, thought: Thought) -> None:
+        """Run the thought to its end; the result is on the thought. Raises only cancellations."""
+        failure = "the thought was cancelled"
+        try:
+            if thought.after is not None and thought.after.task is not None:
+                await asyncio.wait([thought.after.task])
+            thought.after = None  # otherwise every thought would keep all earlier ones alive
+            thought.action = await self._decide(mind, thought)
+            failure = ""
+        except BatchAgentError as error:
+            failure = str(error) or type(error).__name__
+        except Exception as error:
+            logger.exception("a thought of agent %s failed", text_of(mind.agent.agent_id))
+            failure = f"internal error: {describe(error)}"
+        finally:
+            thought.end(self.loop.time(), mind.gone or failure)
+
+    async def _decide(self, mind: Mind, thought: Thought) -> object:
+        """Return the action. A thought whose request was lost starts again, with the newest prompt."""
+        timeout = self._runtime.timeout  # for the whole thought, including the wait for a slot
+        ends = None if timeout is None else self.loop.time() + timeout
+        while True:
+            losses = thought.losses
+            thought.limit = asyncio.timeout_at(ends)
+            try:
+                async with thought.limit:
+                    if mind.agent.decides_itself:
+                        return await self._let_decide(mind.agent, thought)
+                    return await self._ask(mind, thought, self.backend_of(mind.agent))
+            except TimeoutError:
+                if not thought.limit.expired():
+                    raise
+                if thought.losses == losses:
+                    raise Timeout(f"no answer in {timeout or 0:g} s") from None
+
+    async def _let_decide(self, agent: Agent, thought: Thought) -> object:
+        """Call the agent's own ``decide_action``, in a thread unless it is async."""
+        async with self._free_workers:
+            thought.left = True
+            action = await called(self._threads, "decide_action", agent.decide_action)
+        if action is None:
+            raise WorkerFailed("decide_action chose nothing")
+        if fault := agent.fault_of(action):
+            raise WorkerFailed(f"decide_action returned {fault}")
+        if isinstance(action, Action) and action.source == "fallback":
+            raise WorkerFailed(text_of(action.reasoning or "decide_action fell back"))
+        return action
+
+    async def _ask(self, mind: Mind, thought: Thought, backend: TickBackend) -> object:
+        clock = self.loop.time
+        said: list[Message] = []  # answers that were not an action, each with the error shown to the model
+        patience = thought.patience = self._patience[backend]
+
+        def make() -> ModelRequest:
+            request = guarded("its prompt", lambda: self._request(mind, thought, said, backend))
+            thought.sent_at = clock()
+            return request
+
+        def wants_again(error: BackendError) -> bool:
+            thought.sent_at = inf  # it was answered, with an error
+            return thought.awaited
+
+        while True:
+            try:
+                reply = await backend.ask(make, wants_again)
+            finally:
+                sent_at, thought.sent_at = thought.sent_at, inf
+            if sent_at < inf:
+                patience.answered(sent_at, clock())
+                mind.took = clock() - sent_at
+            thought.usage += reply.usage
+            thought.answer = text_of_reply(reply)
+            try:
+                return guarded("_parse_action", lambda: mind.agent.read(thought.answer))
+            except OutputError as error:
+                if len(said) >= 2 * REPAIRS or not thought.awaited:
+                    raise
+                problem = f"That is not a valid action: {error}\nAnswer again, with the corrected JSON alone."
+                said += [Message("assistant", thought.answer), Message("user", problem)]
+
+    def _request(self, mind: Mind, thought: Thought, said: list[Message], backend: TickBackend) -> ModelRequest:
+        agent, seed = mind.agent, self._runtime.sampling.seed
+        if not thought.left:
+            context = guarded("_build_context", agent._build_context)
+            if not isinstance(context, str):
+                raise WorkerFailed(f"_build_context returned a {type(context).__name__}, not text")
+            thought.prompt, thought.left = encodable(context), True
+        system = encodable(agent.system_text(self._runtime.system_prompt))
+        return backend.request(
+            Conversation([Message("user", thought.prompt), *said], parent=self._prefix(system) if system else None),
+            f"{encodable(agent.agent_id)}@{thought.tick}",
+            mind.number,
+            agent.form,
+            seed=None if seed is None else seed_of(seed, agent.agent_id, thought.tick),
+        )
+
+    # Closing
+
+    def close(self) -> None:
+        """Start closing, from any thread. ``wait_closed`` waits for the end."""
+        if running_loop() is self.loop:
+            self._close_now()
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._close_now)
+
+    async def wait_closed(self) -> None:
+        if running_loop() is self.loop:
+            await outlast(self._keeper)
+
+    def _close_now(self) -> None:
+        if not self._closing.done():
+            self._closing.set_result(None)
+
+    async def _keep(self) -> None:
+        try:
+            await self._closing
+        finally:
+            self._closing.cancel()
+            try:
+                await self._close()
+            except asyncio.CancelledError:  # the event loop ends: finish first
+                await self._close()
+                raise
+            finally:
+                self._threads.close()
+
+    async def _close(self) -> None:
+        """Close everything. A user's coroutine that does not end is left behind."""
+        for task in tuple(self._thoughts):
+            task.cancel()
+        if self._thoughts:
+            await asyncio.wait(tuple(self._thoughts), timeout=GRACE)
+        if self.backends:
+            closing = [self.loop.create_task(backend.close()) for backend in self.backends.values()]
+            done, left = await asyncio.wait(closing, timeout=GRACE)
+            for task in left:
+                task.cancel()
+            for task in done:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    logger.error("a backend could not be closed", exc_info=error)

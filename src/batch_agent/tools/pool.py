@@ -23,13 +23,23 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Self, TypeVar, cast
 
-from batch_agent.backends.once import Found, Once
+from batch_agent.backends.base import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
 from batch_agent.foreign import boundary, describe, message_of
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall, content_text, images_of, with_images
-from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
-from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
+from batch_agent.tools.base import (
+    GATHERING,
+    Answers,
+    Batching,
+    Keys,
+    OpenResource,
+    Resource,
+    Spawn,
+    Tool,
+    ask_all,
+    read_answers,
+)
 from batch_agent.tools.context import CallTrace, ModelAccess, ToolContext
 from batch_agent.tools.execution import (
     ENDING_SECONDS,
@@ -112,6 +122,7 @@ logger = logging.getLogger("batch_agent")
 # same number of cancelled calls does not stop, new calls fail.
 ASYNC_CALLS = 1024
 LONGEST_WITH_PROGRESS = 10  # maximum time of a call that reports progress, in multiples of its timeout
+MOST_IDENTITIES = 4096  # texts of arguments whose identity is kept, for each tool
 NOBODY = Job(-1, "", None, "")  # for calls that belong to no agent
 _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
@@ -133,6 +144,8 @@ class _Offer:
     gates: tuple[Gate, ...]
     tally: ToolTally = field(default_factory=ToolTally)
     gathering: Batch | None = None
+    # Of calls whose results are cached: the identity of each text of arguments.
+    identities: dict[str, str] = field(default_factory=dict)
 
 
 class ToolPool:
@@ -222,6 +235,9 @@ class ToolPool:
         tally.calls += 1
         if self._closed:
             return self._settled(_failure(ToolFailed("the run has ended"), 0.0))
+        known = offer.identities.get(call.arguments)
+        if known is not None and (found := self._from_cache(offer, self._key(tool, known))) is not None:
+            return found
         try:
             arguments = tool.signature.parse(call.arguments)
             identity = "" if tool.effect == "write" and tool.declared else _identity(tool, arguments)
@@ -237,6 +253,9 @@ class ToolPool:
             if not tool.declared:
                 tally.compare(identity)
             return self._launch(offer, arguments, None, context, trace)
+        own = tool.cache_key is not None or context is not None  # the same text may be another call later
+        if tool.cacheable and not own and len(offer.identities) < MOST_IDENTITIES:
+            offer.identities[call.arguments] = identity
         return self._share(offer, arguments, self._key(tool, identity), context, trace)
 
     def prewarm(self, call: ToolCall) -> PendingCall | None:
@@ -299,20 +318,25 @@ class ToolPool:
     def _share(
         self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None, trace: TraceOf | None
     ) -> PendingCall:
-        now = self._now()
-        if offer.tool.cacheable and (found := self._cache.get(key, now)) is not None:
-            offer.tally.cache_hits += 1
-            offer.tally.prewarm_hits += self._cache.asked(key)
-            return self._settled(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
+        if offer.tool.cacheable and (found := self._from_cache(offer, key)) is not None:
+            return found
         execution = self._under_way(key)
         if execution is not None:
             offer.tally.shared += 1
             offer.tally.prewarm_hits += execution.unasked
             execution.unasked = False
-            return PendingCall(execution, now, joined=True)
+            return PendingCall(execution, self._now(), joined=True)
         if offer.tool.cacheable and self._prewarm_max_age is not None:
             offer.tally.prewarm_misses += 1
         return self._launch(offer, arguments, key, context, trace)
+
+    def _from_cache(self, offer: _Offer, key: Key) -> PendingCall | None:
+        found = self._cache.get(key, self._now())
+        if found is None:
+            return None
+        offer.tally.cache_hits += 1
+        offer.tally.prewarm_hits += self._cache.asked(key)
+        return self._settled(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
 
     def _under_way(self, key: Key) -> Execution | None:
         """Return the execution of this call that can be joined, or None."""

@@ -187,18 +187,13 @@ def signature_of(function: Function, name: str, described: Mapping[str, str]) ->
             raise SpecError(f"tool {name}: {item} has no name that a model can use; give it a named parameter instead")
         elif item.name in bound:
             continue
-        elif _takes_context(hints.get(item.name)):
+        elif ToolContext in (hint := hints.get(item.name), *typing.get_args(hint)):
             if context is not None:
                 raise SpecError(f"tool {name}: {context} and {item.name} both take a ToolContext; one is enough")
             context = item.name
         elif parameter := _parameter(name, item, hints):
             found[item.name] = parameter
     return Signature(found, extra, unbound, _json_schema(found, extra, described), context)
-
-
-def _takes_context(hint: object) -> bool:
-    """Return whether the annotation is ToolContext or ``ToolContext | None``."""
-    return hint is ToolContext or ToolContext in typing.get_args(hint)
 
 
 def _plain_function(function: Function) -> Function:

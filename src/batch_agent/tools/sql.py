@@ -37,7 +37,8 @@ def sql_lookup(query: str, connection: Any, column: str) -> Function:
     for each query, which is closed after it. ``column`` is the column of the result that holds the key."""
     if PLACE not in query:
         raise SpecError(f"batch_query has no {PLACE}: write WHERE {column} IN ({PLACE}), without quotes around it")
-    if not _is_connection(connection):
+    has_cursor = callable(getattr(connection, "cursor", None)) or _has_fetch(connection)
+    if inspect.isroutine(connection) or not has_cursor:
         if not callable(connection):
             raise SpecError("connection must be a database connection, or a function that returns one")
         return _opening(query, connection, column)
@@ -156,10 +157,6 @@ def _names(description: Sequence[Sequence[str]] | None) -> list[str]:
     if description is None:
         raise ToolError("its batch_query returns no rows; it must be a SELECT")
     return [str(column[0]) for column in description]
-
-
-def _is_connection(value: object) -> bool:
-    return not inspect.isroutine(value) and (callable(getattr(value, "cursor", None)) or _has_fetch(value))
 
 
 def _is_async_driver(connection: object) -> bool:

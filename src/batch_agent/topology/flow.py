@@ -6,37 +6,45 @@ The outer run has no rows. Everything is prepared and checked before anything is
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import difflib
+import inspect
 import os
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
+import posixpath
+import time
+from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
 from batch_agent.agent.prepare import Prepared, prepare, recorded_facts
 from batch_agent.backends.registry import BACKEND_VARIABLE
-from batch_agent.compiler.fields import field_names, listed
+from batch_agent.blocking import in_thread
+from batch_agent.compiler.fields import field_names, fields_of, listed, own_id
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
-from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import InputError, SpecError
+from batch_agent.dispatch.row_channel import FULL, RowChannel
+from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed
 from batch_agent.events import Sink
-from batch_agent.job import AgentResult
+from batch_agent.foreign import describe
+from batch_agent.job import AgentError, AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.stage_counts import StageCount
-from batch_agent.record.address import is_store_url
 from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
 from batch_agent.run.changes import Changes
 from batch_agent.run.recording import OnChange, open_record
+from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.run import Run
+from batch_agent.run.shared import Shared
 from batch_agent.run.shared_backends import SharedBackends, Wrap
 from batch_agent.run.sharing import Lending
 from batch_agent.run.spec_json import spec_json
@@ -44,10 +52,8 @@ from batch_agent.run.together import run_together
 from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics
-from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, InputSource, KeyNode
-from batch_agent.topology.graph import graph_of
-from batch_agent.topology.items import Receiver
-from batch_agent.topology.nodes import AgentNode, Collector, JoinNode
+from batch_agent.topology.nodes import AgentNode, Collector, InOrder, Item, JoinNode, Receiver
+from batch_agent.topology.plan import graph_of
 from batch_agent.topology.reduce import ReduceNode, Reduction
 from batch_agent.topology.stages import (
     OF_THE_WHOLE,
@@ -63,6 +69,13 @@ from batch_agent.topology.stages import (
 
 Inputs = Iterable[Any] | AsyncIterable[Any]
 RUN_DIR = ("run_dir", "checkpoint_dir")
+
+BREATHER = 128  # inputs read before the event loop may run other tasks
+SLICE = 0.05  # seconds that a thread works before it delivers what it has made
+# Exceptions of the user's code that must not end our process.
+FOREIGN = (Exception, SystemExit, asyncio.CancelledError)
+
+T = TypeVar("T")
 
 
 class Flow:
@@ -319,7 +332,7 @@ class Flow:
         known = {**self._options, **options}
         for place in RUN_DIR:
             if (given := known.get(place)) is not None:
-                known[place] = f"{given}/{name}" if is_store_url(given) else Path(given) / name
+                known[place] = posixpath.join(given, name)  # a path or a URL
         with _named(name):
             return self._backends.share(prepare(BatchSpec(**known), sends=self._sends))
 
@@ -418,3 +431,190 @@ def _check_carry(carry: Sequence[str], fields: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise SpecError(f"carry: the rows have no field {name!r} (their fields: {listed(fields)}){hint}")
+
+
+# Sources and functions: stages that produce rows without a model. Functions are user code. They run in threads, one row
+# after another, so that agents continue beside a slow one; an exception fails only its row. Output is read only as the
+# next stage has room, so a generator may be endless. ``pump`` does the work of a node until its rows have ended, or the
+# run's time is up.
+class InputSource:
+    """The inputs of a pipeline whose first stage is not a stage of agents."""
+
+    def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver, id_column: str | None) -> None:
+        self._rows, self._out, self._id_column = Rows(inputs), out, id_column
+        self._ids = UniqueIds()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def pump(self, shared: Shared) -> None:
+        """Read the inputs as they are needed. It has a feed, so that it stops when nothing new may start."""
+        self._reader = asyncio.current_task()
+        feed = shared.dispatcher.feed(self.stop)
+        feed.expect(0)
+        feed.set_reading(True)
+        why = "the inputs were not read to their end"
+        try:
+            count = 0
+            while await self._out.room():
+                values = await self._rows.read(1)
+                if not values:
+                    why = ""
+                    break
+                self._out.put(self._item(count, values[0]))
+                count += 1
+                if count % BREATHER == 0:
+                    await asyncio.sleep(0)
+        finally:
+            self._reader = None
+            self._out.close(why)
+            feed.close()
+
+    def _item(self, index: int, value: object) -> Item:
+        if isinstance(value, UnreadableRow):
+            return Item(index, error=AgentError.of(InputError(value.message)))
+        try:
+            name = own_id(fields_of(value), self._id_column)
+            return Item(index, value, name=name if name is None else self._ids.unique(name))
+        except InputError:  # a function may take what is no row
+            return Item(index, value)
+
+    def stop(self) -> None:
+        """Read no more inputs."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+
+class FunctionNode:
+    """Calls a function for each row. ``make`` returns the rows that one becomes."""
+
+    def __init__(self, function: Callable[[Any], Any], out: Receiver) -> None:
+        self._function, self._out = function, out
+        self._inlet: RowChannel[Item] = RowChannel()
+        self._why = ""
+
+    def put(self, item: Item) -> None:
+        self._inlet.put(item)
+
+    async def room(self) -> bool:
+        return await self._inlet.room()
+
+    def close(self, why: str) -> None:
+        self._why = why
+        self._inlet.close()
+
+    async def pump(self, shared: Shared) -> None:
+        try:
+            while items := await self._inlet.take_all():
+                made = chain.from_iterable(map(self.make, items))
+                more = True
+                while more and await self._out.room():
+                    rows, more = await _until_time_is_up(partial(_next_of, made), shared)
+                    for row in rows:
+                        self.pass_on(row)
+                if more:  # the next stage takes no more rows
+                    break
+        except Interrupted as error:
+            self._why = str(error)
+        self._inlet.close()
+        self._out.close(self._why)
+
+    def make(self, item: Item) -> Iterator[Item]:
+        """Return the rows made from one; runs in a thread."""
+        raise NotImplementedError
+
+    def pass_on(self, item: Item) -> None:
+        self._out.put(item)
+
+
+class FlatMapNode(FunctionNode):
+    """Numbers its rows in the order of their source rows, so the rows of a later one wait until the earlier ones are
+    known."""
+
+    def __init__(self, function: Callable[[Any], Iterable[object]], out: Receiver) -> None:
+        super().__init__(function, out)
+        self._order = InOrder()
+        self._count = 0
+
+    def put(self, item: Item) -> None:
+        for ready in self._order.add(item):
+            super().put(ready)
+
+    def make(self, item: Item) -> Iterator[Item]:
+        if item.left_out:
+            return
+        if not item.ok:
+            yield item
+            return
+        try:
+            for number, value in enumerate(_plain(self._function(item.value))):
+                name = None if item.name is None else f"{item.name}.{number}"
+                yield Item(0, value, name=name, carried=item.carried)
+        except FOREIGN as error:
+            yield replace(item, error=_failure("flat_map", error))
+
+    def pass_on(self, item: Item) -> None:
+        self._out.put(replace(item, index=self._count))
+        self._count += 1
+
+
+class FilterNode(FunctionNode):
+    def make(self, item: Item) -> Iterator[Item]:
+        if item.ok:
+            try:
+                item = replace(item, left_out=not _plain(self._function(item.value)))
+            except FOREIGN as error:
+                item = replace(item, error=_failure("filter", error))
+        yield item
+
+
+class KeyNode(FunctionNode):
+    """Makes ``(key, value)`` of a row. On the side that is looked up, a row without a key ends the pipeline, because it
+    might be the one that another row needs."""
+
+    def __init__(self, function: Callable[[Any], Hashable], out: Receiver, *, looked_up: bool = False) -> None:
+        super().__init__(function, out)
+        self._looked_up = looked_up
+
+    def make(self, item: Item) -> Iterator[Item]:
+        if item.ok:
+            try:
+                key = _plain(self._function(item.value))
+                hash(key)
+                item = replace(item, value=(key, item.value))
+            except FOREIGN as error:
+                if self._looked_up:
+                    raise SpecError(f"join: the key of a row raised {describe(error)}") from error
+                item = replace(item, error=_failure("join", error))
+        yield item
+
+
+async def _until_time_is_up(function: Callable[[], T], shared: Shared) -> T:
+    """Run a function in a thread. Raises Interrupted when the run's time is up; the thread is then abandoned."""
+    if shared.spending.time_is_up:
+        raise shared.spending.refusal()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    work = in_thread(function)
+    work.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+    await shared.dispatcher.wait_for_tools(ended)
+    return work.result()
+
+
+def _next_of(rows: Iterator[T]) -> tuple[list[T], bool]:
+    """Return the next rows, and whether there may be more: as many as fit the channel, or as are made in a moment."""
+    until, made = time.monotonic() + SLICE, []
+    for row in rows:
+        made.append(row)
+        if len(made) >= FULL or time.monotonic() > until:
+            return made, True
+    return made, False
+
+
+def _plain(made: T) -> T:
+    if inspect.isawaitable(made):
+        if inspect.iscoroutine(made):
+            made.close()
+        raise TypeError("it is async, but a plain function is needed here")
+    return made
+
+
+def _failure(stage: str, error: BaseException) -> AgentError:
+    return AgentError.of(WorkerFailed(f"the function of {stage} raised {describe(error)}"))

@@ -1,22 +1,94 @@
 """What stages do with rows: each receives the finished rows of the previous stage, and passes on its own.
 
 A stage of agents is a run that takes its rows from a channel; ``run.together`` returns its results. Sources and
-functions are in ``functions``.
+functions are in ``flow``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
 
 from batch_agent.agent.prepare import Prepared
+from batch_agent.compiler.fields import fields_of
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError
-from batch_agent.job import AgentError, AgentResult, Failure
+from batch_agent.job import AgentError, AgentResult, Failure, Placed
 from batch_agent.observe.metrics import Statistics
 from batch_agent.run.run import Run
-from batch_agent.topology.items import Item, Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """``name`` is the id of the row it came from, None if that has none. ``carried`` are fields of earlier rows."""
+
+    index: int
+    value: object = None
+    error: AgentError | None = None
+    left_out: bool = False
+    name: str | None = None
+    carried: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: AgentResult[Any], carry: Sequence[str] = ()) -> Item:
+        """Return the output of a row with the fields that the row carries on."""
+        name = None if result.job_id == str(result.index) else result.job_id
+        carried = carried_by(result.input, carry)
+        return cls(result.index, result.output, result.error, name=name, carried=carried)
+
+    @property
+    def job_id(self) -> str:
+        return str(self.index) if self.name is None else self.name
+
+    def placed(self) -> Placed:
+        """Return the item as a row of agents: its value; with carried fields, a dict of those and its own fields."""
+        value = self.value
+        if self.carried and (value is None or _fields(value)):
+            value = {**self.carried, **_fields(value)}
+        return Placed(self.index, value, self.name)
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and not self.left_out
+
+
+def carried_by(row: object, carry: Sequence[str]) -> dict[str, object]:
+    """Return the fields that a row carries to later stages."""
+    fields = _fields(row) if carry else {}
+    return {name: fields[name] for name in carry if name in fields}
+
+
+def _fields(value: object) -> Mapping[str, object]:
+    try:
+        return fields_of(value)
+    except InputError:  # no row, such as a pair of a join; the next stage says so
+        return {}
+
+
+class Receiver(Protocol):
+    """Where a stage puts its rows. A source or a function awaits ``room`` before it makes more; False means that no
+    more are taken. ``close`` is called once, after the last; ``why`` is the reason why some are missing, or ""."""
+
+    def put(self, item: Item) -> None: ...
+
+    async def room(self) -> bool: ...
+
+    def close(self, why: str) -> None: ...
+
+
+class InOrder:
+    """Accepts items in any order and returns them by index."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Item] = {}
+        self._next = 0
+
+    def add(self, item: Item) -> Iterator[Item]:
+        self._waiting[item.index] = item
+        while self._next in self._waiting:
+            yield self._waiting.pop(self._next)
+            self._next += 1
 
 
 class AgentNode:

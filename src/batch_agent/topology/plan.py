@@ -22,7 +22,6 @@ from batch_agent.compiler.tokens import estimate_tokens
 from batch_agent.errors import InputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted, dollars, rows
-from batch_agent.topology.graph import graph_of
 from batch_agent.topology.reduce import room_for_rows
 from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, carried_after
 
@@ -145,7 +144,9 @@ def _mapped(prepared: Prepared, before: IncomingRows | None, carried: Sequence[s
 def _reduced(stage: Reduce, prepared: Prepared, before: IncomingRows) -> DryRun:
     number = "N" if before.rows is None else f"{before.rows:,}"
     prompt = f"{stage.prompt.replace('{n}', number)}\n\n[a line for each of the {number} results]"
-    each = LINE_TOKENS + (before.tokens or _mean_tokens(before.sample))
+    seen = before.sample
+    mean = sum(estimate_tokens(str(value)) for value in seen) // len(seen) if seen else 0
+    each = LINE_TOKENS + (before.tokens or mean)
     requests = None if before.rows is None else _requests(stage, prepared, before.rows, each)
     if before.rows is None or requests is None:
         return _with_sample(prepared, before, [{"prompt": prompt}], 0)
@@ -176,10 +177,6 @@ def _with_sample(prepared: Prepared, before: IncomingRows, sample: Sequence[obje
     return DryRun(prepared, description, len(sample), before.rows, not before.note, before.note, own)
 
 
-def _mean_tokens(sample: Sequence[object]) -> int:
-    return sum(estimate_tokens(str(value)) for value in sample) // len(sample) if sample else 0
-
-
 def _placeholder(schema: Any, stage: str) -> object:
     """A row that stands for an answer of this stage."""
     known = OutputSchema.of(schema)
@@ -188,3 +185,42 @@ def _placeholder(schema: Any, stage: str) -> object:
         return f"[the answer of {stage}]"
     names: Iterable[str] = properties
     return {name: f"[{name} of {stage}]" for name in names}
+
+
+def graph_of(stages: Sequence[Stage]) -> list[JsonObject]:
+    """Return each stage with its ``name``, its ``kind``, and the stages whose rows it takes (``after``)."""
+    graph: list[JsonObject] = []
+    _add(stages, graph)
+    return graph
+
+
+def _add(stages: Sequence[Stage], graph: list[JsonObject]) -> str | None:
+    """Add the stages and return the name of the last one."""
+    before: str | None = None
+    for stage in stages:
+        after = [] if before is None else [before]
+        match stage:
+            case Agents() | Reduce():
+                name, kind = stage.name, "map" if isinstance(stage, Agents) else "reduce"
+            case FlatMap() | Filter():
+                kind = "flat map" if isinstance(stage, FlatMap) else "filter"
+                name = _new(getattr(stage.function, "__name__", kind), graph)
+            case Join():
+                kind, name = "join", _new("join", graph)
+                other = _add(stage.other.stages, graph)
+                after += [] if other is None else [other]
+            case _:
+                assert_never(stage)
+        graph.append({"name": name, "kind": kind, "after": [*after]})
+        before = name
+    return before
+
+
+def _new(name: str, graph: Sequence[JsonObject]) -> str:
+    """Return a name that no stage of the graph has."""
+    taken = {node["name"] for node in graph}
+    name = "function" if name == "<lambda>" else name
+    number = 1
+    while (numbered := name if number == 1 else f"{name} {number}") in taken:
+        number += 1
+    return numbered

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batch_agent.agent.prepare import Prepared
@@ -29,9 +28,9 @@ from batch_agent.files.results import to_json
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Placed
 from batch_agent.run.run import Run
-from batch_agent.topology.items import Item, Receiver
-from batch_agent.topology.nodes import error_of, undone
+from batch_agent.topology.nodes import Item, Receiver, error_of, undone
 from batch_agent.topology.tree import KINDS, Part, Row, Shape, Tree
+from batch_agent.value_type import value_type
 
 FULL = 0.75  # of the room for rows: tokens are estimates
 TOO_LONG = (ContextOverflow.type, Oversized.type)
@@ -42,7 +41,7 @@ MERGE = (
 T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@value_type
 class Reduction(BaseResult[T_co]):
     """How a reduction ended, and what it covers: the indexes of the results that are in the answer (``covers``), of
     those that failed, and of those lost with a part that could not be reduced. ``requests`` were answered, on
@@ -53,6 +52,8 @@ class Reduction(BaseResult[T_co]):
     lost: tuple[int, ...] = ()
     requests: int = 0
     levels: int = 0
+
+    __repr__ = BaseResult.__repr__
 
 
 class ReduceNode:

@@ -11,8 +11,7 @@ from urllib.parse import quote
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
-from batch_agent.record.address import PASSWORD_VARIABLE, StoreAddress
-from batch_agent.record.reader import place_of
+from batch_agent.record.address import PASSWORD_VARIABLE, StoreAddress, place_of
 
 logger = logging.getLogger("batch_agent")
 

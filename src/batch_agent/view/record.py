@@ -86,6 +86,7 @@ class RunRecord:
         view = self.run.view()
         now = view.progress
         timeline = self.run.timeline(spans=False)
+        step = max(1, len(timeline.samples) // SAMPLES_SHOWN)
         return {
             "run": self._identity(view),
             "progress": {
@@ -101,7 +102,7 @@ class RunRecord:
             "summary": view.summary,
             "index": self.progress(),
             **self.numbers(),
-            "samples": _thinned(timeline.samples),
+            "samples": [*timeline.samples[:-1:step], *timeline.samples[-1:]],
             "changes": [*timeline.changes[-200:]],
         }
 
@@ -219,12 +220,6 @@ def _standing(stage: RunSnapshot | None) -> JsonObject | None:
     now = stage.progress
     rows: JsonObject = {"total": stage.total, "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed}
     return {"state": stage.state, "rows": rows}
-
-
-def _thinned(samples: list[Line]) -> list[JsonValue]:
-    """Return the samples, reduced to the number that a chart can show."""
-    step = max(1, len(samples) // SAMPLES_SHOWN)
-    return [*samples[:-1:step], *samples[-1:]]
 
 
 def _sum(counts: list[JsonObject]) -> JsonObject:

@@ -12,8 +12,9 @@ from typing import TypeVar, cast
 from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.columns import Record
 from batch_agent.messages import JsonObject
+from batch_agent.record.address import RunPlace
 from batch_agent.record.control import NotAlive, Refused
-from batch_agent.record.reader import RunPlace, RunReader, open_run, runs_in
+from batch_agent.record.reader import RunReader, open_run, runs_in
 from batch_agent.view.conversation import conversation, live_conversation
 from batch_agent.view.record import RunRecord
 
@@ -105,11 +106,10 @@ class ShownRun:
     async def _indexed(self) -> JsonObject:
         self.index()
         with suppress(BatchAgentError):  # there is no run yet, or it cannot be read now
-            self._known = await self.do(self._now)
+            self._known = await self.do(
+                lambda: {"index": self.record.progress(), "state": self.record.run.view().state}
+            )
         return self._known
-
-    def _now(self) -> JsonObject:
-        return {"index": self.record.progress(), "state": self.record.run.view().state}
 
 
 class ShownRuns:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import math
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import IO, cast
 from urllib.parse import quote
 
 from aiohttp import web
 
 from batch_agent.door import PATIENCE_SECONDS, Door, Handler, RequestRefused, read_body, read_object, routes
-from batch_agent.errors import BatchAgentError
+from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.files.columns import Record, as_text
 from batch_agent.files.results import to_json
+from batch_agent.files.tables import CSV, columns_of, write_records
 from batch_agent.messages import JsonObject
 from batch_agent.record.control import NotAlive
 from batch_agent.view.bundle import static_file
 from batch_agent.view.compare import compare, differing_rows
-from batch_agent.view.download import write_flat, write_rows
 from batch_agent.view.query import Query
 from batch_agent.view.runs import ShownRun, ShownRuns
 from batch_agent.view.security import HEADERS, Guard, add_headers
@@ -217,3 +220,25 @@ def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
         return cast(web.Response, add_headers(_json({"error": str(refused), "alive": True}, refused.status)))
     answer = web.Response(status=refused.status, text=f"{refused.status}: {refused}\n")
     return cast(web.Response, add_headers(answer))
+
+
+def write_rows(records: Callable[[], Iterable[Record]], kind: str, stream: IO[bytes]) -> None:
+    """Write rows as ``csv`` or ``jsonl``. A table needs two passes."""
+    if kind == "jsonl":
+        stream.writelines(to_json(record) + b"\n" for record in records())
+    elif kind == "csv":
+        write_records(records(), columns_of(records()), stream, CSV)
+    else:
+        raise SpecError("the formats are csv and jsonl")
+
+
+def write_flat(rows: Iterable[Record], stream: IO[bytes]) -> None:
+    """Write rows that all have the same fields as CSV."""
+    text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    for number, row in enumerate(rows):
+        if not number:
+            writer.writerow(row)
+        writer.writerow(["" if cell is None else as_text(cell) for cell in row.values()])
+    text.flush()
+    text.detach()

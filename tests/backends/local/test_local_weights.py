@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from batch_agent.backends.local import weights
-from batch_agent.backends.local.download import Report
-from batch_agent.backends.local.weights import Weights, available, fetch, fetch_again
+from batch_agent.backends.local.weights import Report, Weights, available, fetch, fetch_again
 from batch_agent.errors import SpecError
 
 DATA = b"GGUF" + bytes(range(256)) * 100

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from batch_agent.errors import ToolError
 from batch_agent.messages import ToolCall
 from batch_agent.tools import Tool, http_get
-from batch_agent.tools.builtin.addresses import AddressPolicy, CheckedResolver
+from batch_agent.tools.builtin.http import AddressPolicy, CheckedResolver
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[Handler], Awaitable[TestServer]]

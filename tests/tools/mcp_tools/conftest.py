@@ -4,10 +4,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+# The package takes a second to import, so it is looked for and not imported.
+needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 SERVERS = str(Path(__file__).parent / "servers.py")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from base64 import b64encode
 from pathlib import Path
 
@@ -138,31 +137,10 @@ def die_writing(text: str) -> str:
 
 
 @server.tool(annotations=READS)
-def die_once(text: str) -> str:
-    """Dies the first time."""
-    if note(f"die_once {text}") == 1:
-        os._exit(3)
-    return "alive again"
-
-
-@server.tool(annotations=READS)
-def die_always() -> str:
-    """Dies every time."""
-    note("die_always")
-    os._exit(3)
-
-
-@server.tool(annotations=READS)
 def process_ids() -> str:
     """The server's process id, and that of a child of its own that ignores the end of its input."""
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     return f"{os.getpid()} {child.pid}"
-
-
-@server.tool(annotations=READS)
-def variables() -> list[str]:
-    """The names of its environment variables."""
-    return sorted(os.environ)
 
 
 @server.tool(name="dotted.name/x", annotations=READS)
@@ -181,9 +159,6 @@ async def flood(lines: int, ctx: Context) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1] == "stdio":
-        if os.environ.get("START_LOG"):
-            with Path(os.environ["START_LOG"]).open("a") as log:
-                log.write(f"{time.time()}\n")
         server.run("stdio")
     else:
         import socket

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mcp")
 from tests.tools.conftest import OpenPool
 from tests.tools.tool_calls import call
 

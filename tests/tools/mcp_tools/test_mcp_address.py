@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mcp")
 from tests.tools.mcp_tools.test_bad_mcp_servers import BAD_SERVER
 
 from batch_agent.errors import SpecError

@@ -7,15 +7,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-
-pytest.importorskip("mcp")
 from aiohttp import web
 from tests.tools.conftest import OpenPool
-from tests.tools.mcp_tools.conftest import http_server
+from tests.tools.mcp_tools.conftest import http_server, needs_mcp
 from tests.tools.tool_calls import call
 
 from batch_agent.errors import SpecError
 from batch_agent.tools import Tool
+
+pytestmark = needs_mcp
 
 
 @pytest.mark.parametrize("modes", [(), ("stateless", "json")])

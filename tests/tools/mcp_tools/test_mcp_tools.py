@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mcp")
 from tests.tools.conftest import OpenPool
-from tests.tools.mcp_tools.conftest import command
+from tests.tools.mcp_tools.conftest import command, needs_mcp
+from tests.tools.mcp_tools.test_bad_mcp_servers import bad
 from tests.tools.tool_calls import call
 
 from batch_agent.errors import SpecError
 from batch_agent.tools import Tool
 from batch_agent.tools.schema import MAX_TOKENS
 
+pytestmark = needs_mcp
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tool]]:
+    """The notes and the tools of the server, which is asked for them once: each start of it takes a second of CPU."""
+    path = tmp_path_factory.mktemp("mcp") / "notes"
+    return path, Tool.mcp(command("stdio"), env={"NOTES": str(path)})
+
 
 @pytest.fixture
-def tools(notes: Path) -> list[Tool]:
-    return Tool.mcp(command("stdio"), env={"NOTES": str(notes)})
+def notes(listed: tuple[Path, list[Tool]]) -> Path:
+    """What the server notes in this test: one line per call that ran."""
+    listed[0].write_text("")
+    return listed[0]
+
+
+@pytest.fixture
+def tools(listed: tuple[Path, list[Tool]], notes: Path) -> list[Tool]:
+    return listed[1]
+
+
+@pytest.fixture
+def plain(notes: Path) -> list[Tool]:
+    """The tools of a server that starts at once, for what is the same with any server."""
+    server = [sys.executable, "-I", "-S", str(Path(__file__).parent / "plain_server.py")]
+    return Tool.mcp(server, env={"NOTES": str(notes), "GIVEN": "x"})
 
 
 def ran(notes: Path, kind: str) -> int:
@@ -80,10 +103,10 @@ async def test_the_tools_of_a_server_work_like_any_others(
 
 
 async def test_a_server_gets_none_of_our_secrets(
-    notes: Path, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+    plain: list[Tool], open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    async with open_pool(Tool.mcp(command("stdio"), only=["variables"], env={"GIVEN": "x"})) as pool:
+    async with open_pool(plain) as pool:
         names = (await pool.start(call("variables")).wait()).text.splitlines()
     assert "GIVEN" in names and "PATH" in names and "SOME_API_KEY" not in names
 
@@ -113,9 +136,9 @@ async def test_a_hanging_call_times_out_alone_and_progress_keeps_a_call_alive(
 
 
 async def test_a_server_that_dies_is_started_again_and_no_write_is_repeated(
-    tools: list[Tool], notes: Path, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+    plain: list[Tool], notes: Path, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_pool(tools) as pool:
+    async with open_pool(plain) as pool:
         died = await pool.start(call("die_writing", text="x")).wait()
         assert "outcome is unknown" in died.text and "I am dying" in died.text
         assert ran(notes, "die_writing") == 1
@@ -126,8 +149,8 @@ async def test_a_server_that_dies_is_started_again_and_no_write_is_repeated(
         assert (await pool.start(call("look_up", word="b")).wait()).ok
 
 
-async def test_no_process_of_a_server_outlives_the_run(tools: list[Tool], open_pool: OpenPool) -> None:
-    async with open_pool(tools) as pool:
+async def test_no_process_of_a_server_outlives_the_run(plain: list[Tool], open_pool: OpenPool) -> None:
+    async with open_pool(plain) as pool:
         server, child = map(int, (await pool.start(call("process_ids")).wait()).text.split())
         os.kill(server, 0)
         os.kill(child, 0)
@@ -136,13 +159,13 @@ async def test_no_process_of_a_server_outlives_the_run(tools: list[Tool], open_p
             os.kill(process, 0)
 
 
-async def test_a_tool_can_be_called_without_a_run(tools: list[Tool]) -> None:
-    look_up = next(tool for tool in tools if tool.name == "look_up")
+async def test_a_tool_can_be_called_without_a_run(plain: list[Tool]) -> None:
+    look_up = next(tool for tool in plain if tool.name == "look_up")
     assert await look_up(word="w") == "w looked up 1 times"
 
 
-def test_names_can_be_chosen_and_prefixed(notes: Path) -> None:
-    [tool] = Tool.mcp(command("stdio"), only=["add_line"], prefix="notes_", reads=["add_line"], timeout=3)
-    assert (tool.name, tool.effect, tool.timeout) == ("notes_add_line", "read", 3)
-    with pytest.raises(SpecError, match="has no tool 'add'; it has add_line, die_always"):
-        Tool.mcp(command("stdio"), only=["add"])
+def test_names_can_be_chosen_and_prefixed() -> None:
+    [tool] = bad("fine", only=["look"], prefix="notes_", reads=["look"], timeout=3)
+    assert (tool.name, tool.effect, tool.timeout) == ("notes_look", "read", 3)
+    with pytest.raises(SpecError, match="has no tool 'add'; it has look"):
+        bad("fine", only=["add"])

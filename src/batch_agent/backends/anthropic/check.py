@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from batch_agent.backends.anthropic.models import ModelRules, model_of
-from batch_agent.backends.anthropic.request import thinking_tokens
+from batch_agent.backends.anthropic.request import ModelRules, model_of, thinking_tokens
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import SpecError
 

@@ -19,8 +19,8 @@ from batch_agent.backends.anthropic.answer import PAUSED, AnswerStream, read_ans
 from batch_agent.backends.anthropic.check import check_shape
 from batch_agent.backends.anthropic.request import WIRE, Head, MessagesView, answer_blocks, answer_limit, build_head
 from batch_agent.backends.base import Backend, Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.batch.anthropic_jobs import AnthropicJobs
 from batch_agent.backends.batch.jobs import JobBackend
+from batch_agent.backends.batch.services import AnthropicJobs
 from batch_agent.backends.http.backend import HttpBackend, HttpClient
 from batch_agent.backends.http.wire import Wording, object_of, objects_of, string_of
 from batch_agent.errors import BackendError, SpecError

@@ -28,13 +28,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
+from zlib import crc32
+
+import orjson
 
 from batch_agent.backends.base import Backend, Capabilities, JobLines, ModelRequest, OnToolCall, Probe, RequestShape
-from batch_agent.backends.batch.job_ledger import JobEntry, JobLedger
 from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
 from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
 from batch_agent.blocking import in_thread
-from batch_agent.errors import BackendError, Rejected, Unavailable
+from batch_agent.errors import BackendError, Rejected, StoreError, Unavailable
 from batch_agent.messages import JsonObject, Reply
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two po
 PATIENCE_SECONDS = 900.0  # of an unreachable provider, before the waiting rows fail
 MOST_KNOCKS = 4  # at a provider that was never reached: its address may be wrong, so fail soon
 GOODBYE_SECONDS = 5.0  # to cancel jobs that no run will resume
+CHECK = b',"check":'
 UNLISTED_LOOKS = 10  # polls that a provider may need until a new job is listed
 CLOCKS_DIFFER = 86_400.0  # seconds by which a provider's clock may be behind ours
 PRICE = 0.5  # of the normal price, at every provider
@@ -484,3 +487,98 @@ def _recorded(entry: JobEntry) -> Wave:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True)
+class JobEntry:
+    wave: str
+    requests: Sequence[str] = ()
+    rows: Mapping[str, str] = field(default_factory=dict)  # request → the row that sent it
+    job: str | None = None
+    at: float | None = None  # when it was about to be sent, Unix time
+    over: bool = False
+
+
+class JobLedger:
+    """Lines of JSON in the record of the run, each kept before the next step. Other workers may use the same record.
+
+        {"wave": name, "requests": [id, …], "rows": [row, …], "at": seconds}    will be sent now
+        {"wave": name, "job": id}                   the provider accepted it
+        {"wave": name, "requests": [id, …]}         only these answers are not delivered yet
+        {"wave": name, "over": true}                its answers were delivered and recorded
+
+    Each line ends with the checksum of the rest, ``"check"``; lines of earlier versions have none. A line cut short by
+    a crash is ignored. A damaged one is an error: its requests would be bought again.
+    """
+
+    def __init__(self, lines: JobLines) -> None:
+        self._lines = lines
+        self._known: set[str] = set()  # waves that this ledger returned or wrote
+
+    async def read(self, *, new: bool = False) -> list[JobEntry]:
+        """Return the waves with undelivered answers, oldest first; with ``new`` only those that this ledger did not
+        return or write yet."""
+        found = [entry for entry in await in_thread(self._read) if not (new and entry.wave in self._known)]
+        self._known.update(entry.wave for entry in found)
+        return found
+
+    async def intend(self, wave: str, rows: Mapping[str, str]) -> None:
+        """``rows`` are the requests, each with its row."""
+        self._known.add(wave)
+        await self._note({"wave": wave, "requests": [*rows], "rows": [*rows.values()], "at": time.time()})
+
+    async def sent(self, wave: str, job: str) -> None:
+        await self._note({"wave": wave, "job": job})
+
+    async def job_of(self, wave: str) -> str | None:
+        """Return the job of a wave; None if it is not recorded."""
+        return next((entry.job for entry in await in_thread(self._read) if entry.wave == wave), None)
+
+    async def close(self, left: Mapping[str, Sequence[str]]) -> None:
+        """Mark every wave that this ledger knows as over, except these, with their remaining requests."""
+
+        def close() -> None:
+            lines: list[dict[str, object]] = []
+            for entry in self._read():
+                if entry.wave not in self._known:
+                    continue  # of another worker
+                if entry.wave not in left:
+                    lines.append({"wave": entry.wave, "over": True})
+                elif len(left[entry.wave]) < len(entry.requests):
+                    lines.append({"wave": entry.wave, "requests": [*left[entry.wave]]})
+            self._append(lines)
+
+        await in_thread(close)
+
+    async def _note(self, line: dict[str, object]) -> None:
+        await in_thread(lambda: self._append([line]))
+
+    def _read(self) -> list[JobEntry]:
+        entries: dict[str, JobEntry] = {}
+        for number, line in enumerate(self._lines.job_lines(), start=1):
+            start, check, sum_of = line.rpartition(CHECK)
+            try:
+                if check and sum_of != b"%d}" % crc32(start):
+                    raise ValueError("the checksum is wrong")
+                note = orjson.loads(line)
+                entry = entries.setdefault(note["wave"], JobEntry(note["wave"]))
+            except (ValueError, KeyError, TypeError):
+                if not check and not line.endswith(b"}"):
+                    continue  # cut short by a crash
+                raise StoreError(
+                    f"line {number} of the record of batch jobs (jobs.jsonl; in Redis the list jobs) is damaged: its "
+                    "requests could be bought twice. Restore a backup; or delete this line: its requests are then "
+                    "sent again"
+                ) from None
+            entry.requests = note.get("requests", entry.requests)
+            if "rows" in note:
+                entry.rows = dict(zip(entry.requests, note["rows"], strict=False))
+            entry.job = note.get("job", entry.job)
+            entry.at = note.get("at", entry.at)
+            entry.over = note.get("over", entry.over)
+        return [entry for entry in entries.values() if not entry.over]
+
+    def _append(self, lines: Sequence[dict[str, object]]) -> None:
+        if lines:
+            plain = [orjson.dumps(line)[:-1] for line in lines]
+            self._lines.add_job_lines([b"%s%s%d}" % (line, CHECK, crc32(line)) for line in plain])

@@ -57,7 +57,7 @@ NAMES = frozenset([RUNNING, WAITING, *KV_USAGE, PREEMPTIONS, *QUERIES, *HITS, *F
 
 class VllmBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        able = replace(ABLE, schema_beside_tools=True, batch=True, prefix_leader=True)
+        able = replace(ABLE, schema_beside_tools=True, batch=True)
         super().__init__(address, port=PORT, capabilities=able)
         self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: read from the server

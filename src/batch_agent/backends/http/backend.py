@@ -29,6 +29,7 @@ from batch_agent.backends.base import (
 )
 from batch_agent.backends.http.wire import (
     CHAT,
+    NO_KEY,
     AnswerReader,
     Faults,
     Naming,
@@ -107,7 +108,8 @@ class HttpClient:
         password = URL(base_url).password or ""
         self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
         self._sign = sign
-        self._wording = wording
+        keyless = wording is CHAT and not (authorization or headers or sign)
+        self._wording = replace(CHAT, key_hint=NO_KEY) if keyless else wording
         self._transport = Transport() if transport is None else transport
         self._proxy: URL | None = None
         self._origin = Origin.of(url)

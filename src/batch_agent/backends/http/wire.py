@@ -53,6 +53,7 @@ from batch_agent.outputs.surrogates import mended_all, read_json, readable_json
 
 SHOWN_CHARS = 500
 OVERLOAD_STATUSES = frozenset({503, 529})  # in addition to 429
+NO_KEY = "no key was sent: set BATCH_AGENT_API_KEY, or give api_key="
 SHORTEST_SECRET = 4  # replacing a shorter text would only garble the message
 
 _CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2066-\u2069]+")
@@ -300,10 +301,11 @@ _MOMENTS = 1e9  # a number of seconds above this is a Unix timestamp
 
 def read_quota(headers: Mapping[str, str], now: float | None = None) -> Quota | None:
     """Return the quota in the headers, or None. ``now`` is Unix time, for headers with timestamps."""
+    if "ratelimit" not in " ".join(headers).lower():  # most answers
+        return None
     found: dict[str, Allowance] = {}
     for family in _FAMILIES:
         for field, (limit, remaining, reset) in family:
-            # Every answer passes here, and most have no such headers: two look-ups decide.
             if remaining in headers or limit in headers:
                 allowance = Allowance(
                     _count(headers.get(limit)), _count(headers.get(remaining)), _seconds(headers.get(reset), now)

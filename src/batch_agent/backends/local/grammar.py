@@ -9,27 +9,20 @@ items, overlapping oneOf) raises Inexpressible with the reason; the caller then 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Final
 
 import jsonschema_rs
 from pydantic import JsonValue
 
+from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local import terminals
-from batch_agent.backends.local.schema import (
-    ANNOTATIONS,
-    KEYWORDS,
-    about,
-    count,
-    disjoint,
-    implied_type,
-    open_strings,
-    without_decimal_text,
-)
-from batch_agent.backends.local.terminals import either, quote
-from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named
-from batch_agent.messages import JsonObject
+from batch_agent.backends.local.terminals import either, json_text, quote
+from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named, without
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject, ToolSpec
 
 VALUE_RULES: Final = {
     "value": 'text | number | "true" | "false" | "null" | list | mapping',
@@ -45,6 +38,28 @@ TOKENS_PER_ITEM: Final = 32
 TOKENS_PER_WORD: Final = 2
 FEWEST_WORDS, MOST_WORDS = 6, 100
 UNCOUNTED_WORDS: Final = 400  # with room for this many words the text is meant to be long, and is not bounded
+
+ANNOTATIONS: Final = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("contentEncoding", "contentMediaType", "$schema", "$id", "$comment", "$defs", "definitions"),
+    }
+)
+KEYWORDS: Final[Mapping[str, frozenset[str]]] = {
+    "string": frozenset({"minLength", "maxLength", "format"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
+    "object": frozenset(
+        {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+TYPICAL_ITEMS: Final = 4  # assumed length of an array when room is divided
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FREE_TEXT = r"[^<] [\x00-\U0010FFFF]*"
 
 
 class Grammar:
@@ -279,3 +294,170 @@ def _number(kind: str, said: JsonObject, at: str) -> str:
 
 def _joined(parts: Sequence[str]) -> str:
     return ' ", " '.join(parts)
+
+
+def count(said: JsonObject, key: str) -> int | None:
+    value = said.get(key)
+    return int(value) if isinstance(value, (int, float)) else None
+
+
+def about(kind: str, said: JsonObject) -> JsonObject:
+    """Return the keywords that apply to one type; JSON schema ignores the others for values of that type."""
+    others = frozenset().union(*(words for name, words in KEYWORDS.items() if name != kind))
+    return {key: value for key, value in said.items() if key in KEYWORDS.get(kind, ()) or key not in others}
+
+
+def implied_type(said: JsonObject) -> str | None:
+    return next((kind for kind in ("object", "array") if said and said.keys() <= KEYWORDS[kind]), None)
+
+
+def without_decimal_text(branches: Sequence[JsonValue]) -> list[JsonValue]:
+    """Drop the string branch of a Decimal (a number, or a string with a pattern): the number is enough."""
+    kinds = [branch.get("type") if isinstance(branch, dict) else None for branch in branches]
+    if "number" not in kinds:
+        return list(branches)
+    return [branch for branch in branches if not (isinstance(branch, dict) and "pattern" in branch)]
+
+
+def disjoint(resolve: Callable[[str], JsonValue], branches: Sequence[JsonValue]) -> bool:
+    """Return whether no value can satisfy two of the branches, judged by type and by literal properties."""
+    resolved = []
+    for branch in branches:
+        while isinstance(branch, dict) and "$ref" in branch:
+            branch = resolve(str(branch["$ref"]))
+        if not isinstance(branch, dict):
+            return False
+        resolved.append(branch)
+    return all(_apart(first, second) for index, first in enumerate(resolved) for second in resolved[index + 1 :])
+
+
+def _apart(first: JsonObject, second: JsonObject) -> bool:
+    if (ours := _options(first)) is not None and (theirs := _options(second)) is not None:
+        return not ours & theirs
+    kinds = (first.get("type"), second.get("type"))
+    if None in kinds or any(isinstance(kind, list) for kind in kinds):
+        return False
+    if kinds[0] != kinds[1]:
+        return set(kinds) != {"integer", "number"}
+    our_tags, their_tags = _tags(first), _tags(second)
+    return any(not our_tags[name] & their_tags[name] for name in our_tags.keys() & their_tags.keys())
+
+
+def _tags(schema: JsonObject) -> dict[str, frozenset[str]]:
+    """Return the required properties that are literals, with their allowed values."""
+    required = listed(schema, "required")
+    found = {
+        name: _options(value)
+        for name, value in named(schema, "properties").items()
+        if name in required and isinstance(value, dict)
+    }
+    return {name: options for name, options in found.items() if options is not None}
+
+
+def _options(schema: JsonObject) -> frozenset[str] | None:
+    """Return the values of a literal or an enum, as JSON."""
+    if "const" in schema:
+        return frozenset({json_text(schema["const"])})
+    return frozenset(map(json_text, listed(schema, "enum"))) if "enum" in schema else None
+
+
+def open_strings(schema: JsonObject) -> int:
+    """Return how many unbounded strings an answer may have, so that they can share the available length."""
+    return _OpenStrings(schema).visit(schema, ())
+
+
+class _OpenStrings(SchemaVisitor[tuple[str, ...], int]):
+    """``where`` holds the references that led to a node."""
+
+    def anything(self, node: JsonValue, where: tuple[str, ...]) -> int:
+        return 0
+
+    def choice(self, node: JsonObject, where: tuple[str, ...]) -> int:
+        return 0
+
+    def reference(self, node: JsonObject, pointer: str, where: tuple[str, ...]) -> int:
+        return 0 if pointer in where else self.visit(self.resolve(pointer), (*where, pointer))
+
+    def combined(self, word: str, node: JsonObject, where: tuple[str, ...]) -> int:
+        most = max((self.visit(branch, where) for branch in listed(node, word)), default=0)
+        return most + self.visit(without(node, word), where)
+
+    def typed(self, node: JsonObject, where: tuple[str, ...]) -> int:
+        total = int(node.get("type") == "string" and not node.keys() & {"maxLength", "format"})
+        for inner in [*named(node, "properties").values(), *listed(node, "prefixItems")]:
+            total += self.visit(inner, where)
+        for word, limit in (("items", "maxItems"), ("additionalProperties", "maxProperties")):
+            most = count(node, limit)
+            if node.get(word) and not (word == "additionalProperties" and "properties" in node):
+                each = self.visit(node[word], where) + (word == "additionalProperties")
+                total += each * min(TYPICAL_ITEMS, TYPICAL_ITEMS if most is None else most)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class TurnGrammar:
+    """The grammar of a turn: the model calls one of the offered tools, or answers. A call is written
+    ``<tool_call>{"name": …, "arguments": …}</tool_call>``, so its first character distinguishes it from an answer. One
+    call per turn: a small model that may continue always does. ``text`` is None if the model is unconstrained.
+    ``unforced`` names what only validation checks; ``schema_unforced``: that includes the answer's schema."""
+
+    text: str | None
+    unforced: str = ""
+    schema_unforced: bool = False
+
+
+def compile_turn(shape: RequestShape, max_tokens: int) -> TurnGrammar:
+    """Return the grammar for the tool calls and the answer that the shape allows."""
+    offered, may_answer = _choice(shape)
+    grammar = Grammar(max_tokens)
+    unforced: list[str] = []
+    options = [grammar.rule(_call(grammar, tool, unforced)) for tool in offered]
+    answer, reason = _answer(grammar, shape)
+    if reason:
+        unforced.append(f"the answer's schema ({reason})")
+    said = "; ".join(unforced)
+    if may_answer and answer is None and not offered:
+        return TurnGrammar(None, said, bool(reason))
+    if may_answer:
+        options.append(grammar.rule(answer or FREE_TEXT))
+    grammar.root(" | ".join(options))
+    return TurnGrammar(grammar.text(), said, bool(reason))
+
+
+def _answer(grammar: Grammar, shape: RequestShape) -> tuple[str | None, str]:
+    """Return the expression of the schema, or the reason why there is none."""
+    if shape.schema is None:
+        return None, ""
+    try:
+        return grammar.add(shape.schema), ""
+    except Inexpressible as reason:
+        return None, str(reason)
+
+
+def _call(grammar: Grammar, tool: ToolSpec, unforced: list[str]) -> str:
+    head = f'{OPEN}{{"name": {json_text(tool.name)}, "arguments": '
+    try:
+        arguments = grammar.add(tool.parameters)
+    except Inexpressible as reason:
+        unforced.append(f"the arguments of {tool.name} ({reason})")
+        arguments = "mapping"
+    return f"{quote(head)} {arguments} {quote('}' + CLOSE)}"
+
+
+def _choice(shape: RequestShape) -> tuple[tuple[ToolSpec, ...], bool]:
+    """Return the tools that may be called in this turn, and whether the model may answer instead."""
+    choice = shape.tool_choice
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)
+        choice = function.get("name") if isinstance(function, dict) else None
+    if choice == "none" or not shape.tools:
+        return (), True
+    if choice is None or choice == "auto":
+        return shape.tools, True
+    if choice in ("required", "any"):
+        return shape.tools, False
+    named = tuple(tool for tool in shape.tools if tool.name == choice)
+    if not named:
+        names = ", ".join(tool.name for tool in shape.tools)
+        raise SpecError(f"tool_choice: {choice!r} is not auto, none, required or one of the tools: {names}")
+    return named, False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,7 +40,7 @@ from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model
 from batch_agent.backends.openai.models import check_options
 from batch_agent.backends.openai.providers import STANDARD, Dialect
 from batch_agent.backends.openai.schema import unwrapped
-from batch_agent.backends.schema.support import blamed, is_kept
+from batch_agent.backends.schema.visitor import blamed, is_kept
 from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
 from batch_agent.http.transport import Transport
 from batch_agent.messages import (
@@ -79,9 +79,11 @@ class Opened:
 NOTHING = Opened()
 
 
-def sealed_calls(signatures: Mapping[str, object]) -> Sealed | None:
+def sealed_calls(calls: Sequence[ToolCall], signatures: Iterable[object]) -> Sealed | None:
     """Return the sealed signatures of an answer's calls, by call id."""
-    kept: JsonObject = {call_id: value for call_id, value in signatures.items() if isinstance(value, dict)}
+    kept: JsonObject = {
+        call.id: value for call, value in zip(calls, signatures, strict=True) if isinstance(value, dict)
+    }
     return Sealed(WIRE, {"signatures": kept}) if kept else None
 
 
@@ -109,9 +111,9 @@ _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_t
 def read_answer(body: bytes, naming: Naming) -> Reply:
     faults = naming.faults
     document = object_of(body, faults)
-    if error := error_in(document):
-        raise faults.reported(error)
     choices = document.get("choices")
+    if ("error" in document or not choices) and (error := error_in(document)):
+        raise faults.reported(error)
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise faults.bad(f"the answer has no choices: {faults.clean(body.decode('utf-8', 'replace'))}")
     choice = choices[0]
@@ -120,24 +122,19 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     message = choice.get("message")
     if not isinstance(message, dict):
         raise faults.bad("the answer's choice has no message")
-    content = message.get("content")
-    text = content if isinstance(content, str) else _text(content, faults)
-    if not text:
-        text = string_of(message.get("refusal"))
+    content, model = message.get("content"), document.get("model")
+    text = (content if isinstance(content, str) else _text(content, faults)) or string_of(message.get("refusal"))
     finish = _reason(choice.get("finish_reason"))
     if finish is None:
         raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
     usage = _usage(document.get("usage"))
     items = _call_items(message, faults)
-    check_finish(finish, text, bool(items), usage, faults)
-    calls: tuple[ToolCall, ...] = ()
-    sealed = None
-    if items:
-        calls = tuple([naming.call(*_call_fields(item, faults)) for item in items])
-        sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
-    model = document.get("model")
+    if finish != "stop":
+        check_finish(finish, text, bool(items), usage, faults)
+    calls = tuple([naming.call(*_call_fields(item, faults)) for item in items]) if items else ()
+    sealed = sealed_calls(calls, map(_signature, items)) if items else None
     named = model if isinstance(model, str) else ""
-    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=named)
+    return Reply(text, calls, usage, _reasoning(message), None, finish, None, sealed, None, named)
 
 
 class AnswerStream(EventReader):
@@ -161,7 +158,7 @@ class AnswerStream(EventReader):
         usage = _usage(self._usage)
         check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
         calls = tuple(self._settle(call) for call in self._started)
-        sealed = sealed_calls({call.id: begun.signature for call, begun in zip(calls, self._started, strict=True)})
+        sealed = sealed_calls(calls, [begun.signature for begun in self._started]) if calls else None
         reasoning = "".join(self._reasoning)
         timed = self._first_token, self._finish
         return Reply(self._so_far, calls, usage, reasoning, *timed, sealed=sealed, model=self._model)
@@ -386,15 +383,23 @@ def _usage(value: JsonValue) -> Usage:
         return Usage()
     prompt, completion = value.get("prompt_tokens"), value.get("completion_tokens")
     details, reasoned = value.get("prompt_tokens_details"), value.get("completion_tokens_details")
+    if isinstance(details, dict) and len(details) == 1 and not reasoned:  # what engines report
+        cached = details.get("cached_tokens")
+        if (
+            type(prompt) is int
+            and type(completion) is int
+            and type(cached) is int
+            and 0 <= cached <= prompt < LARGEST_COUNT
+            and 0 <= completion < LARGEST_COUNT
+        ):
+            return Usage(prompt, cached, completion)
     if type(prompt) is not int or not 0 <= prompt < LARGEST_COUNT:
         prompt = counted(value, "prompt_tokens")
     if type(completion) is not int or not 0 <= completion < LARGEST_COUNT:
         completion = counted(value, "completion_tokens")
-    cached = counted(details, "cached_tokens") if details else 0
-    if not cached and "prompt_cache_hit_tokens" in value:
-        cached = counted(value, "prompt_cache_hit_tokens")
-    reasoning = counted(reasoned, "reasoning_tokens") if reasoned else 0
-    return usage_of(prompt, cached, completion, reasoning, counted(details, *_CACHE_WRITES) if details else 0)
+    cached = counted(details, "cached_tokens") or counted(value, "prompt_cache_hit_tokens")
+    reasoning = counted(reasoned, "reasoning_tokens")
+    return usage_of(prompt, cached, completion, reasoning, counted(details, *_CACHE_WRITES))
 
 
 # What servers of OpenAI's family share beside the wire: dialect, per-request fields, detection of missing features.
@@ -535,12 +540,13 @@ class OpenAIServer(HttpBackend[bytes]):
         """Return the fields of this request; the user's extra_body overrides them."""
         if self._tail is None and not self._dialect.cache_key:
             return NO_TAIL  # most servers
-        fields, headers = NO_TAIL if self._tail is None else self._tail(request)
+        tail, extra = NO_TAIL if self._tail is None else self._tail(request), request.shape.extra_body
+        if not self._dialect.cache_key and not (extra and tail.fields):
+            return tail
+        fields = dict(tail.fields)
         if self._dialect.cache_key:
-            fields = {**fields, "prompt_cache_key": self._cache_key(request)}
-        if fields and (extra := request.shape.extra_body):
-            fields = {name: value for name, value in fields.items() if name not in extra}
-        return Tail(fields, headers)
+            fields["prompt_cache_key"] = self._cache_key(request)
+        return Tail({name: value for name, value in fields.items() if name not in extra}, tail.headers)
 
     def _cache_key(self, request: ModelRequest) -> str:
         """Return a key shared by all agents with the same prefix: the same model, tools and system prompt."""
@@ -630,9 +636,12 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) 
 
 
 def encode_message(message: Message) -> bytes:
-    sealed = NOTHING if message.sealed is None else opened(message.sealed)
     content = message.content if isinstance(message.content, str) else content_json(message.content)
-    fields: dict[str, object] = {"role": message.role, "content": content, **sealed.fields}
+    fields: dict[str, object] = {"role": message.role, "content": content}
+    sealed = NOTHING
+    if message.sealed is not None:
+        sealed = opened(message.sealed)
+        fields |= sealed.fields
     if message.tool_calls:
         # Content stays "" beside calls: some chat templates fail on null.
         fields["tool_calls"] = [
@@ -661,7 +670,9 @@ class ChatView(MessageView):
             if shown and message.role != "tool":
                 self.pieces.append(encode_message(Message("user", tuple(shown))))
                 shown = []
-            if message.role == "tool" and (images := images_of(message.content)):
+            if isinstance(message.content, str):
+                pass
+            elif message.role == "tool" and (images := images_of(message.content)):
                 shown += [f"Images from {message.tool_name or 'the tool'}:", *images]
                 message = replace(message, content=content_text(message.content))
             self.pieces.append(encode_message(message))

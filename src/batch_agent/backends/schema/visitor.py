@@ -5,16 +5,26 @@ A visitor has a method for each kind of node; ``visit`` finds the kind. Each vis
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from pydantic import JsonValue
 
+from batch_agent.errors import ContextOverflow, OutputError, Rejected
 from batch_agent.messages import JsonObject
+from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.outputs.surrogates import read_json
 
 Where = TypeVar("Where")  # passed from node to node: a path, a depth, the references above
 Result = TypeVar("Result")
+
+_NAMED = re.compile(
+    r"response_?format|json_?schema|text\.format|structured.?output|guided|grammar|not support\w* .*schema",
+    re.IGNORECASE,
+)
+_UNCLEAR = frozenset({400, 415, 422, 501})
 
 
 class Inexpressible(Exception):
@@ -94,3 +104,36 @@ def listed(node: JsonObject, keyword: str) -> list[JsonValue]:
 
 def without(node: JsonObject, *keywords: str) -> JsonObject:
     return {name: part for name, part in node.items() if name not in keywords}
+
+
+def blamed(refusal: Rejected) -> Literal["surely", "perhaps", "no"]:
+    """Return whether the schema is the reason for a refusal. "perhaps": another field may be the reason."""
+    if isinstance(refusal, ContextOverflow) or refusal.status is None:
+        return "no"
+    if refusal.status in _UNCLEAR:
+        return "surely" if _NAMED.search(str(refusal)) else "perhaps"
+    return "no"
+
+
+def is_kept(text: str, schema: JsonObject) -> bool:
+    """Return whether a complete answer looks as if the schema was enforced by a grammar."""
+    try:
+        value = read_json(strip_reasoning(text.strip()))
+    except (ValueError, OutputError):
+        return False
+    schema = _root(schema)
+    match schema.get("type"):
+        case "object":
+            required = schema.get("required")
+            return isinstance(value, dict) and set(required if isinstance(required, list) else ()) <= value.keys()
+        case "array":
+            return isinstance(value, list)
+    return True
+
+
+def _root(schema: JsonObject) -> JsonObject:
+    target, definitions = schema.get("$ref"), schema.get("$defs")
+    if isinstance(target, str) and isinstance(definitions, dict):
+        found = definitions.get(target.removeprefix("#/$defs/"))
+        return found if isinstance(found, dict) else schema
+    return schema

@@ -12,8 +12,8 @@ from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
-from batch_agent.record.address import StoreAddress
-from batch_agent.record.reader import RunReader, RunSnapshot, open_run, place_of
+from batch_agent.record.address import StoreAddress, place_of
+from batch_agent.record.reader import RunReader, RunSnapshot, open_run
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.copying import copy_to_directory, copy_to_store
 

@@ -7,8 +7,8 @@ import argparse
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.errors import SpecError
-from batch_agent.record.address import StoreAddress
-from batch_agent.record.reader import look, place_of
+from batch_agent.record.address import StoreAddress, place_of
+from batch_agent.record.reader import look
 from batch_agent.record.redis.reading import delete_run
 
 

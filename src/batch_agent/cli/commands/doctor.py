@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -21,17 +21,19 @@ from batch_agent.backends.base import Backend
 from batch_agent.backends.cache_store import cache_dir
 from batch_agent.backends.engines.advice import SHARED, Advice, advice
 from batch_agent.backends.local import physical_cores, require_engine, weights
+from batch_agent.backends.openai.providers import PROVIDERS, base_variable
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
-from batch_agent.backends.schemes import OWN_FORMS
-from batch_agent.cli.commands.doctor_backends import PATIENCE, BackendFinding, asked_services, fleet_note, listed
-from batch_agent.cli.commands.doctor_thorough import thorough_command
+from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
 from batch_agent.cli.spec.numbers import positive
+from batch_agent.compiler.prices import find_prices
+from batch_agent.conformance.examination import CHECKS, estimate, examine
+from batch_agent.conformance.finding import STATUSES, Answered, Report
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.fleet.backend import Fleet
-from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, harmless
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.text import amount, counted, harmless
 from batch_agent.version import __version__
 
 PACKAGE = "batch-agent"
@@ -39,6 +41,12 @@ NAMED = "given on the command line"
 SHARING_PATIENCE = 20.0  # seconds for a server to answer two requests
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+OWN = ("http", "local", "simulated")  # schemes of servers that charge nothing, beside the engines
+LISTING_SECONDS = 10.0
+
+PATIENCE = 3.0  # seconds for a server to list its models
+LISTED = 4  # models and servers that are listed; the others are counted
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,24 +163,27 @@ def _default(url: str | None, batch: Mapping[str, int | None]) -> BackendFinding
     return _local() if backend.name.startswith("local://") else asyncio.run(_asked(backend, batch))
 
 
-async def _asked(backend: Backend, batch: Mapping[str, int | None]) -> BackendFinding:
+async def _asked(backend: Backend, batch: Mapping[str, int | None] | None) -> BackendFinding:
+    """Ask for the list of models. With ``batch``, also measure an engine and give advice on it."""
+    verb, sharing, lacks = "accepts the key and serves", "", tuple[Advice, ...]()
     try:
         async with backend:
             if isinstance(backend, Fleet):
                 return BackendFinding(backend.name, *await fleet_note(backend))
             async with asyncio.timeout(PATIENCE):
                 names = await backend.models()
-            sharing, lacks = await _sharing(backend, names, batch)
+            if batch is not None:
+                verb, (sharing, lacks) = "serves", await _sharing(backend, names, batch)
     except TimeoutError:
         return BackendFinding(backend.name, False, f"no answer in {PATIENCE:g} s")
     except (BackendError, SpecError) as error:
         return BackendFinding(backend.name, False, str(error))
-    return BackendFinding(backend.name, True, f"serves {listed(names) or 'no model'}{sharing}", lacks)
+    return BackendFinding(backend.name, True, f"{verb} {listed(names) or 'no model'}{sharing}", lacks)
 
 
 async def _sharing(
     backend: Backend, names: Sequence[str], batch: Mapping[str, int | None]
-) -> tuple[str, Sequence[Advice]]:
+) -> tuple[str, tuple[Advice, ...]]:
     """Measure whether an engine computes the shared prefix of requests once. Returns "" if the engine does not report
     it, and advice on the engine's settings."""
     from batch_agent.backends.engines.engine import EngineBackend
@@ -260,3 +271,140 @@ def _size_bytes(folder: Path) -> int:
 
 def _versions(installed: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name} {version or 'is not installed'}" for name, version in installed.items())
+
+
+# ``--thorough`` asks one server small questions. They cost tokens: for an API that may be paid, the command first
+# prints the most that they cost, and sends nothing without ``--yes``.
+def thorough_command(url: str | None, model: str | None, *, json: bool, yes: bool) -> int:
+    backend, model = open_backend(url, model=model)
+    if backend.is_fleet:
+        raise SpecError("--thorough asks one server: give the URL of one server of the fleet")
+    if backend.capabilities.patient:
+        raise SpecError("--thorough needs answers within seconds: give the address of the API without its batches")
+    return asyncio.run(_examined(backend, model, json=json, yes=yes))
+
+
+async def _examined(backend: Backend, model: str | None, *, json: bool, yes: bool) -> int:
+    paid = may_be_paid(backend.name)
+    async with backend:
+        try:
+            name = await _model(backend, model)
+            if paid:
+                print(harmless(cost_note(backend.name, name)), file=sys.stderr)
+                if not yes:
+                    raise SpecError("nothing was sent: add --yes to send the questions")
+            progress = not json and sys.stderr.isatty()
+            report = await examine(backend, name, paid=paid, on_answer=_tick if progress else lambda answer: None)
+        except BackendError as error:
+            print(harmless(f"{backend.name} does not work: {error}"), file=sys.stderr)
+            return RUN_FAILED
+    if sys.stderr.isatty() and not json:
+        print("\r\x1b[K", end="", file=sys.stderr)
+    report = replace(report, about={"batch_agent": __version__, "python": platform.python_version()})
+    _print(report, json=json)
+    return ALL_OK if report.answers_at_all else RUN_FAILED
+
+
+def _print(report: Report, *, json: bool) -> None:
+    if json:
+        print(to_json(report.to_json()).decode())
+        return
+    for line in report.lines():
+        print(harmless(line))
+    for status, meaning in STATUSES.items():
+        if report.counts[status]:
+            print(f"  {status:<9} {meaning}")
+
+
+def _tick(answer: Answered) -> None:
+    print(f"\r\x1b[K{harmless(answer.text, 70)}: {answer.finding.status}", end="", file=sys.stderr, flush=True)
+
+
+def may_be_paid(name: str) -> bool:
+    """Return whether requests to this backend may cost money: a service, or a server behind https."""
+    scheme = SCHEMES.get(name.partition("://")[0])
+    return scheme is not None and not scheme.own and scheme.name not in OWN
+
+
+def cost_note(backend: str, model: str) -> str:
+    """Return the most that the questions cost, in words."""
+    most = estimate(CHECKS)
+    tokens = f"{most.prompt_tokens:,} prompt and {most.answer_tokens:,} answer tokens"
+    prices = find_prices(None, model=model, backend=backend)
+    usage = Usage(prompt_tokens=most.prompt_tokens, completion_tokens=most.answer_tokens)
+    cost = "its prices are unknown here" if prices is None else f"${prices.cost(usage):.4f} by {prices.source}"
+    return f"{backend}: {most.questions} questions to {model}, at most about {tokens}; {cost}"
+
+
+async def _model(backend: Backend, model: str | None) -> str:
+    if model is not None:
+        return model
+    try:
+        async with asyncio.timeout(LISTING_SECONDS):
+            names = await backend.models()
+    except TimeoutError:
+        raise SpecError(f"{backend.name} did not list its models in {LISTING_SECONDS:g} s: give --model") from None
+    if len(names) != 1:
+        known = f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else "no model"
+        raise SpecError(f"{backend.name} serves {known}: give --model")
+    return names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFinding:
+    """Whether one backend works. ``note`` gives the reason, or what is missing."""
+
+    backend: str
+    works: bool
+    note: str
+    advice: Sequence[Advice] = ()  # on the engine's settings for agents
+
+
+def asked_services(environ: Mapping[str, str] = os.environ) -> Iterator[BackendFinding]:
+    """Check each provider that has a key or an address for its models. For the others, say what is missing."""
+    for scheme in SCHEMES.values():
+        given = _given(scheme, environ)
+        if given or (scheme.is_service and scheme.listed):
+            yield _service(scheme, environ)
+
+
+def _given(scheme: Scheme, environ: Mapping[str, str]) -> bool:
+    """Return whether the environment has the provider's key, or its address if it needs no key."""
+    if scheme.name in PROVIDERS and environ.get(base_variable(scheme.name), "").strip():
+        return True
+    return scheme.is_service and "batch" not in scheme.name and bool(environ.get(scheme.key, "").strip())
+
+
+def _service(scheme: Scheme, environ: Mapping[str, str]) -> BackendFinding:
+    url = f"{scheme.name}://"
+    try:
+        backend, _ = open_backend(url, model=None, api_key=None, environ=environ)
+    except SpecError as error:
+        return BackendFinding(url, False, str(error))
+    return replace(asyncio.run(_asked(backend, None)), backend=url)
+
+
+async def fleet_note(fleet: Fleet) -> tuple[bool, str]:
+    """Return whether any server of an open fleet answers, and a note with the models and the unreachable servers."""
+    answers: dict[str, list[str] | BackendError] = {}
+    try:
+        async with asyncio.timeout(PATIENCE):
+            answers = await fleet.survey()
+    except TimeoutError:
+        pass
+    up = [answer for answer in answers.values() if isinstance(answer, list)]
+    silent = [name for name in fleet.servers if not isinstance(answers.get(name), list)]
+    down = [f"{name}: {answers.get(name, f'no answer in {PATIENCE:g} s')}" for name in silent]
+    models = list(dict.fromkeys(name for names in up for name in names))
+    note = f"{len(up):,} of {counted(len(fleet.servers), 'server')} answer, serving {listed(models) or 'no model'}"
+    if not up:
+        note = f"none of {counted(len(fleet.servers), 'server')} answers"
+    return bool(up), "; ".join(
+        [note, *down[:LISTED], *([f"{len(down) - LISTED:,} more"] if len(down) > LISTED else [])]
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - LISTED:,} more models" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

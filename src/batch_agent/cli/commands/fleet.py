@@ -26,7 +26,7 @@ from batch_agent.observe.text import clock, counted, cut, harmless, terminal_wid
 
 if TYPE_CHECKING:
     from batch_agent.fleet.hostfile import AgentEndpoint
-    from batch_agent.fleet.waiting import Waited
+    from batch_agent.fleet.probe import Waited
 
 HOSTFILE_VARIABLE = "AURORA_SWARM_HOSTFILE"
 SHOWN = 5  # endpoints that are not up are listed
@@ -118,7 +118,7 @@ def fleet_command(options: argparse.Namespace) -> int:
 
 
 def read_hosts(path: str) -> list[AgentEndpoint]:
-    from batch_agent.fleet.following import Hostfile
+    from batch_agent.fleet.hostfile import Hostfile
 
     return Hostfile(path).read()
 
@@ -128,8 +128,7 @@ def read_hosts(path: str) -> list[AgentEndpoint]:
 
 def wait(options: argparse.Namespace) -> int:
     from batch_agent.cli.output.results import written_file
-    from batch_agent.fleet.probe import Prober
-    from batch_agent.fleet.waiting import Waited, needed, wait_until_ready
+    from batch_agent.fleet.probe import Prober, Waited, needed, wait_until_ready
 
     hosts = read_hosts(options.hostfile)
     waited = Waited(hosts, needed(len(hosts), options.min_hosts, options.min_fraction))

@@ -6,7 +6,6 @@ Other commands download missing weights with ``fetch_missing``, which shows the 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
+from batch_agent.observe.progress import can_redraw
 from batch_agent.observe.text import amount, harmless
 
 
@@ -62,7 +62,7 @@ def fetch_missing(backend_name: str, stream: TextIO) -> None:
 def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
     """Show the download: a progress bar on a terminal, otherwise one line."""
     title = f"weights of {known.name}"
-    if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+    if not can_redraw(stream):
         if not weights.is_present(known):
             size = f", {amount(known.size_bytes)}B" if known.size_bytes else ""
             print(f"fetching the {title}{size}, once", file=stream, flush=True)

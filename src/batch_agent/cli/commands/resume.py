@@ -23,8 +23,9 @@ from batch_agent.cli.spec.recorded import KEPT, command_again, recorded_command,
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
+from batch_agent.record.address import place_of
 from batch_agent.record.keys import Keys
-from batch_agent.record.reader import RunSnapshot, look, place_of
+from batch_agent.record.reader import RunSnapshot, look
 from batch_agent.record.rundir import RESULTS
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
-import stat
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Protocol, TextIO
 
 from batch_agent.agent.comparison import Comparison, measured_speed
 from batch_agent.agent.dryrun import DryRun, marks_for
-from batch_agent.agent.prepare import prepare
+from batch_agent.agent.prepare import Prepared, prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import (
@@ -33,25 +31,25 @@ from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
-from batch_agent.cli.output.streams import put, put_json, say
-from batch_agent.cli.spec.going_on import go_on
+from batch_agent.cli.output.streams import flush_words, put, put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
+from batch_agent.cli.spec.stages import load_flow, load_plan
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
-from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import RecentResult, Statistics
+from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.terminal import LiveDisplay, NoDisplay, PlainDisplay, TerminalDisplay
-from batch_agent.record.address import is_store_url
+from batch_agent.record.address import directory_of
+from batch_agent.run.changes import Changes, retries
+from batch_agent.run.recording import OnChange
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
+from batch_agent.topology.flow import Flow
 from batch_agent.topology.plan import PipelinePlan
-
-if TYPE_CHECKING:
-    pass
 
 # Exit statuses of runs that ended early and were not stopped by a signal.
 ENDS: Mapping[Ended | None, int] = {
@@ -64,6 +62,8 @@ ENDS: Mapping[Ended | None, int] = {
 RECENT_RESULTS = 40  # enough for a large terminal
 SHOWN_CHARACTERS = 300
 
+CHOICES: Mapping[str, OnChange] = {"k": "keep", "keep": "keep", "r": "resend", "resend": "resend"}
+
 
 def run_command(options: argparse.Namespace) -> int:
     stdout = sys.stdout
@@ -72,8 +72,6 @@ def run_command(options: argparse.Namespace) -> int:
         take_settings(options)
         resolve_paths(options)
         if is_pipeline(options):
-            from batch_agent.cli.commands.pipeline import run_stages
-
             return run_stages(options, stdout, files)
         spec = load_spec(options)
         if options.dry_run:
@@ -152,8 +150,8 @@ def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     output = Path(options.output)
     if options.spec is not None:
         refuse_overwriting(output, Path(options.spec), "spec")
-    if spec.run_dir is not None and not is_store_url(spec.run_dir):
-        refuse_in_run_directory(output, Path(spec.run_dir))
+    if (directory := directory_of(spec.run_dir)) is not None:
+        refuse_in_run_directory(output, directory)
     return open_results(output, ordered=options.ordered)
 
 
@@ -167,8 +165,8 @@ def settle_output(writer: ResultWriter, statistics: Statistics) -> None:
 def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> TerminalDisplay:
     # Result lines would break a live view on the same terminal; so would the output of `| jq`.
     shared = options.output is None and stdout.isatty()
-    piped = options.output is None and _is_pipe(stdout)
-    able = stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    piped = options.output is None and is_pipe(stdout)
+    able = can_redraw(stderr)
     if options.dashboard and able:
         if shared:
             raise SpecError("--dashboard needs a terminal without results; give --output FILE or redirect the results")
@@ -176,13 +174,6 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
     if options.json and not options.dashboard:
         return NoDisplay()
     return LiveDisplay(stderr) if able and not shared and not piped else PlainDisplay(stderr)
-
-
-def _is_pipe(stream: TextIO) -> bool:
-    try:
-        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # it has no descriptor
-        return False
 
 
 async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
@@ -242,3 +233,82 @@ def exit_code(statistics: Statistics) -> int:
     undone = statistics.ended == "drained" and statistics.done != statistics.total
     nothing = statistics.ended == "complete" and not statistics.done
     return ROWS_FAILED if statistics.failed or undone or nothing else ALL_OK
+
+
+# A pipeline: the output has the results of the last stage, the run directory all others.
+def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) -> int:
+    if options.dry_run:
+        plan = load_plan(options)
+        show_plan(plan, comparison_of(options, plan), options, stdout)
+        return ALL_OK
+    wants_comparison(options)
+    log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
+    flow = load_flow(options, command=command_of(options), wrap=log.wrap)
+    if (ended := go_on(options, flow, flow.spec.run_dir)) is not None:
+        return ended
+    for node in flow.nodes:
+        fetch_missing(node.prepared.backend.name, sys.stderr)
+    view = choose_view(options, sys.stderr, stdout)
+    inputs = flow.inputs
+    closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
+    with closed, page_beside(options, flow.spec), open_output(options, flow.spec) as writer:
+        return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
+
+
+async def _finish(flow: Flow, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
+    async with flow:
+        with Interrupts(flow) as interrupts:
+            async with Display(view, flow.statistics):
+                await flow.finish()
+        for result in flow.results():
+            await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
+    settle_output(writer, flow.statistics())
+    report.finished(flow.statistics(), flow.tool_statistics())
+    if interrupts.stopped_by is not None:
+        return SIGNALLED + interrupts.stopped_by
+    code = exit_code(flow.statistics())
+    return ROWS_FAILED if code == ALL_OK and not all(result.ok for result in flow.results()) else code
+
+
+class Resumable(Protocol):
+    """A run or a pipeline that has not begun."""
+
+    on_change: OnChange
+
+    @property
+    def parts(self) -> Mapping[str, Prepared]: ...
+
+    def changes(self) -> Changes: ...
+
+
+# Before anything is sent, ``resume``, ``retry-failed`` and ``run --resume`` say which options differ from the record,
+# how many recorded answers they would drop, and what the rest costs.
+def go_on(options: argparse.Namespace, run: Resumable, run_dir: object) -> int | None:
+    """Compare a resumed run with its record. Returns the exit status if the run does not begin: there is nothing to do,
+    or recorded answers would be dropped and neither the arguments nor the user at the terminal allow that."""
+    if not options.resume or run_dir is None:
+        return None
+    if options.command == "retry-failed":
+        count, words = retries(str(run_dir), run.parts)
+        say(f"batch-agent: {words}")
+        if not count:
+            return ALL_OK
+    changes = run.changes()
+    if changes.dropped and run.on_change is None:
+        say(f"batch-agent: {changes.refusal(flags=True)}")
+        if not options.json and sys.stdin.isatty() and sys.stderr.isatty():
+            run.on_change = _ask()
+        if run.on_change is None:
+            return RUN_FAILED
+    elif words := changes.forecast(keeps=run.on_change == "keep"):
+        say(f"batch-agent: {words}")
+    return None
+
+
+def _ask() -> OnChange:
+    while True:
+        print("Keep the recorded answers (k), send the rows again (r), or stop (Enter)? ", end="", file=sys.stderr)
+        flush_words()
+        answer = sys.stdin.readline().strip().lower()
+        if not answer or answer in CHOICES:
+            return CHOICES.get(answer)

@@ -14,7 +14,8 @@ from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, dollars, harmless, terminal_width
-from batch_agent.record.reader import RunPlace, RunSnapshot, look, place_of, runs_in
+from batch_agent.record.address import RunPlace, place_of
+from batch_agent.record.reader import RunSnapshot, look, runs_in
 
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
 NEEDED = 3  # columns that are always shown

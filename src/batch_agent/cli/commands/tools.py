@@ -12,8 +12,7 @@ from typing import cast
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import add_mcp_argument
-from batch_agent.cli.spec.envfile import load_env_file
-from batch_agent.cli.spec.specfile import STAGES, SpecFile, read_specfile
+from batch_agent.cli.spec.specfile import STAGES, SpecFile, load_env_file, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject

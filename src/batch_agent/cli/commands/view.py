@@ -13,7 +13,8 @@ from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.cli.spec.numbers import add_address
 from batch_agent.errors import SpecError
-from batch_agent.record.reader import RunPlace, look, place_of, runs_in
+from batch_agent.record.address import RunPlace, place_of
+from batch_agent.record.reader import look, runs_in
 from batch_agent.view.runs import ShownRuns
 from batch_agent.view.server import ViewServer
 

@@ -15,7 +15,7 @@ from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import harmless, rows
-from batch_agent.record.address import StoreAddress, is_store_url
+from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.run.joining import WAIT, JoinedWorker, JoinedWorkers, NoRunCame, WorkReport, open_store
 from batch_agent.run.trust import Trust, things_of
 
@@ -89,11 +89,9 @@ async def _work(options: argparse.Namespace) -> WorkReport:
     named = [] if options.spec is None else named_things(Path(options.spec))
     trust = Trust(options.allow, options.trust, named)
     directory = None if options.import_from is None else Path(options.import_from)
-    if is_store_url(options.url) and options.url.endswith("*"):
-        server, _, prefix = options.url.removesuffix("*").rpartition("/")
-        workers = JoinedWorkers(
-            StoreAddress.parse(server, named=False), prefix, trust, import_from=directory, wait=options.wait
-        )
+    server, _, prefix = options.url.removesuffix("*").rpartition("/")
+    if options.url.endswith("*") and isinstance(address := place_of(server, named=False), StoreAddress):
+        workers = JoinedWorkers(address, prefix, trust, import_from=directory, wait=options.wait)
         with Interrupts(workers):
             return await workers.work()
     store = await open_store(options.url, options.wait, trust)

@@ -17,8 +17,8 @@ from batch_agent.files.results import to_json
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
-from batch_agent.record.address import StoreAddress
-from batch_agent.record.reader import RunSnapshot, look, place_of
+from batch_agent.record.address import StoreAddress, place_of
+from batch_agent.record.reader import RunSnapshot, look
 from batch_agent.record.rundir import RUN
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics

@@ -12,10 +12,12 @@ If the disk is full, the last line is removed again if it is incomplete. (A comp
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import tempfile
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,7 +26,6 @@ from typing import IO, Self
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError
 from batch_agent.files.compression import Codec
-from batch_agent.files.order import InputOrder
 from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import InOrderOfInput, check_table, complete_file, is_table, write_table
 from batch_agent.job import AgentResult
@@ -325,3 +326,47 @@ def refuse_in_run_directory(output: Path, directory: Path) -> None:
         raise SpecError(
             f"--output {output} is in the run directory {directory}, whose files belong to the run; give another path"
         )
+
+
+class InputOrder:
+    """The lines in the order of their indices. A line that arrives too early waits in a file, so one slow row costs
+    disk space; memory holds eight bytes per row. ``waiting`` is an empty file, open for reading and writing. The caller
+    closes it."""
+
+    def __init__(self, waiting: IO[bytes]) -> None:
+        self._waiting = waiting
+        self._places = array("q")  # offset of the line of each index; -1: it does not wait
+        self._next = 0
+        self._count = 0
+
+    def put(self, index: int, line: bytes) -> Iterator[bytes]:
+        """Take a line, and yield the lines that are next in order."""
+        if index > self._next:
+            self._places.extend(itertools.repeat(-1, index + 1 - len(self._places)))
+            self._places[index] = self._waiting.seek(0, os.SEEK_END)
+            self._waiting.write(line)
+            self._waiting.flush()
+            self._count += 1
+            return
+        yield line
+        self._next = max(self._next, index + 1)
+        while self._next < len(self._places) and self._places[self._next] >= 0:
+            yield self._take()
+
+    def rest(self) -> Iterator[bytes]:
+        """Yield all waiting lines in order, even if lines between them are missing."""
+        while self._next < len(self._places):
+            if self._places[self._next] >= 0:
+                yield self._take()
+            else:
+                self._next += 1
+
+    def _take(self) -> bytes:
+        self._waiting.seek(self._places[self._next])
+        line = self._waiting.readline()
+        self._places[self._next] = -1
+        self._next += 1
+        self._count -= 1
+        if not self._count:
+            self._waiting.truncate(0)
+        return line

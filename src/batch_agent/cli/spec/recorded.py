@@ -17,8 +17,7 @@ from batch_agent.cli.spec.specfile import SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
-from batch_agent.record.address import is_store_url
-from batch_agent.record.reader import place_of
+from batch_agent.record.address import directory_of, place_of
 from batch_agent.spec import MCP, BatchSpec
 
 # Arguments that are stored. A command line cannot contain a key, and no other secret may be stored.
@@ -50,13 +49,11 @@ def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Pat
     for given in (options.run_dir, named):
         if isinstance(given, str) and not given.strip():
             raise SpecError("run_dir is empty: give a directory, or omit it")
-    for given in (options.run_dir, named):
-        if given is not None and is_store_url(given):
-            return str(given)
     if options.run_dir is not None:
-        return Path(options.run_dir)
+        return directory_of(options.run_dir) or str(options.run_dir)
     if named is not None:
-        return spec_path.parent / str(named)
+        directory = directory_of(str(named))
+        return str(named) if directory is None else spec_path.parent / directory
     if options.resume:
         raise SpecError("--resume needs --run-dir, the directory of the run to continue")
     stem = f"{spec_path.name.partition('.')[0] or 'run'}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"

@@ -15,7 +15,7 @@ import re
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import yaml
 
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, check_names, kinds, notes
@@ -34,6 +33,8 @@ from batch_agent.tools.mcp.address import expanded
 STAGES = "stages"  # key of a pipeline's stages
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 EXPANDED = ("headers", "env")  # of an MCP server: often secrets, so ${NAME} is replaced from the environment
+
+LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +317,36 @@ def _import_failure(name: str, error: BaseException) -> str:
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{message} ({Path(frame.filename).name} line {frame.lineno})"
+
+
+def read_text(path: Path, what: str = "") -> str:
+    """Return the text of a file, without a byte order mark. Raises a SpecError that calls the file ``what``."""
+    try:
+        return path.read_text("utf-8-sig")
+    except OSError as error:
+        raise SpecError(f"cannot read {f'{what} ' if what else ''}{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8") from None
+
+
+def load_env_file(path: Path) -> None:
+    """Set the variables of the file. A SpecError names the wrong line but does not quote it: it may hold a secret."""
+    for name, value in list(_variables(read_text(path, "the env file"), path)):
+        os.environ.setdefault(name, value)
+
+
+def _variables(text: str, path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise SpecError(f"{path} line {number} is not NAME=VALUE")
+        yield match["name"], _unquoted(match["value"])
+
+
+def _unquoted(value: str) -> str:
+    """Return the value without its quotes. In an unquoted value, `` #`` starts a comment."""
+    quoted = re.fullmatch(r"""(["'])(.*)\1(?:\s+#.*)?""", value)
+    return quoted[2] if quoted else re.split(r"\s+#", value, maxsplit=1)[0].rstrip()

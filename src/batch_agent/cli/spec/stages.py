@@ -46,19 +46,16 @@ def load_plan(options: argparse.Namespace) -> PipelinePlan:
 def _loaded(options: argparse.Namespace) -> tuple[SpecFile, Pipeline[Any], dict[str, Any]]:
     """Return the file, its stages, and the options of the whole pipeline."""
     file = spec_file(options)
-    pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
+    inputs: Any = inputs_of(file, options)
+    pipeline = _extended(file, Pipeline(inputs), file.options[STAGES], lambda named: rows_of(file, named, options))
     whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
     return file, pipeline, file.follow(whole) | overrides_of(file, options)
-
-
-def read_stages(file: SpecFile, inputs: Any, read_rows: Callable[[object], Any]) -> Pipeline[Any]:
-    """Return the pipeline that the file describes. ``read_rows`` reads the ``inputs`` of a join."""
-    return _extended(file, Pipeline(inputs), file.options[STAGES], read_rows)
 
 
 def _extended(
     file: SpecFile, pipeline: Pipeline[Any], stages: object, read_rows: Callable[[object], Any]
 ) -> Pipeline[Any]:
+    """Return the pipeline with the stages of the file. ``read_rows`` reads the ``inputs`` of a join."""
     if not isinstance(stages, list) or not stages:
         raise file.error(f"stages must be a list of stages, each one of {', '.join(KINDS)}")
     for number, stage in enumerate(stages, 1):

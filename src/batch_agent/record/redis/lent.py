@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from batch_agent.files.results import to_json
+from batch_agent.errors import StoreError
+from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
@@ -149,7 +150,13 @@ class RedisShares:
 
     def _read_table(self) -> tuple[str, Table, float]:
         version, table, seconds, micros = self._share_script(READ, ["lent"], [])
-        return version.decode(), Table.from_json(json.loads(table)), int(seconds) + int(micros) / 1e6
+        try:
+            found = Table.from_json(cast(JsonObject, from_json(table)))
+        except ValueError:
+            raise StoreError(
+                f"{self._share_key('lent')} in Redis is damaged or forged: it is no table of shares"
+            ) from None
+        return version.decode(), found, int(seconds) + int(micros) / 1e6
 
     # Calls
 

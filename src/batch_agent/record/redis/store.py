@@ -36,6 +36,7 @@ from batch_agent.record.store import (
     RunStanding,
     SharedResult,
 )
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR
 
 logger = logging.getLogger("batch_agent")
 
@@ -198,8 +199,9 @@ class RedisRunStore(RedisShares):
         self._fenced(scripts.CLOSE_FEED, session, to_json(facts), phase)
 
     def spent(self) -> Outlay:
-        """Return nothing: the table of shares has what was spent."""
-        return Outlay()
+        """Return what is spent in the table of shares."""
+        table, _ = self.table()
+        return Outlay(table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST) / DOLLAR)
 
     # Workers
 

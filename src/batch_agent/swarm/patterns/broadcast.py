@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from batch_agent.swarm.options import SwarmOptions
+from batch_agent.swarm.options import Response, SwarmOptions
 from batch_agent.swarm.patterns.steps import Steps, collect
 from batch_agent.swarm.pool import AgentPool
-from batch_agent.swarm.response import Response
 
 
 async def broadcast(pool: AgentPool, prompt: str, **options: Unpack[SwarmOptions]) -> list[Response]:

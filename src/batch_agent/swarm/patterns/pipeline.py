@@ -8,10 +8,9 @@ from typing import Any, Unpack
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm.aggregators import concat
-from batch_agent.swarm.options import SwarmOptions, whole
+from batch_agent.swarm.options import Response, SwarmOptions, whole
 from batch_agent.swarm.patterns.steps import Steps, collect, filled
 from batch_agent.swarm.pool import AgentPool
-from batch_agent.swarm.response import Response
 
 
 @dataclass

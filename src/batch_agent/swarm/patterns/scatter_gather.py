@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from batch_agent.swarm.options import SwarmOptions
+from batch_agent.swarm.options import Response, SwarmOptions
 from batch_agent.swarm.patterns.steps import filled
 from batch_agent.swarm.pool import AgentPool
-from batch_agent.swarm.response import Response
 
 
 async def scatter_gather(pool: AgentPool, prompts: Sequence[str], **options: Unpack[SwarmOptions]) -> list[Response]:

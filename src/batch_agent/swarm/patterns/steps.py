@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import cast
 
-from batch_agent.swarm.options import SwarmOptions, above_zero
+from batch_agent.swarm.options import Response, SwarmOptions, above_zero
 from batch_agent.swarm.pool import AgentPool
-from batch_agent.swarm.response import Response
 
 BETWEEN = "\n---\n"
 LEAST_SECONDS = 0.001  # for a step after the deadline, which fails with a message about it

@@ -14,10 +14,9 @@ from typing import Unpack
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
-from batch_agent.swarm.options import SwarmOptions, whole
+from batch_agent.swarm.options import Response, SwarmOptions, whole
 from batch_agent.swarm.patterns.steps import BETWEEN, Steps, filled
 from batch_agent.swarm.pool import AgentPool
-from batch_agent.swarm.response import Response
 from batch_agent.swarm.vllm_pool import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
 
 
@@ -115,7 +114,8 @@ class _Tree:
         for node in self.nodes if whole is None else ():
             self._lost.update(dict.fromkeys(node.leaves, problem))
         usages = [response.usage for level in self.levels for response in level if response.usage is not None]
-        reduced = Reduced(whole is not None, whole.text if whole else "", coverage=self._coverage(whole))
+        coverage = Coverage(len(self.levels[0]), whole.leaves if whole else (), dict(sorted(self._lost.items())))
+        reduced = Reduced(whole is not None, whole.text if whole else "", coverage=coverage)
         reduced.usage = reduce(add, usages, Usage()) if usages else None
         reduced.levels = self.levels if keep_levels else []
         if whole is None:
@@ -127,10 +127,6 @@ class _Tree:
         reduced.finish_reason, reduced.parsed = last.finish_reason, last.parsed
         reduced.latency, reduced.attempts = last.latency, last.attempts
         return reduced
-
-    def _coverage(self, whole: _Node | None) -> Coverage:
-        lost = dict(sorted(self._lost.items()))
-        return Coverage(len(self.levels[0]), whole.leaves if whole else (), lost)
 
 
 def _room(max_context: int, template: str, pool: AgentPool) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from batch_agent.errors import SpecError
-from batch_agent.swarm.uq.vectors import Matrix, cosines, rows
+from batch_agent.swarm.uq.semantic_entropy import Matrix, cosines, rows
 
 
 def kernel_matrix(embeddings: ArrayLike, kernel: str = "cosine", *, gamma: float | None = None) -> Matrix:

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.swarm.uq.vectors import Matrix
+from batch_agent.swarm.uq.semantic_entropy import Matrix
 
 
 def train_probe(hidden_states: ArrayLike, target_entropy: ArrayLike, ridge_alpha: float = 1.0) -> tuple[Matrix, float]:

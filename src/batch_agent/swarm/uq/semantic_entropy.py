@@ -7,9 +7,11 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
-from batch_agent.swarm.uq.vectors import cosines, rows
+from batch_agent.errors import SpecError
 
 ROUNDING = 1e-12  # two answers whose similarity is exactly the threshold are in one cluster
+
+Matrix = NDArray[np.float64]
 
 
 def cluster_embeddings(
@@ -36,3 +38,20 @@ def semantic_entropy(
     _, counts = np.unique(labels, return_counts=True)
     shares = counts / len(labels)
     return float(abs(np.sum(shares * np.log(shares))))  # not -0.0 for one cluster
+
+
+def rows(embeddings: ArrayLike) -> Matrix:
+    """Returns a matrix with one row for each answer."""
+    matrix = np.asarray(embeddings, dtype=np.float64)
+    if matrix.ndim != 2 and matrix.size:
+        raise SpecError(f"embeddings have the shape {matrix.shape}: give one row for each answer")
+    if not np.isfinite(matrix).all():
+        raise SpecError("embeddings have values that are not numbers: leave out answers that failed")
+    return matrix
+
+
+def cosines(matrix: Matrix) -> Matrix:
+    """Returns the cosine similarity of every two rows; 0 for a row of zeros."""
+    lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
+    unit = matrix / np.where(lengths == 0.0, 1.0, lengths)
+    return np.clip(unit @ unit.T, -1.0, 1.0)

@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import ClassVar
 
 import orjson
 import pytest
 
 from batch_agent.backends.base import Backend
-from batch_agent.errors import BackendError, BadResponse
+from batch_agent.errors import BackendError, BadResponse, Unavailable
 from batch_agent.messages import ToolCall
 from batch_agent.testing.contract.backend import CALLS, HALF, BackendContract, both, listener
 from batch_agent.testing.contract.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Refuse, Say
 from batch_agent.testing.contract.wire import STREAM_HEAD, Exchange, Step, WireServer, answer, hang
 
 FLOOD_BYTES, FLOOD_PIECE = 128 * 1024 * 1024, 256 * 1024
+WHOLE_HEAD = STREAM_HEAD.replace(b"text/event-stream", b"application/json")
 
 
 def is_turn(exchange: Exchange) -> bool:
@@ -147,26 +148,40 @@ class HttpContract(BackendContract):
             with pytest.raises(BadResponse):
                 await peer.backend.infer(self.ask(), listener(True))
 
-    async def test_a_line_without_end_is_given_up(self) -> None:
+    @both
+    async def test_an_answer_without_end_is_given_up(self, streamed: bool) -> None:
         self.needs("garbage")
         sent = 0
 
         async def flood(exchange: Exchange) -> None:
             nonlocal sent
-            await exchange.send(STREAM_HEAD)
-            await exchange.event(self.endless)
+            await exchange.send(STREAM_HEAD if streamed else WHOLE_HEAD)
+            await exchange.event(self.endless)  # a line that never ends
             while sent < FLOOD_BYTES:
                 await exchange.event(b"x" * FLOOD_PIECE)
                 sent += FLOOD_PIECE
             exchange.writer.close()
 
         async with self._served(lambda: flood) as server, self.backend(server.url) as backend:
-            if not backend.capabilities.streaming:
+            if streamed and not backend.capabilities.streaming:
                 return
             async with asyncio.timeout(6 * self.patience):
                 with pytest.raises(BackendError):
-                    await backend.infer(self.ask(), listener(True))
-        assert sent < FLOOD_BYTES, f"one line of {sent:,} bytes was read into memory: a server may never end it"
+                    await backend.infer(self.ask(), listener(streamed))
+        assert sent < FLOOD_BYTES, f"{sent:,} bytes were read into memory: a server may never end its answer"
+
+    async def test_a_streamed_answer_notes_that_it_has_begun_and_when_it_was_last_heard(self) -> None:
+        request, begun = self.ask(), asyncio.Event()
+        request.on_begin = begun.set
+        asked_at = asyncio.get_running_loop().time()
+        async with self.peer(Say("Hello, world.")) as peer:
+            if not peer.backend.capabilities.streaming:
+                return
+            await peer.backend.infer(request, listener(True))
+        assert begun.is_set(), "ModelRequest.on_begin is called when the answer begins"
+        assert request.heard_at >= asked_at, (
+            "ModelRequest.heard_at is the loop's time of the latest piece; without it a long answer looks like silence"
+        )
 
     async def test_connections_are_used_again_and_closed_at_the_end(self) -> None:
         script: list[Item] = [Say("a"), Say("b"), Refuse(400), Say("c")]
@@ -198,11 +213,25 @@ class HttpContract(BackendContract):
             assert headers.get("x-team") == "red", f"{exchange.method} {exchange.path} lacks a header of the user"
 
     async def test_a_probe_of_a_closed_port_says_so_and_does_not_raise(self) -> None:
+        async with self._closed() as backend:
+            [endpoint] = backend.servers
+            assert (await backend.probe(endpoint)).state != "up", "the port is closed"
+
+    async def test_a_request_to_a_closed_port_finds_it_unavailable(self) -> None:
+        async with self._closed() as backend:
+            for listening in (None, listener(True)):
+                with pytest.raises(Unavailable):
+                    await backend.infer(self.ask(), listening)
+            with suppress(BackendError):  # a backend may know its models without its server
+                await backend.models()
+
+    @asynccontextmanager
+    async def _closed(self) -> AsyncIterator[Backend]:
+        """A backend whose server has gone."""
         async with WireServer(answer({})) as server:
             url = server.url
         async with self.backend(url) as backend, asyncio.timeout(self.patience):
-            [endpoint] = backend.servers
-            assert (await backend.probe(endpoint)).state != "up", "the port is closed"
+            yield backend
 
     def _player(self, script: Sequence[Item]) -> Callable[[], Step]:
         """Return a function that gives the step of the next request."""

@@ -1,7 +1,7 @@
 """The script of a peer of the contract, and what the peer heard: values that mean the same on every wire.
 
 A peer plays each item of its script in its wire's own form, and leaves out what the wire cannot express (the test class
-declares that, see ``terms``). It turns each request into a ``Heard``: the conversation as neutral Messages, one for
+says which: ``ContractTerms``). It turns each request into a ``Heard``: the conversation as neutral Messages, one for
 each that the wire wrote, and the options by the names of RequestShape.
 """
 

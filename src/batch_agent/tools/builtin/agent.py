@@ -16,7 +16,7 @@ from typing import Any
 from batch_agent.errors import AgentTimeout, SpecError, ToolError, ToolTimeout, WorkerFailed
 from batch_agent.messages import Usage
 from batch_agent.runtimes.base import LOGIN, CommandLineRuntime
-from batch_agent.runtimes.claude_code import ClaudeCodeRuntime
+from batch_agent.runtimes.named import ClaudeCodeRuntime
 from batch_agent.tools.base import Tool
 from batch_agent.tools.context import ModelKey, ToolContext
 

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.tools.base import Tool
-from batch_agent.tools.builtin.body import read_body
+from batch_agent.tools.builtin.http import read_body
 
 _ERROR_CHARACTERS = 300
 MAX_BYTES = 2_000_000

@@ -8,29 +8,39 @@ unknown, and the error says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
-from mcp import Client, MCPError
+import httpx2
+from mcp import Client, MCPError, types
+from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, PARSE_ERROR, CallToolResult, Implementation, RequestParamsMeta
 from mcp.types import Tool as ToolOffer
 
-from batch_agent.errors import ToolError, ToolFailed
+from batch_agent.errors import InputError, ToolError, ToolFailed
+from batch_agent.files.pictures import read_image
 from batch_agent.foreign import describe
+from batch_agent.messages import Content, Image
 from batch_agent.tools.base import Spawn
 from batch_agent.tools.context import current_traceparent
 from batch_agent.tools.mcp.address import McpServer
-from batch_agent.tools.mcp.http import BROKEN, NOT_SENT, http_transport
-from batch_agent.tools.mcp.stdio import Stderr, stdio_transport
+from batch_agent.tools.mcp.stdio import MAX_MESSAGE_BYTES, Stderr, stdio_transport
 from batch_agent.version import __version__
 
 ENDING_SECONDS = 6.0  # for a session to end: longer than the time that a server has to stop
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a server is started again
 PATIENCE = 4  # failed starts in a row; after that, calls fail at once until the pause is over
 MAX_PAGES = 100  # of a server's list of tools
-_OUTCOME_UNKNOWN = {CONNECTION_CLOSED, PARSE_ERROR, BROKEN}
 _SESSION_GONE = "Session terminated"  # the SDK's message if the server no longer knows the session
+
+# Codes of JSON-RPC errors that this module makes, outside the range of the protocol.
+NOT_SENT, BROKEN, REFUSED = -31001, -31002, -31003
+_OUTCOME_UNKNOWN = {CONNECTION_CLOSED, PARSE_ERROR, BROKEN}
+CONNECT_TIMEOUT = 30.0
+SHOWN_BYTES = 300
+_NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
 
 
 @asynccontextmanager
@@ -229,3 +239,139 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, MCPError):
         return error.message
     return str(error) if isinstance(error, ToolError) else describe(error)
+
+
+# The SDK ends the whole session when one request fails. Here a failed request gets its own error instead:
+# ``NOT_SENT`` if the server cannot have received it, ``BROKEN`` if it may have.
+@asynccontextmanager
+async def http_transport(server: McpServer) -> AsyncIterator[Any]:
+    # The pool limits the time and the number of calls.
+    timeout = httpx2.Timeout(CONNECT_TIMEOUT, read=None, pool=None)
+    limits = httpx2.Limits(max_connections=None)
+    async with (
+        _Client(headers=dict(server.headers), timeout=timeout, limits=limits) as client,
+        streamable_http_client(server.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES) as streams,
+    ):
+        yield streams
+
+
+class _Client(httpx2.AsyncClient):
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        try:
+            response = await super().send(request, **options)
+        except _NEVER_SENT as error:
+            return _failed(request, NOT_SENT, f"it is unreachable: {describe(error)}")
+        except httpx2.TransportError as error:
+            return _failed(request, BROKEN, f"the connection broke: {describe(error)}")
+        kind = response.headers.get("content-type", "")
+        if response.status_code >= 400 and response.status_code != 404 and not kind.startswith("application/json"):
+            return await _refused(request, response)
+        if isinstance(response.stream, httpx2.AsyncByteStream):
+            response.stream = _Bounded(response.stream, kind)
+        return response
+
+
+async def _refused(request: httpx2.Request, response: httpx2.Response) -> httpx2.Response:
+    """Return an error for an HTTP error answer that is not JSON-RPC."""
+    head = b""
+    try:
+        async for part in response.aiter_bytes():
+            head += part
+            if len(head) >= SHOWN_BYTES:
+                break
+    except httpx2.TransportError:
+        pass
+    finally:
+        await response.aclose()
+    words = " ".join(head[:SHOWN_BYTES].decode(errors="replace").split())
+    code = BROKEN if response.status_code >= 500 else REFUSED
+    return _failed(request, code, f"HTTP {response.status_code}{f': {words}' if words else ''}")
+
+
+def _failed(request: httpx2.Request, code: int, why: str) -> httpx2.Response:
+    body = {"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": why}}
+    headers = {"content-type": "application/json"}
+    return httpx2.Response(400, headers=headers, content=json.dumps(body).encode(), request=request)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A body with a size limit. If it is too long or incomplete, it raises StreamError, as the SDK expects."""
+
+    def __init__(self, inner: httpx2.AsyncByteStream, kind: str) -> None:
+        self._inner = inner
+        # Each event has its own limit: a stream of events may stay open for any time.
+        self._max_bytes = None if kind.startswith("text/event-stream") else MAX_MESSAGE_BYTES
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size_bytes = 0
+        try:
+            async for part in self._inner:
+                size_bytes += len(part)
+                if self._max_bytes is not None and size_bytes > self._max_bytes:
+                    raise httpx2.StreamError(f"the server's answer is longer than {self._max_bytes:,} bytes")
+                yield part
+        except httpx2.TransportError as error:
+            raise httpx2.StreamError(f"the connection broke: {describe(error)}") from None
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def content_of(name: str, result: types.CallToolResult) -> Content:
+    """Return the result as text, which names its images, followed by the images. Raises ToolFailed if the tool reports
+    a failure."""
+    images: list[Image] = []
+    parts = [_block(block, images) for block in result.content]
+    if result.structured_content is not None and not _repeats(parts, result.structured_content):
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    text = "\n".join(parts)
+    if result.is_error:
+        raise ToolFailed(text or f"{name} failed and gave no reason")
+    return (text, *images) if images else text or "(no output)"
+
+
+def _block(block: types.ContentBlock, images: list[Image]) -> str:
+    """Return the text for a block. An image that models accept is added to ``images``."""
+    match block:
+        case types.TextContent():
+            return block.text
+        case types.ImageContent():
+            named = f"image {block.mime_type}, about {len(block.data) * 3 // 4} bytes"
+            try:
+                images.append(read_image(Image(f"data:{block.mime_type};base64,{block.data}")))
+            except InputError as error:
+                return f"[{named}, not shown: {error}]"
+            return f"[{named}]"
+        case types.AudioContent():
+            return f"[audio {block.mime_type}, about {len(block.data) * 3 // 4} bytes, not shown]"
+        case types.ResourceLink():
+            return " ".join(["[link", *_described(block), f"{block.uri}]"])
+        case types.EmbeddedResource(resource=types.TextResourceContents() as resource):
+            return f"[resource {resource.uri}]\n{resource.text}"
+        case types.EmbeddedResource(resource=types.BlobResourceContents() as resource):
+            kind = resource.mime_type or "of unknown type"
+            return f"[resource {resource.uri} {kind}, about {len(resource.blob) * 3 // 4} bytes, not shown]"
+    return f"[{type(block).__name__}, not shown]"
+
+
+def _described(link: types.ResourceLink) -> Iterator[str]:
+    yield link.name
+    if link.description:
+        yield f"({link.description})"
+
+
+def _repeats(parts: list[str], structured: object) -> bool:
+    """Return whether the texts repeat the structured result, as the protocol recommends for older clients."""
+    values = [_value(part) for part in parts]
+    same = [structured]
+    if isinstance(structured, dict) and structured.keys() == {"result"}:  # SDKs wrap other values like this
+        same.append(structured["result"])
+    return any(form in values or form in (values, parts) for form in same)
+
+
+def _value(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value

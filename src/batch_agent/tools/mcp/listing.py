@@ -7,27 +7,33 @@ sorted by name: many servers list them in random order, but the order is part of
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from batch_agent.errors import SpecError, ToolError
+from batch_agent.compiler.schema import no_retrieval
+from batch_agent.errors import BadArguments, SpecError, ToolError
 from batch_agent.messages import Content, JsonObject, ToolSpec
 from batch_agent.tools.base import Tool
 from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
-from batch_agent.tools.mcp.arguments import SchemaSignature
+from batch_agent.tools.schema import Arguments, Signature
 
 if TYPE_CHECKING:
     from mcp.types import Tool as ToolOffer
 
     from batch_agent.tools.mcp.connection import McpConnection
 
+
 SERVER_NAME = "{server}"  # placeholder in a prefix
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _LONGEST_NAME = 64  # that the common wire formats accept
+
+PROBLEMS_SHOWN = 8
 
 
 def mcp_tools(
@@ -115,10 +121,9 @@ def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout
 
 def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaitable[Content]]:
     async def call(
-        session: McpConnection | None = None, alive: Callable[[], None] = _ignored, /, **given: Any
+        session: McpConnection | None = None, alive: Callable[[], None] = lambda: None, /, **given: Any
     ) -> Content:
-        from batch_agent.tools.mcp.connection import open_client
-        from batch_agent.tools.mcp.results import content_of
+        from batch_agent.tools.mcp.connection import content_of, open_client
         from batch_agent.tools.mcp.stdio import Stderr
 
         if session is not None:
@@ -128,10 +133,6 @@ def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaita
 
     call.__name__ = name
     return call
-
-
-def _ignored() -> None:
-    pass
 
 
 def _listed(server: McpServer) -> list[ToolOffer]:
@@ -161,3 +162,53 @@ def _listed(server: McpServer) -> list[ToolOffer]:
         raise SpecError(f"the MCP server {server.label} does not list its tools") from None
     except Exception as error:
         raise SpecError(f"the MCP server {server.label} does not list its tools: {reason_of(error)}") from None
+
+
+class _Problem(Protocol):
+    message: str
+    instance_path: list[str | int]
+
+
+class _Validator(Protocol):
+    def iter_errors(self, instance: object) -> list[_Problem]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaSignature(Signature):
+    """The arguments that a JSON schema allows. They are passed to the tool unchanged."""
+
+    validator: _Validator | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, schema: JsonObject) -> SchemaSignature:
+        """Return the signature of a JSON schema. Raises SpecError if it is not the schema of an object."""
+        if schema.get("type", "object") != "object":
+            raise SpecError(f"its arguments must be an object, but its schema has the type {schema.get('type')!r}")
+        shown: JsonObject = {key: value for key, value in schema.items() if key != "$schema"}
+        shown = {"type": "object", "properties": {}, **shown}
+        import jsonschema_rs  # here, because few runs have such a tool
+
+        try:
+            validator = jsonschema_rs.validator_for({**schema}, retriever=no_retrieval)
+        except ValueError as error:
+            raise SpecError(f"its schema cannot be used: {str(error).splitlines()[0]}") from None
+        return cls({}, True, False, shown, validator=cast("_Validator", validator))
+
+    def parse(self, text: str) -> Arguments:
+        raw = self._read(text)
+        problems = []
+        for error in self.validator.iter_errors(raw) if self.validator is not None else ():
+            where = ".".join(map(str, error.instance_path))
+            problems.append(f"{where}: {error.message}" if where else error.message)
+            if len(problems) == PROBLEMS_SHOWN:
+                break
+        if problems:
+            raise BadArguments(self._explain("the arguments do not fit", problems))
+        return Arguments(raw, raw)
+
+    def identity(self, arguments: Arguments) -> str:
+        return json.dumps(arguments.raw, sort_keys=True)
+
+    def _explain(self, what: str, problems: object = ()) -> str:
+        lines = [f"- {problem}" for problem in cast("list[str]", problems)]
+        return "\n".join([f"{what}:" if lines else what, *lines, f"Expected: {json.dumps(self.json_schema)[:2000]}"])

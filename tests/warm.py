@@ -1,0 +1,227 @@
+"""Python processes for tests that are killed, interrupted or read: copies of a process that has imported the package.
+
+A new interpreter takes half a second of CPU to import it, and a copy nothing. Nothing else differs: a copy has its own
+streams, environment, directory, signals, locks and exit status. Tests of the start itself and of flags of the
+interpreter start one of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import Mapping
+from pathlib import Path
+
+LONGEST = 200_000  # bytes of a message
+IMPORTS = ("pytest", "batch_agent.cli.commands.run", "batch_agent.run.run", "batch_agent.testing")
+
+
+class WarmProcess:
+    """What tests use of ``asyncio.subprocess.Process``."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin: asyncio.StreamWriter | None = None
+        self.stdout: asyncio.StreamReader | None = None
+        self.stderr: asyncio.StreamReader | None = None
+        self._ended = asyncio.ensure_future(self._end(connection))
+
+    async def _end(self, connection: socket.socket) -> None:
+        with connection:
+            told = await asyncio.get_running_loop().sock_recv(connection, LONGEST)
+        self.returncode = int(told)
+        if self.stdin is not None:
+            self.stdin.close()
+
+    async def wait(self) -> int:
+        await asyncio.shield(self._ended)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    async def communicate(self, given: bytes = b"") -> tuple[bytes, bytes]:
+        """Write ``given``, read both outputs to their ends, and wait for the exit."""
+        if self.stdin is not None:
+            self.stdin.write(given)
+            with contextlib.suppress(ConnectionError):
+                await self.stdin.drain()
+            self.stdin.close()
+        out, err = [stream.read() if stream is not None else _nothing() for stream in (self.stdout, self.stderr)]
+        said = await asyncio.gather(out, err)
+        await self.wait()
+        return said[0], said[1]
+
+
+async def _nothing() -> bytes:
+    return b""
+
+
+async def start(
+    *words: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> WarmProcess:
+    """Start ``python -m MODULE …``, ``python -c CODE …`` or ``python FILE …``; ``words`` follow ``python``. A stream is
+    ``PIPE``, ``DEVNULL``, ``STDOUT`` (of stderr), a descriptor, or None for that of this process."""
+    ours: list[int | None] = [None, None, None]
+    theirs: list[int] = []
+    for number, stream in enumerate((stdin, stdout, stderr)):
+        if stream == PIPE:
+            ends = os.pipe()
+            theirs.append(ends[number > 0])
+            ours[number] = ends[number == 0]
+        elif stream == STDOUT:
+            theirs.append(os.dup(theirs[1]))
+        elif stream == DEVNULL:
+            theirs.append(os.open(os.devnull, os.O_RDWR))
+        else:
+            theirs.append(os.dup(number if stream is None else stream))
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(_parent())
+    order = {"words": words, "cwd": str(cwd or Path.cwd()), "env": dict(os.environ if env is None else env)}
+    socket.send_fds(connection, [json.dumps(order).encode()], theirs)
+    for descriptor in theirs:
+        os.close(descriptor)
+    pid = int(connection.recv(LONGEST))
+    connection.setblocking(False)
+    process = WarmProcess(connection, pid)
+    loop = asyncio.get_running_loop()
+    if ours[0] is not None:
+        pipe = os.fdopen(ours[0], "wb", 0)
+        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
+        process.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
+    process.stdout, process.stderr = [await _reader(descriptor) for descriptor in ours[1:]]
+    return process
+
+
+async def _reader(descriptor: int | None) -> asyncio.StreamReader | None:
+    if descriptor is None:
+        return None
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb", 0))
+    return reader
+
+
+# The process that is copied
+
+
+@functools.cache
+def _parent() -> str:
+    """Start the process that is copied, and return the path of its socket. It ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    path = f"{folder.name}/socket"
+    command = [sys.executable, "-m", "tests.warm", path]
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.stdout.close()
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    return path
+
+
+def serve(path: str) -> list[str]:
+    """Make a copy for each order. Returns, in a copy alone, the words of its order."""
+    for name in IMPORTS:
+        __import__(name)
+    gc.freeze()
+    woken, wakes = socket.socketpair()
+    for end in (woken, wakes):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(path)
+    door.listen(16)
+    os.write(1, b"ready\n")
+    os.close(1)
+    os.open(os.devnull, os.O_WRONLY)  # becomes descriptor 1
+    copies: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([0, door, woken], [], [])
+        if 0 in ready:  # the tests have ended
+            for pid in copies:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        if woken in ready:
+            woken.recv(LONGEST)
+            while copies:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                with copies.pop(pid) as connection:
+                    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        if door in ready:
+            connection = door.accept()[0]
+            text, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 3)
+            if pid := os.fork():
+                copies[pid] = connection
+                connection.send(str(pid).encode())
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (connection, door, woken, wakes, *copies.values()):
+                one.close()
+            order = json.loads(text)
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.chdir(order["cwd"])
+            os.environ.clear()
+            os.environ.update(order["env"])
+            return list(order["words"])
+
+
+def become(words: list[str]) -> None:
+    """Run what ``python WORDS`` runs."""
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    if words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        sys.modules["__main__"] = module = type(sys)("__main__")
+        exec(words[1], module.__dict__)
+    elif words[0] == "-m":
+        sys.argv, sys.path[0] = words[1:], str(Path.cwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    become(serve(sys.argv[1]))
