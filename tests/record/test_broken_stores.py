@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -412,12 +413,14 @@ class TakesLastFirst(ToyStore):
 
 
 class TakesWithoutALock(ToyStore):
-    """Two threads may see one row as free."""
+    """Two threads see one row as free."""
+
+    both = threading.Barrier(2)
 
     def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
         free = self.free()[:most]
-        for _ in range(50):
-            os.sched_yield()
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait(1)
         return [self.lease(name, worker) for name in free]
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pydantic import JsonValue
+from pydantic_core import to_json
+
 from batch_agent.errors import SpecError
 from batch_agent.events import ListSink
 from batch_agent.job import AgentResult
-from batch_agent.observe.spans import RowSpans, SpanRecord
-from batch_agent.observe.trace_content import content_attributes, wants_content
-from batch_agent.observe.trace_ids import RowSampler, RowTrace, span_of_call, span_of_turn
+from batch_agent.messages import Message, content_text
+from batch_agent.observe.spans import RowSampler, RowSpans, RowTrace, SpanRecord, span_of_call, span_of_turn
 from batch_agent.tools.context import CallTrace, current_traceparent
 from batch_agent.version import __version__
 
@@ -31,11 +33,15 @@ if TYPE_CHECKING:
 
     from batch_agent.observe.otel_metrics import OtelMetrics
 
+
 logger = logging.getLogger("batch_agent")
 
 UNKNOWN = 1.0  # seconds to wait at the end of a run for a collector that has not answered yet
 ANSWERS = 5.0  # the same for one that answers, or whose answers cannot be seen (gRPC)
 QUEUE = 16_384  # spans that may wait for the collector, unless OTEL_BSP_MAX_QUEUE_SIZE is set
+
+VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+YES = ("1", "true", "yes", "on", "span_only", "span_and_event")
 
 
 class Traces:
@@ -164,13 +170,15 @@ class CollectorState:
         """Wait until everything is sent; returns "". Or until the collector refuses, or has not answered for too long;
         returns which."""
         with self._changed:
-            if self._refuses():  # it may be back
+            if refused := self._refuses():  # it may be back
                 self._answers = None
             if not (self._answers or self._unseen):
                 self._changed.wait_for(lambda: self._closed or self._answers is not None, UNKNOWN)
             if self._answers or self._unseen:
                 self._changed.wait_for(lambda: self._closed or self._refuses(), ANSWERS)
-            return "" if self._closed else "refuses" if self._refuses() else "does not answer"
+            if self._closed:
+                return ""
+            return "refuses" if self._refuses() or (refused and self._answers is None) else "does not answer"
 
     def _refuses(self) -> bool:
         return self._answers is False
@@ -269,3 +277,36 @@ def _exporter(processor: BatchSpanProcessor, environ: Mapping[str, str]) -> Call
             processor.on_end(made(span))
 
     return export
+
+
+def wants_content(environ: Mapping[str, str]) -> bool:
+    return environ.get(VARIABLE, "").strip().lower() in YES
+
+
+def content_attributes(result: AgentResult[object]) -> dict[str, str]:
+    """Return the attributes of a row's span: the conversation up to the last answer, and that answer."""
+    system = [message for message in result.messages if message.role == "system"]
+    said = [message for message in result.messages if message.role != "system"]
+    answer = [said.pop()] if said and said[-1].role == "assistant" else []
+    written = {
+        "gen_ai.system_instructions": [part for message in system for part in _parts(message)],
+        "gen_ai.input.messages": _written(said),
+        "gen_ai.output.messages": _written(answer),
+    }
+    return {name: to_json(value).decode() for name, value in written.items() if value}
+
+
+def _written(messages: Iterable[Message]) -> list[JsonValue]:
+    return [{"role": message.role, "parts": _parts(message)} for message in messages]
+
+
+def _parts(message: Message) -> list[JsonValue]:
+    text = content_text(message.content)
+    if message.role == "tool":
+        return [{"type": "tool_call_response", "id": message.tool_call_id, "response": text}]
+    parts: list[JsonValue] = [{"type": "text", "content": text}] if text else []
+    if message.reasoning:
+        parts.insert(0, {"type": "reasoning", "content": message.reasoning})
+    for call in message.tool_calls:
+        parts.append({"type": "tool_call", "id": call.id, "name": call.name, "arguments": call.arguments})
+    return parts

@@ -484,7 +484,7 @@ class ServedBatches:
         begun = await in_thread(partial(self._catalog.change_batch, batch.id, change))
         assert begun is not None
         stop = begun.stop
-        left = await in_thread(partial(lines.finish, stop or "expired"))
+        left = await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
         end, now = stop or "completed", self._now()
         files: dict[str, StoredFile] = {}
         for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
