@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 from redis_servers import needs_redis, redis_cluster, redis_server
 
+from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult, BaseResult
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.directory import DirectoryStore
@@ -251,6 +252,29 @@ def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_o
         store.may_write.set()
         assert first.result() == again.result() == set()
     assert len(now.delivered()) == 1
+
+
+def test_a_worker_never_reaches_the_run_that_listens_at_the_path_of_its_own(tmp_path: Path) -> None:
+    """In a resumed run its number belongs to another worker, whose rows it would hand back."""
+    place, ended = MemoryPlace(), threading.Event()
+    before, after = MemoryStore(), MemoryStore()
+    first = StoreServer(StoreDesk(before, schemas={}), tmp_path)
+    worker = open_served(first.path)
+    worker.listen(ended.set)
+    number = begin(place, before).worker
+    assert worker.standing().phase == "running"
+    first.close()
+    resumed = begin(place, after, new_row(place, 0))
+    assert resumed.worker == number
+    with closing(StoreServer(StoreDesk(after, schemas={}), tmp_path)) as second:
+        assert second.path == first.path
+        (row,) = resumed.take()
+        for call in (lambda: worker.leave(number), lambda: worker.renew(number, [row.lease])):
+            with pytest.raises(StoreError, match="has ended"):
+                call()
+        assert ended.wait(10)
+        assert after.renew(number, [row.lease])[0] == set()
+    worker.close()
 
 
 def test_directories_that_killed_processes_left_for_their_sockets_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,13 @@ def workers_of(parent: int) -> list[int]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @asynccontextmanager
 async def process(*words: str) -> AsyncIterator[WarmProcess]:
     started = await start(*words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
@@ -204,7 +211,10 @@ async def test_a_pipeline_whose_gpu_time_is_spent_starts_no_workers_and_sends_no
     assert not started and server.received == received and look(tmp_path).state == "out of budget"
 
 
-async def test_after_a_kill_of_the_feeder_only_what_is_not_recorded_is_asked(tmp_path: Path) -> None:
+async def test_after_a_kill_of_the_feeder_its_workers_leave_and_only_what_is_not_recorded_is_asked(
+    tmp_path: Path,
+) -> None:
+    """The workers leave at once, not when an answer comes or a lease is renewed: they are told of the feeder's end."""
     run_dir = tmp_path / "run"
     go_on = asyncio.Event()
 
@@ -214,7 +224,7 @@ async def test_after_a_kill_of_the_feeder_only_what_is_not_recorded_is_asked(tmp
         return echo(request)
 
     async with ScriptedServer(script, models=["m"]) as server:
-        async with process(*feeder(run_dir, server, 20, processes=2, max_inflight=4)) as fed:
+        async with process(*feeder(run_dir, server, 20, processes=2, max_inflight=4, lease=3600)) as fed:
             await server.wait_requests(14)
             results = run_dir / "results.jsonl"
             while not results.exists() or results.read_text().count("\n") < 10:
@@ -222,8 +232,9 @@ async def test_after_a_kill_of_the_feeder_only_what_is_not_recorded_is_asked(tmp
             workers = workers_of(fed.pid)
             fed.kill()
             await fed.wait()
-        for worker in workers:
-            os.kill(worker, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while any(is_alive(worker) for worker in workers):
+                await asyncio.sleep(0.01)
         sent = server.received
         go_on.set()
         again = await BatchAgent.run(**options(server, 20, processes=2, run_dir=run_dir, resume=True))

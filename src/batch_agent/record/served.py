@@ -3,7 +3,8 @@
 ``ServedStore`` is the worker's side: a ``WorkStore`` that passes each call on as one message. ``StoreServer`` is the
 other side: it makes the calls on the store, and translates rows and results, which are objects in the process of the
 store and JSON outside. A worker that loses the connection connects again and repeats the call, which changes nothing if
-the first one arrived.
+the first one arrived. It never connects to another process: a resumed run listens at the same path, and there the
+numbers of its workers belong to others.
 
 Messages are pickled, but only the values of ``record.store`` and plain data are unpickled, so a message cannot run
 code.
@@ -268,14 +269,19 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 class ServedStore:
-    """The record of another process, for a worker. ``exchange`` sends a call and returns its answer."""
+    """The record of another process, for a worker. ``exchange`` sends a call and returns its answer. ``watch`` calls
+    back when that process has ended, from another thread."""
 
     instant = False
 
     def __init__(
-        self, exchange: Callable[[Call], Answer], stage: str = "", close: Callable[[], None] = lambda: None
+        self,
+        exchange: Callable[[Call], Answer],
+        stage: str = "",
+        close: Callable[[], None] = lambda: None,
+        watch: Callable[[Callable[[], None]], None] = lambda ended: None,
     ) -> None:
-        self._exchange, self._stage, self._close = exchange, stage, close
+        self._exchange, self._stage, self._close, self._watch = exchange, stage, close, watch
 
     def _call(self, method: str, *arguments: object) -> object:
         kind, value = self._exchange((self._stage, method, arguments))
@@ -287,13 +293,15 @@ class ServedStore:
         return cast("JsonObject | None", self._call("facts"))
 
     def stage(self, name: str) -> ServedStore:
-        return ServedStore(self._exchange, name)
+        return ServedStore(self._exchange, name, watch=self._watch)
 
     def close(self) -> None:
         self._close()
 
     def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
-        """Do nothing: changes are waited for by calls that block."""
+        """Call ``changed`` when the process of the record has ended. Other changes are waited for by calls that
+        block."""
+        self._watch(changed)
 
     def standing(self) -> RunStanding:
         return cast(RunStanding, self._call("standing"))
@@ -374,19 +382,24 @@ class ServedStore:
 
 
 class Connections:
-    """The connections of one worker process to a StoreServer. Each thread that calls uses one of its own."""
+    """The connections of one worker process to a StoreServer. Each thread that calls uses one of its own.
+
+    The first connection is never used: it ends with the process of the server, and then no call is tried again.
+    """
 
     def __init__(self, path: Path, patience: float = PATIENCE) -> None:
         self._path, self._patience = path, patience
+        self._first: socket.socket | None = None
         self._free: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._told: list[Callable[[], None]] = []  # called when the server has ended
 
     def exchange(self, call: Call) -> Answer:
         """Send a call, and return its answer. Raises StoreError if the process that feeds the run is gone."""
         data, until = dump(call), time.monotonic() + self._patience
         while True:
-            connection, gone = None, False
+            connection = None
             try:
                 connection = self._take()
                 _send(connection, data)
@@ -396,19 +409,32 @@ class Connections:
                         self._free.append(connection)
                     return cast(Answer, load(answer))
                 connection.close()
-            except OSError as error:
+            except (ConnectionRefusedError, FileNotFoundError):
+                self._closed = True
+            except OSError:
                 if connection is not None:
                     connection.close()
-                # A server that has ended never listens at this path again.
-                gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-            if self._closed or gone or time.monotonic() >= until:
+            if self._closed or time.monotonic() >= until:
                 raise StoreError("the process that feeds this run has ended, or is unreachable")
             time.sleep(PAUSE)
 
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` when the process of the server has ended, from another thread."""
+        with self._lock:
+            self._told.append(ended)
+
     def _take(self) -> socket.socket:
         with self._lock:
+            if self._closed:
+                raise ConnectionRefusedError
+            if self._first is None:
+                self._first = self._connect()
+                threading.Thread(target=self._wait, args=(self._first,), name="batch-agent-served", daemon=True).start()
             if self._free:
                 return self._free.pop()
+        return self._connect()
+
+    def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(self._path))
@@ -417,12 +443,24 @@ class Connections:
             raise
         return connection
 
-    def close(self) -> None:
-        self._closed = True
+    def _wait(self, first: socket.socket) -> None:
+        with first, suppress(OSError):
+            first.recv(1)
         with self._lock:
+            told = [] if self._closed else [*self._told]
+            self._closed = True
+        for ended in told:
+            ended()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
             for connection in self._free:
                 connection.close()
             self._free.clear()
+            if self._first is not None:
+                with suppress(OSError):
+                    self._first.shutdown(socket.SHUT_RDWR)  # its thread ends
 
 
 def open_served(path: Path) -> ServedStore:
@@ -432,4 +470,4 @@ def open_served(path: Path) -> ServedStore:
     if os.name == "nt":
         raise SpecError("this platform has no Unix sockets, so a run cannot have several processes without Redis")
     connections = Connections(path)
-    return ServedStore(connections.exchange, close=connections.close)
+    return ServedStore(connections.exchange, close=connections.close, watch=connections.watch)

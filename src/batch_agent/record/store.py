@@ -203,7 +203,8 @@ class WorkStore(Protocol):
 
     def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
         """Call ``changed`` when rows, results or workers come; with ``results``, not when only the inputs end. Only an
-        ``instant`` store does; it may call from any thread."""
+        ``instant`` store does. One that is served calls it when its process has ended. It may be called from any
+        thread."""
         ...
 
     # Workers

@@ -147,6 +147,7 @@ class Leases:
         """Start to renew the leases."""
         self.on_need()
         if not self.store.instant:
+            self.store.listen(on_this_loop(self._changed.set))
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
     async def next(self, most: int) -> list[HeldRow]:
@@ -302,13 +303,14 @@ class Leases:
     async def _renew(self) -> None:
         while not self._closed:
             await wait_event(self._changed, self._lease / RENEWALS)
-            if self._changed.is_set():
-                self._changed.clear()
+            self._changed.clear()
+            waiting: list[LeasedRow] = []
+            if self.over:
                 waiting, self._ready = list(self._ready), deque()
-                await self._hand_back(waiting)
             leases = [*(held.lease for held in self.held.values()), *(row.lease for row in self._ready)]
             alarm = asyncio.get_running_loop().call_later(OVERDUE, self.on_away, True)
             try:
+                await self._hand_back(waiting)
                 lost, standing = await self._run(partial(self.store.renew, self.worker, leases))
             except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
                 self.failure = error
