@@ -119,6 +119,7 @@ def test_results_have_the_fields_that_are_promised() -> None:
     [
         ({"max_inflight": 0}, r"max_inflight: must be a whole number above 0, or None for no limit \(got 0\)"),
         ({"max_turns": -1}, "a whole number above 0"),
+        ({"processes": 0}, r"processes: must be a whole number above 0, or \"auto\" for one per core \(got 0\)"),
         ({"timeout_per_agent": 0}, "timeout_per_agent: must be a number of seconds above 0, or None for no limit"),
         ({"timeout_per_agent": True}, r"got True"),
         ({"max_inflight": "4"}, r"got text"),

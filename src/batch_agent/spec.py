@@ -303,7 +303,7 @@ class BatchSpec(BaseModel):
         "all", description="For a run in Redis: keep `all` of a finished row, or only `results`, without its turns."
     )
     processes: Annotated[
-        int | Literal["auto"] | None,
+        Count | Literal["auto"] | None,
         Allowed('a whole number above 0, or "auto" for one per core'),
         Scope.WHOLE,
         Flag("N"),

@@ -105,18 +105,20 @@ async def test_silence_during_a_stall_is_not_the_servers() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Chat completions from another thread: what it sends arrives while the event loop stalls."""
+    """Chat completions from other threads. They are sent while the event loop stalls."""
 
     protocol_version = "HTTP/1.1"
-    count = 0
+    asked, answered = threading.Semaphore(0), threading.Semaphore(0)
+    stalled = threading.Event()
 
     def do_POST(self) -> None:
-        type(self).count += 1
         self.rfile.read(int(self.headers["Content-Length"]))
-        time.sleep(0.3)
+        self.asked.release()
+        self.stalled.wait(60)
         message = {"role": "assistant", "content": "ok"}
         body = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": {}}
         self._send(json.dumps(body).encode())
+        self.answered.release()
 
     def do_GET(self) -> None:
         self._send(json.dumps({"data": [{"id": "m"}]}).encode())
@@ -139,7 +141,8 @@ class ThreadedServer(ThreadingHTTPServer):
 @pytest.fixture
 def threaded() -> Iterator[str]:
     server = ThreadedServer(("127.0.0.1", 0), Answers)
-    Answers.count = 0
+    Answers.asked, Answers.answered = threading.Semaphore(0), threading.Semaphore(0)
+    Answers.stalled = threading.Event()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -151,8 +154,21 @@ def threaded() -> Iterator[str]:
 
 
 async def test_a_real_loop_that_stalls_for_longer_than_a_turn_may_take_loses_no_answer(threaded: str) -> None:
-    asyncio.get_running_loop().call_later(0.2, time.sleep, 1.5)
-    results = await BatchAgent.run(
-        task="{input}", inputs=[str(n) for n in range(8)], backend=threaded, model="m", timeout_per_turn=1.0
-    )
+    rows, most = 4, 2.0
+
+    async def stall() -> None:
+        """Block the loop from the last request on, until every answer was sent and no request has time left."""
+        for _ in range(rows):
+            while not Answers.asked.acquire(blocking=False):
+                await asyncio.sleep(0.001)
+        ends = time.monotonic() + 1.2 * most
+        Answers.stalled.set()
+        for _ in range(rows):
+            assert Answers.answered.acquire(timeout=60)
+        time.sleep(max(0.0, ends - time.monotonic()))
+
+    stalling = asyncio.create_task(stall())
+    inputs = [str(n) for n in range(rows)]
+    results = await BatchAgent.run(task="{input}", inputs=inputs, backend=threaded, model="m", timeout_per_turn=most)
+    await stalling
     assert all(result.ok and result.attempts == 1 for result in results), "no answer was lost and asked for again"

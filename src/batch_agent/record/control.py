@@ -30,11 +30,11 @@ def socket_of(run_dir: Path) -> Path:
     try:
         place = from_json((run_dir / CONTROL).read_bytes())
     except (OSError, ValueError):
-        raise NotAlive(f"{run_dir} is not running: there is nothing to steer") from None
+        raise NotAlive(f"{run_dir} is not running") from None
     if not isinstance(place, dict) or not isinstance(place.get("socket"), str):
         raise NotAlive(f"{run_dir / CONTROL} is damaged")
     if place.get("host") != platform.node():
-        raise NotAlive(f"{run_dir} runs on {place.get('host')}: steer it there")
+        raise NotAlive(f"{run_dir} runs on {place.get('host')}: use that machine")
     return Path(cast(str, place["socket"]))
 
 
