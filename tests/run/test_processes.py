@@ -243,6 +243,24 @@ async def test_after_a_kill_of_the_feeder_its_workers_leave_and_only_what_is_not
     assert server.received == sent + 10
 
 
+async def test_a_module_of_the_user_may_have_the_name_of_one_of_this_package(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text("def find(key: str) -> str:\n    return 'found ' + key\n")
+    (tmp_path / "rows.txt").write_text("row-0\n")
+
+    def script(request: Request) -> Say:
+        return CallTools(ToolUse("find", {"key": "a"})) if request.turn == 0 else Say(request.messages[-1]["content"])
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        run = {"task": "Do {input}", "model": "m", "backend": server.backend_url, "tools": ["tools:find"]}
+        (tmp_path / "spec.json").write_text(json.dumps({**run, "inputs": "rows.txt", "processes": 1}))
+        words = ("-m", "batch_agent", "run", "spec.json", "--no-run-dir", "--output", "out.jsonl")
+        out = asyncio.subprocess.PIPE
+        started = await start(*words, cwd=tmp_path, stdout=out, stderr=asyncio.subprocess.STDOUT)
+        said, _ = await started.communicate()
+    assert started.returncode == 0, said.decode()
+    assert json.loads((tmp_path / "out.jsonl").read_text())["output"] == "found a"
+
+
 @pytest.mark.parametrize("limit", [1000, 15])
 async def test_a_worker_joins_a_run_that_was_started_alone(tmp_path: Path, limit: int) -> None:
     """The limit is that of both processes, in requests."""

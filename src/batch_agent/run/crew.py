@@ -160,6 +160,10 @@ class ProcessCrew:
 
 
 def _modules() -> str:
-    """Return the directory of the user's modules: that of the main script, or the working directory."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return str(Path(script).resolve().parent if script else Path.cwd())
+    """Return the directory of the user's modules, as Python itself has it: that of the main script, or the working
+    directory (also with ``python -m``)."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if script is None or getattr(main, "__spec__", None) is not None:
+        return str(Path.cwd())
+    return str(Path(script).resolve().parent)

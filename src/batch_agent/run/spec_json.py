@@ -71,7 +71,7 @@ def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> 
     if feeders := sorted(options.keys() & FEEDERS - {"no_hoist"}):
         raise SpecError(f"the record sets {', '.join(feeders)}, and only a feeder has that option")
     directory = str((import_from or Path.cwd()).resolve())
-    if directory not in sys.path:
+    if directory not in sys.path[:1]:
         sys.path.insert(0, directory)
     read: dict[str, Any] = dict(options)
     if "tools" in read:
