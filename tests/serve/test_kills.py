@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import aiohttp
 import orjson
-from tests.serve.served import Client, chat
+from tests.serve.served import Client, chat, serving
 from tests.serve.test_openai_batches import backend
 from tests.warm import start
 
-from batch_agent.testing import Request, Say
+from batch_agent.testing import Fail, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
 
@@ -88,3 +88,39 @@ async def test_a_kill_at_any_time_loses_and_repeats_nothing(tmp_path: Path) -> N
             assert stopped["request_counts"] == {"total": 60, "completed": 30, "failed": 30}
             assert (await client.wait(checked["id"]))["request_counts"]["completed"] == 300
             assert not list((tmp_path / "files").glob("*.part"))
+
+
+async def test_outcomes_that_did_not_reach_the_files_are_written_again_from_the_record(tmp_path: Path) -> None:
+    """As after a kill between the record and the files: nothing is asked again, and the outcomes are the same."""
+    gate = asyncio.Event()
+
+    async def script(request: Request) -> ScriptedReply:
+        if "late" in request.text:
+            await gate.wait()
+        return Fail(400) if "refuse" in request.text else Say(f"echo {request.text}")
+
+    lines = [chat(f"l{n}", n=1, logprobs=False) for n in range(20)] + [chat("bad", "refuse it"), chat("late")]
+    async with backend(script) as model:
+        async with serving(tmp_path, model) as client:
+            batch = await client.create(lines)
+            while (await client.get(f"/v1/batches/{batch['id']}"))["request_counts"] != {
+                "total": 22,
+                "completed": 20,
+                "failed": 1,
+            }:
+                await asyncio.sleep(0.01)
+            files = [tmp_path / "batches" / batch["id"] / f"{name}.jsonl.part" for name in ("output", "errors")]
+            before = [sorted(file.read_bytes().splitlines()) for file in files]
+            assert [len(found) for found in before] == [20, 1]
+        asked = model.received
+        files[0].write_bytes(files[0].read_bytes()[:-40])  # a torn line at its end
+        files[0].write_bytes(b"\n".join(files[0].read_bytes().splitlines()[-3:]))  # and most are missing
+        files[1].unlink()
+        gate.set()
+        async with serving(tmp_path, model) as client:
+            done = await client.wait(batch["id"])
+            assert done["request_counts"] == {"total": 22, "completed": 21, "failed": 1}
+            assert model.received == asked + 1  # only the line that had no answer
+            content = tmp_path / "batches" / batch["id"]
+            after = [(content / f"{name}.jsonl").read_bytes().splitlines() for name in ("output", "errors")]
+            assert sorted(line for line in after[0] if b'"late"' not in line) == before[0] and after[1] == before[1]

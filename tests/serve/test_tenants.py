@@ -171,22 +171,36 @@ def test_without_tenants_it_listens_on_loopback_only_with_a_key_that_stays(tmp_p
     BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
 
 
-async def test_a_line_that_may_start_is_granted_at_once_if_no_other_batch_is_about_to_ask(tmp_path: Path) -> None:
+class Lines(Entrant):
+    """A batch with lines of ten bytes, counted when they start."""
+
+    left = 100
+
+    def __init__(self, name: str, tenant: str) -> None:
+        super().__init__(name, tenant, inf)
+        self.started = 0
+
+    def offer(self) -> int | None:
+        return None if self.closed else 10
+
+    def start(self, expected: float) -> None:
+        self.started += 1
+
+
+async def test_lines_start_in_turns_of_their_tenants_and_only_so_many_without_a_slot(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
-        turnstile, first, other = client.server.turnstile, Entrant("b1", "one", inf), Entrant("b2", "two", inf)
+        turnstile, first, other = client.server.turnstile, Lines("b1", "one"), Lines("b2", "two")
         turnstile.enter(first)
-        for _ in range(PENDING - 1):
-            with pytest.raises(StopIteration):
-                turnstile.wait_turn(first, 10).send(None)
+        for _ in range(4):
+            assert turnstile.start_next()
         turnstile.enter(other)
-        turn = turnstile.wait_turn(first, 10)
-        assert turn.send(None) is not None  # the other batch may come first
-        assert turnstile.inflight == PENDING - 1
-        turn.close()
-        turnstile.leave(other)
-        with pytest.raises(StopIteration):
-            turnstile.wait_turn(first, 10).send(None)
-        turn = turnstile.wait_turn(first, 10)
-        assert turn.send(None) is not None  # as many were granted as may be without a slot
-        turn.close()
+        while turnstile.start_next():
+            pass
+        assert first.started + other.started == turnstile.inflight == PENDING
+        assert abs(first.started - 4 - other.started) <= 1  # they share what was left when the other came
+        first.close()
+        turnstile.sent()
+        assert turnstile.start_next() and first.started + other.started == PENDING + 1
+        assert not turnstile.start_next()
         turnstile.leave(first)
+        turnstile.leave(other)

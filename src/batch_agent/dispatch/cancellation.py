@@ -7,8 +7,7 @@ our own cancellation, the task would end silently and lose its work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from batch_agent.errors import JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe, place_of, traceback_of
@@ -20,18 +19,22 @@ def cancelled_by_us() -> bool:
     return task is None or task.cancelling() > 0
 
 
-@contextmanager
-def worker_boundary(what: str) -> Iterator[None]:
+class worker_boundary:  # noqa: N801
     """Convert whatever the user's code in this block raises to a WorkerFailed that begins with ``what``: it fails only
     its row. Errors of this package and cancellations of the running task are raised unchanged."""
-    try:
-        yield
-    except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, JobError | StoreError | KeyboardInterrupt | GeneratorExit):
+            return
         if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
-            raise
-        failed = WorkerFailed(f"{what} {describe(error)}{place_of(error)}")
+            return
+        failed = WorkerFailed(f"{self._what} {describe(error)}{place_of(error)}")
         failed.traceback = traceback_of(error)
         raise failed from error
 

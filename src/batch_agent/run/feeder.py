@@ -75,6 +75,7 @@ class Feeder:
         self.facts: JsonObject = {}
         self.keys = Keys(b"")
         self.alone = store.instant
+        self.paced = False  # rows come only when an agent may start, so that all that are there are fed
         self.worker = 0  # number of the worker in this process
         self.joining = ""  # the command that starts a worker, if the run needs one
         self._had_workers: bool | None = None
@@ -192,7 +193,7 @@ class Feeder:
         if self._stopping.is_set() or self.fed:
             return False
         try:
-            if self.alone:
+            if self.alone and not self.paced:
                 few = READERS if self._reads_documents else AHEAD if self._rows.is_list else 1
                 values = await self._rows.read(AT_ONCE if self._had_past else few)
             else:

@@ -111,10 +111,11 @@ class Rows:
         return values
 
     async def read_ready(self, count: int) -> list[object]:
-        """Return what ``read`` returns, and of another run's results also those that are there already."""
-        values = await self.read(count)
-        while values and len(values) < count and self.channel is not None and self.channel.waiting:
-            values += await self.read(1)
+        """Return what ``read`` returns, and of a channel all rows that are there already."""
+        if self.channel is None or self._peeked:
+            return await self.read(count)
+        values = await self.channel.take_all()
+        self.seen = self.seen or bool(values)
         return values
 
     def close(self) -> None:

@@ -654,7 +654,7 @@ class Run(Generic[T]):
             originals=originals,
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
-        feeder.alone = store.instant and not self._is_shared
+        feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:

@@ -392,7 +392,7 @@ class Worker:
         while await self._feed.wait_room(self._is_over):
             self._feed.set_reading(True)
             try:
-                rows = await self._leases.next(1 if self._leases.alone else GROUP)
+                rows = await self._leases.next(1 if self._leases.alone and not self._feed.paced else GROUP)
             finally:
                 self._feed.set_reading(False)
             if not rows:

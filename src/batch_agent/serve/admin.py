@@ -106,9 +106,9 @@ class Admin:
         batch = self._batches.progress(batch)
         running = self._batches.running.get(batch.id)
         rate = None
-        if running is not None and running.entrant.began:
-            seconds = asyncio.get_running_loop().time() - running.entrant.began
-            rate = round(running.entrant.answered / max(seconds, 0.001), 3)
+        if running is not None and running.began:
+            seconds = asyncio.get_running_loop().time() - running.began
+            rate = round(running.answered / max(seconds, 0.001), 3)
         document = batch_object(batch, self._batches.estimate(batch))
         return {**document, "tenant": batch.tenant, "api": batch.wire, "lines_per_second": rate}
 

@@ -11,20 +11,22 @@ import asyncio
 import logging
 import secrets
 import shutil
+import sqlite3
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isinf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.dispatch.cancellation import first_error
+from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import BatchAgentError, Interrupted, JobError, StoreError
 from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject, Reply
@@ -57,7 +59,7 @@ LEASE = 10.0  # seconds after which rows of a worker in another process, or the 
 
 @dataclass(slots=True, eq=False)
 class Granted:
-    """A line that may be asked. ``expected``: the tokens that its tenant's account was charged for it."""
+    """A line that was started. ``expected``: the tokens that its tenant's account was charged for it."""
 
     line: BatchLine
     asked: LineRequest
@@ -67,73 +69,87 @@ class Granted:
     tokens: int = 0
 
 
-class RunningBatch:
-    """A batch that has been validated, while its lines are asked. ``travels``: processes of other machines ask them
-    too, so that rows have the whole line, and results its outcome."""
+class RunningBatch(Entrant):
+    """A batch that has been validated, while its lines are asked. ``inlet`` has the rows of its run. ``travels``:
+    processes of other machines ask them too, so that rows have the whole line, and results its outcome. ``failure``:
+    why the lines cannot be read."""
 
     def __init__(
         self, batch: ServedBatch, lines: BatchLines, models: ServedModels, turnstile: Turnstile, *, travels: bool
     ) -> None:
+        super().__init__(batch.id, batch.tenant, batch.deadline)
         self.batch, self.lines, self._models, self._turnstile, self._travels = batch, lines, models, turnstile, travels
-        self.entrant = Entrant(batch.id, batch.tenant, batch.deadline, lambda: lines.left)
+        self.inlet: RowChannel[object] = RowChannel()
+        self.failure: Exception | None = None
+        self._suffix = batch.id.rpartition("_")[2]
+        self._written = asyncio.Event()  # outcomes are to be flushed
+        self._clock = asyncio.get_running_loop().time
         self._granted: dict[int, Granted] = {}
-        self._leaders: dict[bytes, asyncio.Future[None]] = {}  # by prefix: done when its first line has begun
+        self._ordered = lines.left_in_order()
+        self._next: tuple[BatchLine, LineRequest] | None = None
+        self._later: deque[BatchLine] = deque()  # lines that wait for the first one with their prefix
+        self._leaders: dict[bytes, float] = {}  # by prefix: the loop time until which others wait for its first line
         self.run: Run[object] | None = None
 
-    async def rows(self) -> AsyncIterator[Placed]:
-        """Yield a row for each line that may start."""
-        async for line in self._in_order():
-            if not await self._turnstile.wait_turn(self.entrant, line.size):
-                return
-            asked = self.lines.read(line)
-            self._granted[line.number] = Granted(line, asked, self.entrant.granted)
-            row: JsonObject = {"id": asked.custom_id, "line": line.number}
-            if self._travels:
-                row |= {"name": self._name(line), "endpoint": self.batch.endpoint, "body": asked.body}
-            yield Placed(line.number, row)
-        self._turnstile.close(self.entrant)
+    @property
+    def left(self) -> int:
+        return self.lines.left
 
-    async def _in_order(self) -> AsyncIterator[BatchLine]:
-        """Yield the lines that are left. Those with a long prefix come after the answer to the first of them, so that
-        the engine has computed it; meanwhile other lines come."""
-        later: deque[BatchLine] = deque()
-        for line in self.lines.left_in_order():
-            while later and (len(later) >= MOST_LATER or self._is_led(later[0].group)):
-                await self._follow(later[0].group)
-                yield later.popleft()
-            if line.has_long_prefix:
-                if line.group not in self._leaders:
-                    if len(self._leaders) >= MOST_LATER:
-                        self._leaders.clear()
-                    self._leaders[line.group] = asyncio.get_running_loop().create_future()
-                elif not self._is_led(line.group):
-                    later.append(line)
-                    continue
-            yield line
-        while later:
-            await self._follow(later[0].group)
-            yield later.popleft()
+    def offer(self) -> int | None:
+        if self._next is None and not self.closed:
+            try:
+                line = self._next_in_order()
+                self._next = None if line is None else (line, self.lines.read(line))
+            except (OSError, ValueError, sqlite3.Error) as error:
+                self.failure = error
+                self.close()
+        return None if self._next is None else self._next[0].size
+
+    def start(self, expected: float) -> None:
+        assert self._next is not None
+        (line, asked), self._next = self._next, None
+        if line.has_long_prefix and line.group not in self._leaders:
+            if len(self._leaders) >= MOST_LATER:
+                self._leaders.clear()
+            self._leaders[line.group] = self._clock() + LEAD_SECONDS
+        self._granted[line.number] = Granted(line, asked, expected)
+        row: JsonObject = {"id": asked.custom_id, "line": line.number}
+        if self._travels:
+            row |= {"name": self._name(line.number), "endpoint": self.batch.endpoint, "body": asked.body}
+        self.inlet.put(Placed(line.number, row))
+
+    def close(self) -> None:
+        super().close()
+        self._next = None
+        self.inlet.close()
+
+    def _next_in_order(self) -> BatchLine | None:
+        """Return the next line; None if there is none now. Those with a long prefix come after the answer to the first
+        of them, so that the engine has computed it; meanwhile other lines come."""
+        later = self._later
+        if later and self._is_led(later[0].group):
+            return later.popleft()
+        while len(later) < MOST_LATER:
+            line = next(self._ordered, None)
+            if line is None:
+                break
+            if not line.has_long_prefix or self._is_led(line.group):
+                return line
+            later.append(line)
+        if not later:
+            self.close()
+        return None
 
     def _is_led(self, group: bytes) -> bool:
-        leader = self._leaders.get(group)
-        return leader is None or leader.done()
-
-    async def _follow(self, group: bytes) -> None:
-        """Wait until the first line of a group was answered, but not for long."""
-        leader = self._leaders.get(group)
-        if leader is not None and not leader.done():
-            self.entrant.away = True
-            await asyncio.wait({leader}, timeout=LEAD_SECONDS)
-            self._lead_over(group)
-            self.entrant.away = self.entrant.closed
+        """Return whether no line of a group was started, or the first was answered, or has taken too long."""
+        return self._leaders.get(group, -inf) <= self._clock()
 
     def _lead_over(self, group: bytes) -> None:
-        leader = self._leaders.get(group)
-        if leader is not None and not leader.done():
-            leader.set_result(None)
+        if group in self._leaders:
+            self._leaders[group] = -inf
 
     async def answer(self, row: object, dialogue: Dialogue) -> object:
-        """Answer one line. The worker of the batch's run."""
+        """Answer one line. The worker of the batch's run. The outcome is written when it is recorded (``take``)."""
         assert isinstance(row, dict)
         granted = self._granted[row["line"]]
         try:
@@ -141,64 +157,71 @@ class RunningBatch:
         finally:
             self._lead_over(granted.line.group)
             if self._granted.pop(granted.line.number, None) is not None:
-                sent = bool(granted.sent_at)
-                self._turnstile.ended(self.entrant, granted.tokens, granted.expected, sent=sent)
+                self._turnstile.ended(self, granted.tokens, granted.expected, sent=bool(granted.sent_at))
 
-    async def _answer(self, granted: Granted, dialogue: Dialogue) -> object:
-        line, clock = granted.line, asyncio.get_running_loop().time
-
+    async def _answer(self, granted: Granted, dialogue: Dialogue) -> LineAnswer:
         def call(models: ServedModels, question: ModelRequest) -> ClientCall:
             return _LineCall(models, question, partial(self._sent, granted))
 
         def ask(shape: RequestShape, _: object, send: Callable[[ModelRequest], ClientCall]) -> Awaitable[Reply]:
             return dialogue.ask(shape, send=send)
 
-        answer = await ask_line(self._models, self.batch.endpoint, self._name(line), granted.asked.body, ask, call)
+        name = self._name(granted.line.number)
+        answer = await ask_line(self._models, self.batch.endpoint, name, granted.asked.body, ask, call)
         granted.tokens = answer.tokens
         if granted.sent_at and answer.ok:
-            seconds, governor = clock() - granted.sent_at, self._turnstile.governor
+            seconds, governor = self._clock() - granted.sent_at, self._turnstile.governor
             beside = max(granted.beside, self._turnstile.inflight - 1 + governor.active)
             governor.learn_line(seconds, answer.completion_tokens, beside)
-        self.lines.put(line, granted.asked.custom_id, answer.outcome, ok=answer.ok)
-        return {"tokens": answer.tokens}
+        return answer
 
-    def _name(self, line: BatchLine) -> str:
-        return f"{self.batch.id.rpartition('_')[2]}{line.number:08x}"
+    def _name(self, number: int) -> str:
+        return f"{self._suffix}{number:08x}"
 
     def _sent(self, granted: Granted) -> None:
         if not granted.sent_at:
-            granted.sent_at = asyncio.get_running_loop().time()
+            granted.sent_at = self._clock()
             granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
-            self._turnstile.sent(self.entrant)
+            self._turnstile.sent()
 
     def state_of(self, number: int) -> str:
         """Return the state of a line that is not done, or ""."""
         return "" if self.lines.is_done(number) else "in flight" if number in self._granted else "waiting"
 
     def abandon(self) -> None:
-        """End lines that were granted and that the run has not begun."""
+        """End lines that were started and that the run has not begun."""
         for granted in self._granted.values():
-            self._turnstile.ended(self.entrant, 0, granted.expected, sent=bool(granted.sent_at))
+            self._turnstile.ended(self, 0, granted.expected, sent=bool(granted.sent_at))
         self._granted.clear()
 
     def take(self, result: AgentResult[object]) -> None:
-        """Take the result of a row. One that failed has no outcome yet, and none has if rows travel."""
-        told = result.output if result.ok and self._travels else None
-        answer = LineAnswer(told["ok"], told["outcome"]) if isinstance(told, dict) else None
-        if self._travels:
-            granted = self._granted.pop(result.index, None)
-            if granted is not None:
-                self._lead_over(granted.line.group)
-                tokens = result.usage.prompt_tokens + result.usage.completion_tokens
-                self._turnstile.ended(self.entrant, tokens, granted.expected, sent=True)
-        if self.lines.is_done(result.index) or (not result.ok and result.error.type == Interrupted.type):
-            return
-        line = self.lines.at(result.index)
+        """Write the outcome of a line, which is in the record of the run. If a kill comes before it is flushed, the
+        line is fed again, and answered from the record."""
+        if self._travels and (granted := self._granted.pop(result.index, None)) is not None:
+            self._lead_over(granted.line.group)
+            tokens = result.usage.prompt_tokens + result.usage.completion_tokens
+            self._turnstile.ended(self, tokens, granted.expected, sent=True)
         if not result.ok:
+            if result.error.type == Interrupted.type:
+                return
             error: JobError = result.error.exception()
-            answer = failed_line(self.batch.endpoint, self._name(line), status_of(error), result.error.message)
-        if answer is not None:
-            self.lines.put(line, self.lines.read(line).custom_id, answer.outcome, ok=answer.ok)
+            name = self._name(result.index)
+            answer = failed_line(self.batch.endpoint, name, status_of(error), result.error.message)
+        elif isinstance(result.output, LineAnswer):
+            answer = result.output
+        else:
+            told = cast("dict[str, Any]", result.output)  # of ``answer_line``
+            answer = LineAnswer(told["ok"], told["outcome"])
+        row = cast("dict[str, Any]", result.input)
+        self.lines.put(result.index, row["id"], answer.outcome, ok=answer.ok)
+        self._written.set()
+
+    async def keep_flushed(self) -> None:
+        """Flush the outcomes that were written in one iteration of the event loop together."""
+        while True:
+            await self._written.wait()
+            self._written.clear()
+            self.lines.flush()
 
 
 class _LineCall(ClientCall):
@@ -328,7 +351,7 @@ class ServedBatches:
         running = self.running.get(batch.id)
         if running is None:
             return None
-        left = self._turnstile.seconds_left(running.entrant)
+        left = self._turnstile.seconds_left(running)
         return None if isinf(left) else self._now() + left
 
     def queued(self, tenant: str) -> int:
@@ -420,30 +443,31 @@ class ServedBatches:
 
     async def _run(self, running: RunningBatch) -> str:
         """Ask lines until none is left, or until the batch is cancelled or expires. Returns which, or ""."""
-        batch, entrant = running.batch, running.entrant
+        batch = running.batch
         if batch.wire == "anthropic":
             await self._models.models()  # so that ``knows`` knows
         if not self._store:
-            spec = line_spec(self._models, batch.model, inputs=running.rows(), run_dir=str(self.folder(batch.id) / RUN))
+            spec = line_spec(self._models, batch.model, inputs=running.inlet, run_dir=str(self.folder(batch.id) / RUN))
             run = Run[object](prepare(spec), worker=running.answer, within=self._shared)
         else:
             place = f"{self._store}/{RUNS_PREFIX}{batch.id}"
-            spec = travelling_spec(self._models, batch.model, inputs=running.rows(), run_dir=place)
+            spec = travelling_spec(self._models, batch.model, inputs=running.inlet, run_dir=place)
             run = Run[object](replace(prepare(spec), backend=self._models), within=self._shared)
         running.run = run
-        self._turnstile.enter(entrant)
+        self._turnstile.enter(running)
         stops = self._stops[batch.id]
         stop = ""
         try:
             async with asyncio.TaskGroup() as tasks:
                 working = tasks.create_task(self._take_results(run, running))
-                beside = [tasks.create_task(stops.wait()), tasks.create_task(self._tell_progress(running))]
+                also = stops.wait(), self._tell_progress(running), running.keep_flushed()
+                beside = [tasks.create_task(each) for each in also]
                 try:
                     limit = max(0.0, batch.deadline - self._now())
                     await asyncio.wait({working, beside[0]}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                     if not working.done():
                         stop = "cancelled" if stops.is_set() else "expired"
-                        self._turnstile.close(entrant)
+                        running.close()
                         if stop == "cancelled":
                             await asyncio.wait({working}, timeout=GRACE_SECONDS)
                         if not working.done():
@@ -455,8 +479,10 @@ class ServedBatches:
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
-            self._turnstile.leave(entrant)
+            self._turnstile.leave(running)
             running.abandon()
+        if running.failure is not None:
+            raise StoreError(f"its lines cannot be read: {running.failure}") from running.failure
         return stop if running.lines.left else ""
 
     async def _take_results(self, run: Run[object], running: RunningBatch) -> None:

@@ -13,9 +13,9 @@ import os
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from io import BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,6 +35,7 @@ MOST_ID_CHARACTERS = 512
 ANTHROPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 LONG_PREFIX_BYTES = 2048
 AT_ONCE = 512  # lines per query
+BUFFER_BYTES = 64 * 1024  # of outcomes that are written at once
 DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
     "This request could not be executed before the completion window expired."
 )}  # fmt: skip
@@ -81,30 +82,34 @@ class Tallied:
 
     def add(self, usage: JsonValue) -> None:
         """Add the usage of a document, in the form of any wire, as input and output tokens."""
-        for name, count in usage_of(usage).items():
-            self.usage[name] = self.usage.get(name, 0) + count
+        if not isinstance(usage, dict):
+            return
+        for name, count in usage.items():
+            for total in COUNTS.get(name, ()):
+                self._add(total, count)
+            if name in DETAILS and isinstance(count, dict):
+                self._add(DETAILS[name], count.get(DETAILS[name]))
+
+    def _add(self, total: str, count: JsonValue) -> None:
+        if type(count) is int and count > 0:
+            self.usage[total] = self.usage.get(total, 0) + count
 
 
-def usage_of(usage: JsonValue) -> dict[str, int]:
-    if not isinstance(usage, dict):
-        return {}
-    details, answered = (
-        usage.get("prompt_tokens_details") or usage.get("input_tokens_details"),
-        usage.get("completion_tokens_details") or usage.get("output_tokens_details"),
-    )
-    cached = _count(details, "cached_tokens") + _count(usage, "cache_read_input_tokens")
-    beside = _count(usage, "cache_read_input_tokens") + _count(usage, "cache_creation_input_tokens")
-    return {
-        "input_tokens": _count(usage, "prompt_tokens") + _count(usage, "input_tokens") + beside,
-        "cached_tokens": cached,
-        "output_tokens": _count(usage, "completion_tokens") + _count(usage, "output_tokens"),
-        "reasoning_tokens": _count(answered, "reasoning_tokens"),
-    }
-
-
-def _count(value: JsonValue, name: str) -> int:
-    count = value.get(name) if isinstance(value, dict) else None
-    return count if type(count) is int and count > 0 else 0
+# What the fields of each wire's usage count as.
+COUNTS = {
+    "prompt_tokens": ("input_tokens",),
+    "input_tokens": ("input_tokens",),
+    "cache_read_input_tokens": ("input_tokens", "cached_tokens"),
+    "cache_creation_input_tokens": ("input_tokens",),
+    "completion_tokens": ("output_tokens",),
+    "output_tokens": ("output_tokens",),
+}
+DETAILS = {
+    "prompt_tokens_details": "cached_tokens",
+    "input_tokens_details": "cached_tokens",
+    "completion_tokens_details": "reasoning_tokens",
+    "output_tokens_details": "reasoning_tokens",
+}
 
 
 # The check
@@ -365,21 +370,23 @@ class BatchLines:
     others get its answer."""
 
     def __init__(self, folder: Path, batch: ServedBatch) -> None:
-        self.folder, self._wire, self._batch = folder, batch.wire, batch
+        self.folder, self._wire = folder, batch.wire
         self.dedupes = (batch.metadata or {}).get("x_dedupe") == "true"
         self.total = batch.total
         self.tallied = Tallied()
+        self._id_head = f"batch_req_{batch.id.rpartition('_')[2]}"
         self._index = _connect(folder / INDEX)
         self._input = (folder / INPUT).open("rb")
         self._done = bytearray(batch.total // 8 + 1)
-        self._files: dict[bool, BufferedWriter] = {}
+        self._files: dict[bool, BinaryIO] = {}
         for ok, name in ((True, OUTPUT), (False, ERRORS)):
             self._recover(ok, folder / name)
             self._recover(ok, folder / (name + PART))
 
     def close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # the record has what could not be written
+                file.close()
         self._files.clear()
         self._input.close()
         self._index.close()
@@ -451,16 +458,17 @@ class BatchLines:
 
     # Outcomes
 
-    def put(self, line: BatchLine, custom_id: str, outcome: JsonObject, *, ok: bool) -> None:
-        """Write the outcome of a line: a response, or an error. A second outcome of a line is ignored."""
-        if self.is_done(line.number):
+    def put(self, number: int, custom_id: str, outcome: JsonObject, *, ok: bool) -> None:
+        """Write the outcome of a line: a response, or an error. It is in the file after ``flush``. A second outcome of
+        a line is ignored."""
+        if self.is_done(number):
             return
-        self._write(line.number, custom_id, outcome, ok=ok)
+        self._write(number, custom_id, outcome, ok=ok)
         self.tallied.add(_usage_in(outcome))
         if self.dedupes:
             query = "SELECT number, offset, size, prefix FROM line WHERE number > ? AND digest = "
             query += "(SELECT digest FROM line WHERE number = ?)"
-            for copy in self._index.execute(query, (line.number, line.number)).fetchall():
+            for copy in self._index.execute(query, (number, number)).fetchall():
                 same = BatchLine(*copy)
                 if not self.is_done(same.number):
                     self._write(same.number, self.read(same).custom_id, outcome, ok=ok)
@@ -468,14 +476,17 @@ class BatchLines:
     def _write(self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool) -> None:
         head: JsonObject = {"custom_id": custom_id}
         if self._wire == "openai":
-            head = {"id": f"batch_req_{self._batch.id.rpartition('_')[2]}{number:08x}", **head}
+            head = {"id": f"{self._id_head}{number:08x}", **head}
         file = self._files.get(ok)
         if file is None:
             path = self.folder / ((OUTPUT if ok else ERRORS) + PART)
-            file = self._files[ok] = open(path, "ab", opener=private)  # noqa: SIM115
-        file.write(orjson.dumps({**head, **outcome}) + b"\n")
-        file.flush()  # after a kill, what is not here was not done
+            file = self._files[ok] = open(path, "ab", BUFFER_BYTES, opener=private)  # noqa: SIM115
+        file.write(orjson.dumps({**head, **outcome}, option=orjson.OPT_APPEND_NEWLINE))
         self._count(number, ok=ok)
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
 
     def finish(self, stop: str) -> int:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a

@@ -23,6 +23,7 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.events import TypedSink
 from batch_agent.observe.metrics import Clock
 from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.record.address import StoreAddress
@@ -166,7 +167,9 @@ class BatchService:
         )
         dispatcher.spending = spending = Spending(spec, None, lambda short: None, lambda limit: None)
         dispatchers = {self.models.name: dispatcher}
-        return Shared(clock, lambda event: None, dispatcher, spending, dispatchers, None, None, Observers(), paced=True)
+        nothing = TypedSink()
+        nothing.handlers = {}  # runs make no events for it
+        return Shared(clock, nothing, dispatcher, spending, dispatchers, None, None, Observers(), paced=True)
 
     @property
     def joining(self) -> str:

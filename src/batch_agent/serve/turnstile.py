@@ -1,16 +1,16 @@
 """Which line starts next: fair shares between tenants, then the earliest deadline, and people before lines.
 
-A batch asks for its next line and waits here. One task grants lines while the dispatcher has room for another one, no
-interactive request waits, here or in the queue that an engine reports, and fewer lines are in flight than the
-``Governor`` allows. Then the tenant with the fewest tokens for its share goes first; among its batches the one with the
-earliest deadline.
+One task starts lines while the dispatcher has room for another one, no interactive request waits, here or in the queue
+that an engine reports, and fewer lines are in flight than the ``Governor`` allows. Then the tenant with the fewest
+tokens for its share goes first; among its batches the one with the earliest deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isinf
 
 from batch_agent.backends.base import Load
@@ -18,9 +18,8 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.serve.governor import Governor
 
-PENDING = 8  # lines that were granted and have not asked for a slot yet
+PENDING = 32  # lines that were started and have not asked for a slot yet
 TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
-SOON = 8  # iterations of the event loop in which a run asks for its next line
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
 LEARN = 0.2  # the weight of the latest line in the tokens per line
 QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
@@ -48,32 +47,42 @@ class TenantAccount:
         return self.tokens_per_day is None or self.today + self.pledged < self.tokens_per_day
 
 
-@dataclass(slots=True, eq=False)
-class Entrant:
-    """A batch that runs. ``deadline`` is in unix seconds, ``left`` the lines that are not done."""
+class Entrant(ABC):
+    """A batch that runs. ``name`` is its id, ``deadline`` in unix seconds."""
 
-    batch: str
-    tenant: str
-    deadline: float
-    left: Callable[[], int] = field(default=lambda: 0)
-    waiting: asyncio.Future[bool] | None = None
-    size: int = 0  # bytes of the line that waits
-    closed: bool = False
-    away: bool = False  # it does not ask for its next line yet
-    inflight: int = 0
-    answered: int = 0
-    per_line: float = 0.0  # tokens
-    began: float = 0.0  # loop time of its first grant
-    granted: float = 0.0  # tokens that were counted for its latest line
+    def __init__(self, name: str, tenant: str, deadline: float) -> None:
+        self.name, self.tenant, self.deadline = name, tenant, deadline
+        self.closed = False  # no further line of it starts
+        self.inflight = 0
+        self.answered = 0
+        self.per_line = 0.0  # tokens
+        self.began = 0.0  # loop time at which its first line started
 
-    def expected(self) -> float:
-        """Return the tokens that its next line will use."""
-        return self.per_line if self.answered else self.size / 4 + FIRST_GUESS
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """Number of lines that are not done."""
+
+    @abstractmethod
+    def offer(self) -> int | None:
+        """Return the bytes of the line that may start next; None if none may now."""
+
+    @abstractmethod
+    def start(self, expected: float) -> None:
+        """Start the line that was offered. Its tenant's account was charged ``expected`` tokens for it."""
+
+    def close(self) -> None:
+        """Start no further line."""
+        self.closed = True
+
+    def expected(self, size: int) -> float:
+        """Return the tokens that the next line, of ``size`` bytes, will use."""
+        return self.per_line if self.answered else size / 4 + FIRST_GUESS
 
 
 class Turnstile:
     """``now`` returns unix seconds. ``blocked`` returns why no line may start at all, or "". ``travels``: processes of
-    other machines may ask a line that is granted; all lines together take no more than the slots of this process."""
+    other machines may ask a line that was started; all lines together take no more than the slots of this process."""
 
     def __init__(
         self,
@@ -120,7 +129,7 @@ class Turnstile:
     # Batches
 
     def enter(self, entrant: Entrant) -> None:
-        self.entrants[entrant.batch] = entrant
+        self.entrants[entrant.name] = entrant
         account = self.account(entrant.tenant)
         active = {each.tenant for each in self.entrants.values() if each is not entrant}
         if entrant.tenant not in active and active:  # it has no claim to what it left unused before
@@ -128,16 +137,9 @@ class Turnstile:
         self.touch()
 
     def leave(self, entrant: Entrant) -> None:
-        self.close(entrant)
-        self.entrants.pop(entrant.batch, None)
+        entrant.close()
+        self.entrants.pop(entrant.name, None)
         self.touch()
-
-    def close(self, entrant: Entrant) -> None:
-        """Grant the batch no further line."""
-        entrant.closed = entrant.away = True
-        if entrant.waiting is not None and not entrant.waiting.done():
-            entrant.waiting.set_result(False)
-        entrant.waiting = None
 
     def account(self, tenant: str) -> TenantAccount:
         account = self.accounts.get(tenant)
@@ -154,30 +156,13 @@ class Turnstile:
             account.today = used_today.get(name, 0) + self.spent.get(name, 0)
         self.touch()
 
-    async def wait_turn(self, entrant: Entrant, size: int) -> bool:
-        """Wait until the next line of a batch, of ``size`` bytes, may start. Returns False if it shall not."""
-        if entrant.closed or self.resting:
-            return False
-        entrant.size = size
-        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        entrant.waiting = waiting
-        if self._all_ask() and self._has_room() and self._has_slot() and self.choose() is entrant:
-            self._grant(entrant)
-            return True
-        self.touch()
-        try:
-            return await waiting
-        finally:
-            if entrant.waiting is waiting:
-                entrant.waiting = None
-
-    def sent(self, entrant: Entrant) -> None:
-        """A granted line has its slot."""
+    def sent(self) -> None:
+        """A line that was started has its slot."""
         self._pending = max(0, self._pending - 1)
         self.touch()
 
     def ended(self, entrant: Entrant, tokens: int, expected: float, *, sent: bool) -> None:
-        """A granted line has ended, after ``tokens``; ``expected`` were counted when it was granted."""
+        """A line has ended, after ``tokens``; ``expected`` were counted when it was started."""
         if not sent:
             self._pending = max(0, self._pending - 1)
         account = self.account(entrant.tenant)
@@ -212,80 +197,75 @@ class Turnstile:
             await self._idle.wait()
 
     def rest(self) -> None:
-        """Grant no further line: the process is ending."""
+        """Start no further line: the process is ending."""
         self.resting = True
         for entrant in tuple(self.entrants.values()):
-            self.close(entrant)
+            entrant.close()
 
-    # Granting
+    # Starting lines
 
     def touch(self) -> None:
         self._changed.set()
 
     async def run(self) -> None:
-        """Grant lines until cancelled."""
+        """Start lines until cancelled."""
         ticking = asyncio.create_task(self._tick())
         try:
             while await self._feed.wait_room():
-                self._feed.reading = True
-                if len(self.entrants) > 1 and await self._wait_for_all():
-                    continue
-                entrant = self.choose()
-                if entrant is None or (self._pending and not self._has_slot()):
+                if not self.start_next():
                     self._changed.clear()
                     await self._changed.wait()
-                    continue
-                self._grant(entrant)
-                await asyncio.sleep(0)
         finally:
             ticking.cancel()
             self._feed.close()
+
+    def start_next(self) -> bool:
+        """Start the next line. Returns False if none may start now."""
+        scheduler = self._dispatcher.scheduler
+        slots = scheduler.slots  # 0 in an outage: then one line is the trial
+        if self._pending and slots is not None and scheduler.inflight + self._pending >= slots:
+            return False  # the free slots will be taken by lines that were started
+        chosen = self._choose(slots)
+        if chosen is None:
+            return False
+        entrant, size = chosen
+        expected, account = entrant.expected(size), self.account(entrant.tenant)
+        account.used += expected / account.share
+        account.pledged += expected
+        for one in (account, entrant, self):
+            one.inflight += 1
+        self._pending += not self._travels
+        if not entrant.began:
+            entrant.began = asyncio.get_running_loop().time()
+        entrant.start(expected)
+        return True
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.touch()
 
-    async def _wait_for_all(self) -> bool:
-        """Wait for a batch that was just granted a line: it may ask for the next one, and be the first again. Returns
-        whether the last slot was taken meanwhile."""
-        for _ in range(SOON):
-            if self._all_ask():
-                break
-            await asyncio.sleep(0)
-        return not self._has_room()
-
-    def _all_ask(self) -> bool:
-        """Return whether every batch that has lines left to start asks for its next one."""
-        return all(each.waiting is not None or each.away for each in self.entrants.values())
-
-    def _has_slot(self) -> bool:
-        """Return whether a slot is free beside those that granted lines will take."""
-        scheduler = self._dispatcher.scheduler
-        return scheduler.slots is None or scheduler.inflight + self._pending < scheduler.slots
-
-    def _has_room(self) -> bool:
-        return self._dispatcher.scheduler.has_room(asyncio.get_running_loop().time())
-
-    def choose(self) -> Entrant | None:
-        """Return the batch whose line starts next; None if no line may start now."""
+    def _choose(self, slots: int | None) -> tuple[Entrant, int] | None:
+        """Return the batch whose line starts next, and the bytes of that line; None if no line may start now."""
         self.why = ""
-        waiting = [each for each in self.entrants.values() if each.waiting is not None and not each.waiting.done()]
-        slots = self._dispatcher.scheduler.slots  # 0 in an outage: then one line is the trial
         full = self._travels and slots is not None and self.inflight >= max(1, slots)
-        if not waiting or self._pending >= PENDING or full:
+        if self._pending >= PENDING or full or self.resting:
+            return None
+        offered = [(each, size) for each in tuple(self.entrants.values()) if (size := each.offer()) is not None]
+        if not offered:
             return None
         if why := self._blocked():
             self.why = why
             return None
-        within = [each for each in waiting if self.account(each.tenant).may_start]
+        within = [one for one in offered if self.account(one[0].tenant).may_start]
         if not within:
-            self.why = "the tokens of this day are used up"
+            if not any(self.account(one[0].tenant).has_tokens for one in offered):
+                self.why = "the tokens of this day are used up"
             return None
-        now, governor = asyncio.get_running_loop().time(), self.governor
-        limit = governor.limit(now)
+        governor = self.governor
+        limit = governor.limit(asyncio.get_running_loop().time())
         if (limit is not None and self.inflight >= limit) or self.may_wait_in_engine():
-            late = [each for each in within if self.is_late(each)]
+            late = [one for one in within if self.is_late(one[0])]
             if not late or slots is None or self.inflight >= URGENT_SHARE * slots:
                 self.why = "interactive requests come first"
                 return None
@@ -294,23 +274,11 @@ class Turnstile:
         elif governor.waits:
             self.why = "interactive requests come first"
             return None
-        first = min(within, key=lambda each: self.account(each.tenant).used)
-        own = [each for each in within if each.tenant == first.tenant]
-        return min(own, key=lambda each: each.deadline)
-
-    def _grant(self, entrant: Entrant) -> None:
-        waiting, account = entrant.waiting, self.account(entrant.tenant)
-        assert waiting is not None
-        entrant.waiting = None
-        entrant.granted = entrant.expected()
-        account.used += entrant.granted / account.share
-        account.pledged += entrant.granted
-        for one in (account, entrant, self):
-            one.inflight += 1
-        self._pending += not self._travels
-        if not entrant.began:
-            entrant.began = asyncio.get_running_loop().time()
-        waiting.set_result(True)
+        if len(within) == 1:
+            return within[0]
+        first = min(within, key=lambda one: self.account(one[0].tenant).used)[0]
+        own = [one for one in within if one[0].tenant == first.tenant]
+        return min(own, key=lambda one: one[0].deadline)
 
     # Estimates
 
@@ -319,7 +287,7 @@ class Turnstile:
         if not entrant.answered or not entrant.began:
             return inf
         seconds = asyncio.get_running_loop().time() - entrant.began
-        return entrant.left() * max(seconds, 0.001) / entrant.answered
+        return entrant.left * max(seconds, 0.001) / entrant.answered
 
     def is_late(self, entrant: Entrant) -> bool:
         left = self.seconds_left(entrant)
