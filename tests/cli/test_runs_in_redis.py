@@ -13,7 +13,8 @@ import pytest
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
-from batch_agent.testing import Fail, Say, ScriptedServer
+from batch_agent.messages import Usage
+from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import RedisServer, needs_redis, redis_server
@@ -161,6 +162,38 @@ async def test_commands_on_a_pipeline_do_what_they_do_in_a_directory(
     await said("delete", back)
     assert "holds no run" in await said("status", back, status=1)
     assert "pipeline-back" not in await said("runs", server.url)
+
+
+async def test_a_row_that_has_begun_goes_on_in_a_copy_of_its_directory_and_writes_once(
+    said: Said, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends by its budget, after the write of a row and before its last answer."""
+
+    def script(request: Request) -> Say:
+        if "Row 1" in str(request.messages[0]["content"]) and request.turn == 0:
+            return CallTools(ToolUse("note_row", {}), usage=Usage(10, completion_tokens=900))
+        return Say("fine", usage=Usage(10, completion_tokens=1))
+
+    (tmp_path / "copied_notes.py").write_text(
+        "from batch_agent import Tool\n\n@Tool.define(effect='write')\ndef note_row() -> str:\n"
+        f"    with open({str(tmp_path / 'notes')!r}, 'a') as notes:\n        notes.write('note\\n')\n"
+        "    return 'noted'\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"n": 0}\n{"n": 1}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    directory, copied, out = tmp_path / "run", f"{server.url}/begun", ("--output", str(tmp_path / "out.jsonl"))
+    async with ScriptedServer(script, models=["m"]) as models:
+        spec = {"task": "Row {n}", "model": "m", "backend": models.backend_url, "tools": ["copied_notes:note_row"]}
+        (tmp_path / "spec.json").write_text(json.dumps({**spec, "max_inflight": 1, "max_tokens": 900}))
+        given = ("run", str(tmp_path / "spec.json"), "--inputs", str(tmp_path / "rows.jsonl"), *out)
+        await said(*given, "--run-dir", str(directory), "--max-total-tokens", "1500", status=3)
+        asked = models.received
+        await said("copy", str(directory), copied)
+        assert "Row 1" in await said("show", copied, "--unfinished")
+        await said("resume", copied, "--max-total-tokens", "9000")
+    assert [json.loads(line)["output"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == ["fine"] * 2
+    assert (asked, models.received) == (2, 3)
+    assert (tmp_path / "notes").read_text() == "note\n"
 
 
 async def test_a_deleted_run_is_gone(said: Said, run: str) -> None:

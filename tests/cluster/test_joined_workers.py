@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -202,9 +203,10 @@ async def test_a_searched_number_of_slots_is_that_of_all_workers_together(
 ) -> None:
     sequences, peaks, settled = 100, {}, {}
     for count in (1, WORKERS):
-        slots = asyncio.Semaphore(sequences)
+        slots, seen = asyncio.Semaphore(sequences), list[int]()
 
-        async def script(request: Any, slots: asyncio.Semaphore = slots) -> Say:
+        async def script(request: Any, slots: asyncio.Semaphore = slots, seen: list[int] = seen) -> Say:
+            seen.append(models.inflight)
             async with slots:
                 await asyncio.sleep(1.0)
             return Say("ok")
@@ -216,10 +218,11 @@ async def test_a_searched_number_of_slots_is_that_of_all_workers_together(
                 await run.start(count)
                 async with asyncio.timeout(120):
                     await models.wait_requests(3_000)
-                peaks[count], settled[count] = models.peak_inflight, models.inflight
+                peaks[count], settled[count] = models.peak_inflight, median(seen[-1_000:])
 
-    assert peaks[WORKERS] <= 1.1 * max(512, peaks[1])  # four that search alone have 1,024
-    assert sequences <= settled[WORKERS] <= 1.1 * settled[1]
+    # Four that search alone have four times as many.
+    assert peaks[WORKERS] <= 1.1 * max(512, peaks[1])
+    assert sequences <= settled[WORKERS] <= 1.5 * settled[1]
 
 
 def _queue(inflight: int, sequences: int) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -23,7 +24,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
-from batch_agent.record.reader import RunReader, RunSnapshot, result_line_of
+from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
 from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
@@ -35,6 +36,11 @@ from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, o
 logger = logging.getLogger("batch_agent")
 
 ROWS_AT_ONCE = 100
+LEFT_OUT = (
+    "%s: what is recorded of %d rows that are not done is not copied, because their inputs are unknown. In the copy "
+    "they begin again, and tools that write may write again"
+)
+Unfinished = Callable[[RunReader, str], Iterable[UnfinishedRow]]
 
 
 def copy_to_directory(reader: RunReader, directory: Path) -> int:
@@ -43,7 +49,7 @@ def copy_to_directory(reader: RunReader, directory: Path) -> int:
     facts.pop("summary", None)
     directory.mkdir(DIRECTORY, parents=True, exist_ok=True)
     count = agents = 0
-    rows = _rows(reader)
+    rows = _rows(reader, reader.unfinished)
     with (
         closing(SqliteJournal.open(directory / JOURNAL, begun=False)) as journal,
         open(directory / RESULTS, "wb", opener=private) as results,
@@ -85,7 +91,7 @@ class _Row:
     name: str | None
 
 
-def _rows(reader: RunReader) -> Iterator[_Row]:
+def _rows(reader: RunReader, unfinished: Callable[[], Iterable[UnfinishedRow]]) -> Iterator[_Row]:
     """Yield the finished rows in input order, then those that have steps and are not done."""
     for place, record in reader.rows.placed():
         name = None if record["job_id"] == str(record["index"]) else str(record["job_id"])
@@ -96,7 +102,7 @@ def _rows(reader: RunReader) -> Iterator[_Row]:
             logger.warning("the record of row %s is not copied; it is asked again: %s", record["job_id"], error)
         yield _Row(cast(int, record["index"]), record.get("input"), record, steps, name)
     try:
-        for row in reader.unfinished():
+        for row in unfinished():
             if row.steps:
                 yield _Row(row.index, row.value, None, row.steps, row.job_id)
     except StoreError as error:
@@ -123,11 +129,14 @@ def _write(path: Path, content: JsonObject) -> None:
         file.write(to_json(content) + b"\n")
 
 
-def copy_to_store(reader: RunReader, store: RunStore, prepared: Mapping[str, Prepared], stage: str = "") -> int:
+def copy_to_store(
+    reader: RunReader, store: RunStore, prepared: Mapping[str, Prepared], unfinished: Unfinished, stage: str = ""
+) -> int:
     """Write the run with its stages into a new run of a store. Returns the number of its results.
 
-    ``prepared`` are its stages by name, a plain run as "", as they make the same requests as the run. ``stage`` is the
-    name of the run that ``reader`` reads, if it is a stage.
+    ``prepared`` are its stages by name, a plain run as "", as they make the same requests as the run. ``unfinished``
+    returns the rows of a stage that have begun and are not done, with their inputs. ``stage`` is the name of the run
+    that ``reader`` reads, if it is a stage.
     """
     view = reader.view()
     facts = _facts(reader, view, None if view.stages else prepared[stage])
@@ -135,10 +144,11 @@ def copy_to_store(reader: RunReader, store: RunStore, prepared: Mapping[str, Pre
     count = 0
     for name in view.stages:
         with reader.stage(name) as inner, closing(store.stage(name)) as target:
-            count += copy_to_store(inner, target, prepared, name)
+            count += copy_to_store(inner, target, prepared, unfinished, name)
         store.keep_feed(session)
     if not view.stages:
-        count = _copy_rows(reader, store, prepared[stage], session)
+        rows = _rows(reader, partial(unfinished, reader, stage))
+        count = _copy_rows(reader, store, prepared[stage], session, rows)
     if not stage and (lines := reader.job_lines()):
         store.add_job_lines(lines)
     _note_spent(store, view.latest, stage)
@@ -155,16 +165,18 @@ def _facts(reader: RunReader, view: RunSnapshot, prepared: Prepared | None) -> J
     return facts
 
 
-def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: int) -> int:
+def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: int, rows: Iterator[_Row]) -> int:
     """Feed the rows, and commit their steps and results. A row that is not done is copied if its input is known."""
     plan, keys, worker = prepared.plan, Keys(rows_under(prepared)), store.join({"copies": reader.name})
-    rows = (row for row in _rows(reader) if row.index is not None)
     unfinished: list[RowLease] = []
-    count = number = 0
+    count = number = left_out = 0
     while page := list(islice(rows, ROWS_AT_ONCE)):
         known: dict[int, tuple[_Row, Identity]] = {}
         for row in page:
-            job = plan.job(cast(int, row.index), row.value, row.name)
+            if row.index is None:
+                left_out += 1
+                continue
+            job = plan.job(row.index, row.value, row.name)
             known[job.index] = row, keys.identity(job, plan.question(job))
         fed = [NewRow(index, key.key, key.row, encode_row(row.value, row.name)) for index, (row, key) in known.items()]
         store.feed(session, fed)
@@ -181,6 +193,8 @@ def _copy_rows(reader: RunReader, store: RunStore, prepared: Prepared, session: 
     store.hand_back(worker, unfinished)
     store.end_inputs(session)
     store.leave(worker)
+    if left_out:
+        logger.warning(LEFT_OUT, reader.name, left_out)
     return count
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
+from batch_agent.cli.spec.unfinished import unfinished_rows
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.record.address import StoreAddress, place_of
-from batch_agent.record.reader import RunReader, RunSnapshot, open_run
+from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, open_run
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.copying import copy_to_directory, copy_to_store
 
@@ -52,4 +54,10 @@ def _to_redis(reader: RunReader, view: RunSnapshot, target: StoreAddress, import
         prepared = prepared_again(reader, import_from)
         if any(name not in prepared for name in view.parts):
             raise prompts_changed(reader.name)
-        return copy_to_store(reader, store, prepared)
+
+        def unfinished(run: RunReader, stage: str) -> Iterator[UnfinishedRow]:
+            with ExitStack() as extent:
+                others = [extent.enter_context(reader.stage(name)) for name in view.stages if name != stage]
+                yield from unfinished_rows(run, prepared[stage], others)
+
+        return copy_to_store(reader, store, prepared, unfinished)

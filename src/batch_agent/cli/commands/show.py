@@ -13,7 +13,7 @@ import json
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,16 +26,14 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
+from batch_agent.cli.spec.unfinished import unfinished_rows
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
-from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
 from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines, rows, terminal_width
-from batch_agent.record.keys import row_of
-from batch_agent.record.reader import RunReader, open_run, row_name
+from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.steps import Asked, CallBegun, CallEnded, Past, PastTurn, Spent
-from batch_agent.topology.nodes import Item, carried_by
 
 FIRST = 1  # rows that are shown by default
 
@@ -84,51 +82,14 @@ class ShownPart:
         return found
 
     def unfinished(self, parts: Sequence[ShownPart], wanted: str | None = None) -> Iterator[ShownRow]:
-        """Yield the rows that have started and are not done. ``parts`` are all parts of the run. A directory does not
-        record inputs: they are searched in the inputs of the run, and in what other stages answered."""
-        left = list(self.run.unfinished())
-        known = self._inputs(parts, {row.row for row in left if row.index is None})
-        for row in left:
-            index, job_id, value = row.index, row.job_id, row.value
-            if index is None and known[row.row]:
-                index, job_id, value = known[row.row].pop(0)
-            if wanted is not None and wanted not in (job_id, str(index)):
+        """Yield the rows that have started and are not done. ``parts`` are all parts of the run."""
+        for row in unfinished_rows(self.run, self._prepared, [part.run for part in parts if part is not self]):
+            if wanted is not None and wanted not in (row.job_id, str(row.index)):
                 continue
-            self.unknown += index is None
-            record: Record | None = None if index is None else {"index": index, "job_id": job_id}
-            prompts = None if index is None else _prompts(self._prepared, value)
-            yield ShownRow(self.name, record, row.past, prompts, value)
-
-    def _inputs(self, parts: Sequence[ShownPart], wanted: set[bytes]) -> dict[bytes, list[tuple[int, str, object]]]:
-        """Return the index, the id and the input of rows, by the hash of the input."""
-        known: dict[bytes, list[tuple[int, str, object]]] = {row: [] for row in wanted}
-        spec = None if self._prepared is None else self._prepared.spec
-        column, inputs = None if spec is None else spec.id_column, () if spec is None else spec.inputs
-        places: list[Iterable[tuple[int, object, str | None]]] = []
-        if wanted and isinstance(inputs, list | LazyRows):
-            places.append((index, value, None) for index, value in enumerate(inputs))
-        if wanted:
-            places += [part.answered() for part in parts if part is not self]
-        for place in places:
-            for index, value, name in place:
-                row = row_of(value, "")
-                done = self.run.rows.has(index)
-                if row in wanted and not done:
-                    known[row].append((index, row_name(value, index, column, name), value))
-        return known
-
-    def answered(self) -> Iterator[tuple[int, object, str | None]]:
-        """Yield what may be a row of the next stage, and its id: each output, its items if it is a list, and as a
-        field, with the fields that it carries."""
-        carry = self.run.facts().get("carry")
-        names = [str(name) for name in carry] if isinstance(carry, list) else []
-        for record in self.run.rows:
-            index, output, name = record["index"], record.get("output"), record.get("job_id")
-            if record.get("ok") and isinstance(index, int):
-                name = name if isinstance(name, str) and name != str(index) else None
-                carried = carried_by(record.get("input"), names)
-                for value in (output, {"input": output}, *(output if isinstance(output, list) else ())):
-                    yield index, Item(index, value, carried=carried).placed().value, name
+            self.unknown += row.index is None
+            record: Record | None = None if row.index is None else {"index": row.index, "job_id": row.job_id}
+            prompts = None if row.index is None else _prompts(self._prepared, row.value)
+            yield ShownRow(self.name, record, row.past, prompts, row.value)
 
     def named(self, wanted: str, parts: Sequence[ShownPart]) -> list[ShownRow]:
         """Return the rows with this id, else the row at this position in the inputs."""
