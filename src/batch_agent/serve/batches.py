@@ -178,7 +178,8 @@ class RunningBatch(Entrant):
     def _name(self, number: int) -> str:
         return f"{self._suffix}{number:08x}"
 
-    def _sent(self, granted: Granted) -> None:
+    def _sent(self, granted: Granted, endpoint: str) -> None:
+        self._turnstile.note_sent(endpoint)
         if not granted.sent_at:
             granted.sent_at = self._clock()
             granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
@@ -227,12 +228,12 @@ class RunningBatch(Entrant):
 class _LineCall(ClientCall):
     __slots__ = ("_on_sent",)
 
-    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[], None]) -> None:
+    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[str], None]) -> None:
         super().__init__(backend, request)
         self._on_sent = on_sent
 
     async def send(self, endpoint: str) -> Reply:
-        self._on_sent()
+        self._on_sent(endpoint)
         return await super().send(endpoint)
 
 
