@@ -167,7 +167,7 @@ class Turnstile:
         for name, (share, tokens) in terms.items():
             account = self.account(name)
             account.share, account.tokens_per_day = share, tokens
-        for name, account in self.accounts.items():
+        for name, account in tuple(self.accounts.items()):  # a thread may ask for another one
             account.today = used_today.get(name, 0) + self.spent.get(name, 0)
         self.touch()
 
