@@ -26,7 +26,7 @@ LEARN = 0.2  # the weight of the latest line in the tokens per line
 QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
 FRESH_SECONDS = 0.25  # that a request may wait for the engine's next step
 MOST_FRESH = 1024  # times of requests that are kept
-GROUP = 0.125  # of the limit beside people: when so many lines may start, they start together
+GROUP = 0.125  # of the limit beside people: lines start together when that many may start
 HOLD_SECONDS = 0.2  # that a line waits for others to start with
 URGENT_SHARE = 0.25  # of the slots, for lines that would miss their deadline
 
