@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,13 @@ def text_of(number: int) -> str:
     return f"Say something about number {number}. " * 10
 
 
-def lines(path: Path, count: int) -> Path:
+def lines(path: Path, count: int, tokens: Sequence[int] = ()) -> Path:
+    """Write the lines of a batch. ``tokens``: the lengths of their answers, in turn."""
     with path.open("w") as file:
         for number in range(count):
-            body = {"model": MODEL, "messages": [{"role": "user", "content": text_of(number)}]}
+            body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": text_of(number)}]}
+            if tokens:
+                body["max_tokens"] = tokens[number % len(tokens)]
             line = {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body}
             file.write(json.dumps(line) + "\n")
     return path
@@ -182,15 +185,19 @@ async def shares(backend: str, folder: Path, count: int) -> dict[str, object]:
 
 # People beside a batch, simulated
 
-# Fitted to measurements: a request alone 0.55 s, beside 64 lines 1.4 and beside 256 lines 4.4; 1,000 lines in 17.0 s,
-# and in 21.8 s with 64 in flight.
+# Fitted to measurements on an H200 (results/people.json). With answers of 50 tokens that all begin together, as there:
+# a request alone 0.46 s (measured 0.46), 256 lines alone 138 per second (136); people beside plain loops wait 1.53
+# times as long beside 64 lines (1.67) and 4.41 times beside 256 (4.47), which keep 0.65 (0.655) and 0.97 (0.89) of it.
 ENGINE = EngineModel(
-    step_seconds=0.0085,
-    sequence_seconds=0.000185,
+    step_seconds=0.0086,
+    sequence_seconds=0.0000566,
+    prefill_step_seconds=0.0057,
     prefill_tokens_per_second=100_000,
-    max_num_seqs=128,
+    max_num_seqs=122,
     kv_tokens=1_000_000,
+    answer_tokens=70,
 )
+TOKENS = 50  # of an answer to people; those to lines have 30 to 70
 PEOPLE = 5.0  # requests per second
 SETTLE = 20.0  # seconds that are not counted
 MINUTE, BURST = 60.0, 12.0
@@ -201,14 +208,15 @@ async def scene(count: int, seconds: float, there: float, target: float | None) 
     they come."""
     loop, chance, engine = asyncio.get_running_loop(), random.Random(1), SimulatedBackend(ENGINE)
     models = ServedModels({MODEL: ServedModel(engine, ENGINE.name)})
-    options = {"interactive_latency": target, "max_inflight": 288, "now": lambda: 1e9 + loop.time()}
+    options = {"interactive_latency": target, "max_inflight": 256, "now": lambda: 1e9 + loop.time()}
     with tempfile.TemporaryDirectory() as name:
         async with serving(models, Path(name) / "data", **options) as (server, url, session):
             headers, taken = {"Authorization": f"Bearer {server.key}"}, list[tuple[float, float]]()
 
             async def person() -> None:
                 began = loop.time()
-                body = {"model": MODEL, "messages": [{"role": "user", "content": text_of(chance.randrange(10**6))}]}
+                messages = [{"role": "user", "content": text_of(chance.randrange(10**6))}]
+                body = {"model": MODEL, "messages": messages, "max_tokens": TOKENS}
                 async with session.post(f"{url}{CHAT}", json=body, headers=headers) as answer:
                     assert answer.status == 200, await answer.text()
                     await answer.read()
@@ -228,11 +236,13 @@ async def scene(count: int, seconds: float, there: float, target: float | None) 
                     await asyncio.sleep(max(0.0, minute - loop.time()))
 
             def tokens() -> int:
-                return engine.runner.engine.counters.generated_tokens - len(taken) * ENGINE.answer_tokens
+                return engine.runner.engine.counters.generated_tokens - len(taken) * TOKENS
 
             id = ""
             if count:
-                id = await Client(session, url, server.key).batch(lines(Path(name) / "lines.jsonl", count))
+                lengths = [chance.randrange(30, 71) for _ in range(1000)]
+                path = lines(Path(name) / "lines.jsonl", count, lengths)
+                id = await Client(session, url, server.key).batch(path)
                 await asyncio.sleep(SETTLE)
             await run(loop.time() + (MINUTE if 0 < there < 1 else SETTLE))
             began, first = loop.time(), tokens()
@@ -243,7 +253,7 @@ async def scene(count: int, seconds: float, there: float, target: float | None) 
 
 
 def simulated(seconds: float) -> dict[str, object]:
-    count = round(100 * (seconds + 2 * MINUTE))
+    count = round(150 * (seconds + 2 * MINUTE))
     _, quiet = run_virtual(scene(0, 20.0, 1, 2.5))
     alone, _ = run_virtual(scene(count, 20.0, 0, 2.5))
     idle = statistics.median(quiet)

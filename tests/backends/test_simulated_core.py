@@ -240,6 +240,13 @@ def test_a_step_takes_a_base_and_a_part_for_each_sequence_and_for_each_prompt_to
     assert [step.seconds for step in run(engine)] == [2.0, 1.0 + 12 / 16, 1.5]
 
 
+def test_a_step_with_a_prefill_may_take_longer() -> None:
+    plain = replace(SMALL, sequence_seconds=0.0, prefill_tokens_per_second=float("inf"))
+    engine = SimulatedEngine(replace(plain, prefill_step_seconds=0.5))
+    engine.add(tokens(8), tokens(3, "o"))
+    assert [step.seconds for step in run(engine)] == [1.5, 1.0, 1.0]
+
+
 def test_more_sequences_share_a_step_than_run_one_after_the_other() -> None:
     model = EngineModel()
     alone, together = SimulatedEngine(model), SimulatedEngine(model)

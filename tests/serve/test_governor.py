@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from batch_agent.serve.governor import QUIET_SECONDS, Governor
 
 
@@ -45,8 +47,7 @@ def test_the_limit_shrinks_until_the_target_is_met_and_grows_when_there_is_room(
         governor.answered(seconds, 100, lines, lines, now)
         met.append(seconds / 0.5)
     settled = met[100:]
-    assert sum(settled) / len(settled) < 2.6 and max(settled) < 3.5
-    assert sum(settled) / len(settled) > 1.8  # it is not simply empty
+    assert 2.3 < median(settled) < 2.5 and max(settled) < 3.0  # close to the target, and below it
 
 
 def test_a_limit_that_met_the_target_is_used_again_when_people_return() -> None:

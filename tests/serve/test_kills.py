@@ -16,7 +16,7 @@ from tests.serve.served import Client, chat, serving
 from tests.serve.test_openai_batches import backend
 from tests.warm import start
 
-from batch_agent.testing import Fail, Request, Say
+from batch_agent.testing import Fail, Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
 
@@ -124,3 +124,18 @@ async def test_outcomes_that_did_not_reach_the_files_are_written_again_from_the_
             content = tmp_path / "batches" / batch["id"]
             after = [(content / f"{name}.jsonl").read_bytes().splitlines() for name in ("output", "errors")]
             assert sorted(line for line in after[0] if b'"late"' not in line) == before[0] and after[1] == before[1]
+
+
+async def test_a_batch_whose_index_is_damaged_does_not_stop_the_server(tmp_path: Path) -> None:
+    async with backend(lambda request: Hang() if "wait" in request.text else Say("done")) as model:
+        async with serving(tmp_path, model) as client:
+            damaged = await client.create([chat("a"), chat("b", "wait")])
+            while not (await client.get(f"/v1/batches/{damaged['id']}"))["request_counts"]["completed"]:
+                await asyncio.sleep(0.01)
+        index = tmp_path / "batches" / damaged["id"] / "lines.db"
+        index.write_bytes(index.read_bytes()[:4096] + b"no index" * 4096)  # its first page is whole
+        async with serving(tmp_path, model) as client:
+            other = await client.create([chat("c")])
+            assert (await client.wait(other["id"]))["status"] == "completed"
+            assert (await client.get(f"/v1/batches/{damaged['id']}"))["status"] == "in_progress"
+            await client.get("/serve/status")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,14 @@ from tests.serve.served import CHAT, Client, chat, serving
 from tests.serve.test_anthropic_batches import ROUTE, ask
 from tests.serve.test_openai_batches import backend
 
+from batch_agent.backends.base import Load
 from batch_agent.cli.main import main
 from batch_agent.errors import SpecError
 from batch_agent.serve import server
 from batch_agent.serve.catalog import Catalog, Tenant
 from batch_agent.serve.models import open_models
 from batch_agent.serve.server import BatchService, ServeOptions
-from batch_agent.serve.turnstile import PENDING, Entrant
+from batch_agent.serve.turnstile import GROUP, HOLD_SECONDS, PENDING, Entrant
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
@@ -204,3 +205,51 @@ async def test_lines_start_in_turns_of_their_tenants_and_only_so_many_without_a_
         assert not turnstile.start_next()
         turnstile.leave(first)
         turnstile.leave(other)
+
+
+async def test_beside_people_lines_start_several_together(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        turnstile, batch = client.server.turnstile, Lines("b1", "one")
+        governor, now = turnstile.governor, asyncio.get_running_loop().time()
+        governor.began(now, 0)
+        governor.admitted()
+        governor.answered(0.5, 50, 0, 0, now)  # a person is still there, and the pace of an idle engine is known
+        for _ in range(20):
+            governor.answered(0.5, 50, 100, 100, now)  # with room for many lines
+        limit = governor.limit(now)
+        assert limit is not None and 8 < limit < PENDING
+        turnstile.enter(batch)
+        while turnstile.start_next():
+            turnstile.sent()
+        assert batch.started == limit
+        group = ceil(limit * GROUP)
+        for _ in range(group - 1):
+            turnstile.ended(batch, 1, 1.0, sent=True)
+            assert not turnstile.start_next()
+        turnstile.ended(batch, 1, 1.0, sent=True)
+        while turnstile.start_next():
+            turnstile.sent()
+        assert batch.started == limit + group
+        turnstile.ended(batch, 1, 1.0, sent=True)
+        assert not turnstile.start_next()
+        await asyncio.sleep(1.1 * HOLD_SECONDS)  # one line alone does not wait for long
+        turnstile.start_next()
+        assert batch.started == limit + group + 1
+        turnstile.leave(batch)
+
+
+async def test_requests_that_were_just_sent_are_not_taken_for_a_queue_of_the_engine(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        turnstile = client.server.turnstile
+        (endpoint,) = turnstile._dispatcher.scheduler.endpoints
+        endpoint.inflight += 1
+        turnstile.governor.began(0.0, 0)
+        for _ in range(3):
+            turnstile.note_sent(endpoint.name)
+        await turnstile.read(endpoint, Load(running=9, waiting=3))
+        assert not turnstile.may_wait_in_engine()  # these wait for its next step
+        await turnstile.read(endpoint, Load(running=9, waiting=4))
+        assert turnstile.may_wait_in_engine()  # one has waited for longer
+        await turnstile.read(endpoint, Load(running=9, waiting=0))
+        assert not turnstile.may_wait_in_engine()
+        endpoint.inflight -= 1

@@ -144,7 +144,7 @@ class Admin:
         ]
         tenants: JsonObject = {
             name: {"share": account.share, "tokens_today": account.today, "lines_in_flight": account.inflight}
-            for name, account in turnstile.accounts.items()
+            for name, account in tuple(turnstile.accounts.items())
         }
         people = {"in_flight": governor.active, "waiting": governor.waiting, "requests": self._interactive.requests}
         return {

@@ -27,7 +27,7 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.dispatch.cancellation import first_error
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import BatchAgentError, Interrupted, JobError, StoreError
+from batch_agent.errors import Interrupted, JobError, StoreError
 from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.address import StoreAddress
@@ -178,7 +178,8 @@ class RunningBatch(Entrant):
     def _name(self, number: int) -> str:
         return f"{self._suffix}{number:08x}"
 
-    def _sent(self, granted: Granted) -> None:
+    def _sent(self, granted: Granted, endpoint: str) -> None:
+        self._turnstile.note_sent(endpoint)
         if not granted.sent_at:
             granted.sent_at = self._clock()
             granted.beside = self._turnstile.inflight - 1 + self._turnstile.governor.active
@@ -227,12 +228,12 @@ class RunningBatch(Entrant):
 class _LineCall(ClientCall):
     __slots__ = ("_on_sent",)
 
-    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[], None]) -> None:
+    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[str], None]) -> None:
         super().__init__(backend, request)
         self._on_sent = on_sent
 
     async def send(self, endpoint: str) -> Reply:
-        self._on_sent()
+        self._on_sent(endpoint)
         return await super().send(endpoint)
 
 
@@ -366,7 +367,7 @@ class ServedBatches:
     # One batch
 
     async def _accompany(self, id: str) -> None:
-        """Take a batch to its end. A record that cannot be written is tried again."""
+        """Take a batch to its end. One whose files cannot be read or written is tried again."""
         while True:
             try:
                 batch = await in_thread(partial(self._catalog.batch, id))
@@ -379,7 +380,7 @@ class ServedBatches:
             except (StoreError, OSError) as error:
                 logger.warning("batch %s: %s; it is continued in %g s", id, error, AGAIN_SECONDS)
                 await asyncio.sleep(AGAIN_SECONDS)
-            except BatchAgentError:
+            except Exception:  # such as a damaged index: it does not concern other batches
                 logger.exception("batch %s failed; it is continued in %g s", id, AGAIN_SECONDS)
                 await asyncio.sleep(AGAIN_SECONDS)
 

@@ -4,10 +4,11 @@ A step of an engine takes longer the more requests are in its batch. So the late
 the lines in flight, even if it never waits. The target is a multiple of the latency on an idle engine. Requests differ
 in length; so the latency of one is compared with that of an idle engine for as many tokens.
 
-While people are there, an answer that took longer than the target lowers the limit in proportion, and answers well
-below it raise the limit. When no request has come for several times the usual gap between two, there is no limit; the
-one that met the target last is where it begins when people return. If the latency of an idle engine is not known when
-people come, no line starts until one of their requests was answered without lines.
+While people are there, each answer that took longer than the target lowers the limit by a small part, and each that
+took less raises it by the same part, so that half of the answers are below the target. One that is far above it lowers
+the limit in proportion, and one far below it raises it faster. When no request has come for several times the usual gap
+between two, there is no limit; the latest one is where it begins when people return. If the latency of an idle engine
+is not known when people come, no line starts until one of their requests was answered without lines.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ GAPS = 6.0  # times the usual gap between two interactive requests: then people 
 FEW = 2  # requests in flight that leave an engine almost idle
 MEASURE_SECONDS = 30.0  # for which no line starts, at most, until the latency of an idle engine is known
 LEARN = 0.2  # the weight of the latest answer
-AIM, COMFORT = 0.97, 0.87  # parts of the target: above the first, lines are taken away; below the other, more are tried
-RAISE = 1.08
+AIM = 0.97  # part of the target that the median is held at: each answer above it lowers the limit, each below raises it
+STEP = 0.01  # by this part
+COMFORT, RAISE = 0.8, 1.05  # part of the target below which an answer raises it faster, and by how much
+FAR = 1.2  # times the target: an answer above it lowers the limit in proportion
 OVER = 1.25  # times the limit: with more lines in flight, those of an earlier limit are still there
 LOWER = 0.5  # the limit is never lowered more than this by one answer
 FIRST_PART = 0.25  # of the lines in flight, when people come and nothing is known
@@ -147,11 +150,14 @@ class Governor:
             return
         if not limit:
             self._limit, self._changed = self._first(), now
-        elif ratio > AIM * target:
+        elif ratio > FAR * target:
             if most > limit * OVER or now - self._changed < seconds / 2:
                 return  # it was slow because of lines that started before the limit
             self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, AIM * target / ratio))
             self._changed = now
-        elif ratio < COMFORT * target and lines >= COMFORT * limit:
-            self._limit = limit * RAISE + 0.5
+        elif ratio > AIM * target:
+            if most <= limit * OVER:
+                self._limit = max(1.0, limit * (1 - STEP))
+        elif most >= COMFORT * limit:
+            self._limit = limit * RAISE + 0.5 if ratio < COMFORT * target else limit * (1 + STEP)
             self.reason = ""

@@ -7,7 +7,6 @@ piece by piece, and is written as events of the client's wire; tool calls and us
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from aiohttp import web
 
@@ -86,7 +85,7 @@ class Interactive:
             raise RequestRefused(429, "the tokens of this day are used up", code="insufficient_quota")
         clock = asyncio.get_running_loop().time
         question = model_request(asked, ModelRequest(asked.shape, Conversation(asked.messages), "interactive"))
-        call = _PersonCall(self._models, question, governor.admitted)
+        call = _PersonCall(self._models, question, self._turnstile)
         if stream is not None and stream.live is not None:
             stream.live.follow(question)
             call.on_tool_call = start_nothing  # so that the backend streams
@@ -142,16 +141,17 @@ class Interactive:
 class _PersonCall(ClientCall):
     """Tells when the request is sent."""
 
-    __slots__ = ("_on_sent", "admitted", "sent_at")
+    __slots__ = ("_turnstile", "admitted", "sent_at")
 
-    def __init__(self, backend: ServedModels, request: ModelRequest, on_sent: Callable[[], None]) -> None:
+    def __init__(self, backend: ServedModels, request: ModelRequest, turnstile: Turnstile) -> None:
         super().__init__(backend, request)
-        self._on_sent, self.admitted, self.sent_at = on_sent, False, asyncio.get_running_loop().time()
+        self._turnstile, self.admitted, self.sent_at = turnstile, False, asyncio.get_running_loop().time()
 
     async def send(self, endpoint: str) -> Reply:
+        self._turnstile.note_sent(endpoint)
         if not self.admitted:
             self.admitted = True
-            self._on_sent()
+            self._turnstile.governor.admitted()
         return await super().send(endpoint)
 
 

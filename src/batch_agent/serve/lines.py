@@ -379,9 +379,13 @@ class BatchLines:
         self._input = (folder / INPUT).open("rb")
         self._done = bytearray(batch.total // 8 + 1)
         self._files: dict[bool, BinaryIO] = {}
-        for ok, name in ((True, OUTPUT), (False, ERRORS)):
-            self._recover(ok, folder / name)
-            self._recover(ok, folder / (name + PART))
+        try:
+            for ok, name in ((True, OUTPUT), (False, ERRORS)):
+                self._recover(ok, folder / name)
+                self._recover(ok, folder / (name + PART))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for file in self._files.values():

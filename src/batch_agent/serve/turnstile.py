@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, isinf
@@ -23,6 +24,10 @@ TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
 LEARN = 0.2  # the weight of the latest line in the tokens per line
 QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
+FRESH_SECONDS = 0.25  # that a request may wait for the engine's next step
+MOST_FRESH = 1024  # times of requests that are kept
+GROUP = 0.125  # of the limit beside people: lines start together when that many may start
+HOLD_SECONDS = 0.2  # that a line waits for others to start with
 URGENT_SHARE = 0.25  # of the slots, for lines that would miss their deadline
 
 
@@ -105,6 +110,8 @@ class Turnstile:
         self.spent: dict[str, int] = {}  # tokens by tenant that are not in the catalog yet
         self.why = ""  # why lines wait, for people
         self._queued: dict[str, float] = {}  # by endpoint: loop time at which its engine last had a queue
+        self._sends: dict[str, deque[float]] = {}  # by endpoint: loop times at which requests were sent, the latest
+        self._free_since: float | None = None  # loop time at which lines could start beside people, and wait for others
         self.resting = False  # the process is ending: no further line starts
 
     # The engines' queues: what ``poll_load`` reads
@@ -112,11 +119,19 @@ class Turnstile:
     in_gaps = False
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
-        """Take what an engine reports."""
-        if load.waiting:
-            self._queued[endpoint.name] = asyncio.get_running_loop().time()
+        """Take what an engine reports. Requests that were just sent are no queue: they wait for its next step."""
+        now, waiting, sends = asyncio.get_running_loop().time(), load.waiting, self._sends.get(endpoint.name, ())
+        if waiting and (len(sends) < waiting or sends[-waiting] < now - FRESH_SECONDS):
+            self._queued[endpoint.name] = now
         elif self._queued.pop(endpoint.name, None) is not None:
             self.touch()
+
+    def note_sent(self, endpoint: str) -> None:
+        """A request was sent to an endpoint, of a line or of people."""
+        sends = self._sends.get(endpoint)
+        if sends is None:
+            sends = self._sends[endpoint] = deque(maxlen=MOST_FRESH)
+        sends.append(asyncio.get_running_loop().time())
 
     def may_wait_in_engine(self) -> bool:
         """Return whether an interactive request was sent, and an engine has a queue in which it may be."""
@@ -152,7 +167,7 @@ class Turnstile:
         for name, (share, tokens) in terms.items():
             account = self.account(name)
             account.share, account.tokens_per_day = share, tokens
-        for name, account in self.accounts.items():
+        for name, account in tuple(self.accounts.items()):  # a thread may ask for another one
             account.today = used_today.get(name, 0) + self.spent.get(name, 0)
         self.touch()
 
@@ -265,13 +280,14 @@ class Turnstile:
         governor = self.governor
         limit = governor.limit(asyncio.get_running_loop().time())
         if (limit is not None and self.inflight >= limit) or self.may_wait_in_engine():
+            self._free_since = None
             late = [one for one in within if self.is_late(one[0])]
             if not late or slots is None or self.inflight >= URGENT_SHARE * slots:
                 self.why = "interactive requests come first"
                 return None
             governor.give_up(f"{len(late)} batches would miss their deadline")
             within = late
-        elif governor.waits:
+        elif governor.waits or (limit is not None and not self._has_group(limit)):
             self.why = "interactive requests come first"
             return None
         if len(within) == 1:
@@ -279,6 +295,17 @@ class Turnstile:
         first = min(within, key=lambda one: self.account(one[0].tenant).used)[0]
         own = [one for one in within if one[0].tenant == first.tenant]
         return min(own, key=lambda one: one[0].deadline)
+
+    def _has_group(self, limit: int) -> bool:
+        """Return whether lines may start beside people: several together, so that most steps of an engine only decode,
+        which takes less time than a step with a prefill."""
+        now, free = asyncio.get_running_loop().time(), limit - self.inflight
+        if self._free_since is None:
+            self._free_since = now
+        if free < GROUP * limit and now - self._free_since < HOLD_SECONDS:
+            return False
+        self._free_since = now - HOLD_SECONDS if free > 1 else None  # until the group is complete
+        return True
 
     # Estimates
 

@@ -148,6 +148,7 @@ class SimulatedEngine:
             self.model.step_seconds
             + decoding * self.model.sequence_seconds
             + prefill / self.model.prefill_tokens_per_second
+            + (self.model.prefill_step_seconds if prefill else 0.0)
             + loaded / self.model.offload_tokens_per_second
         )
         return SimulatedStep(seconds, tuple(shares))

@@ -24,13 +24,15 @@ SHORT_NAMES = {"prefill": "prefill_tokens_per_second", "decode": "step_seconds",
 @dataclass(frozen=True, slots=True)
 class EngineModel:
     """A step that computes P prompt tokens and decodes S sequences takes
-    ``step_seconds + S * sequence_seconds + P / prefill_tokens_per_second``."""
+    ``step_seconds + S * sequence_seconds + P / prefill_tokens_per_second``, and ``prefill_step_seconds`` more if P is
+    not 0: engines have faster kernels for steps that only decode."""
 
     prefill_tokens_per_second: Annotated[
         float, Doc("tokens/s of prompt not found in the cache; inf: prefill is free")
     ] = 20_000.0
     step_seconds: Annotated[float, Doc("seconds that any step takes")] = 0.008
     sequence_seconds: Annotated[float, Doc("seconds that each decoding sequence adds to a step")] = 0.0001
+    prefill_step_seconds: Annotated[float, Doc("seconds that a step takes longer if it computes prompt tokens")] = 0.0
     max_num_seqs: Annotated[int, Doc("sequences running at once")] = 256
     max_batched_tokens: Annotated[int, Doc("tokens one step computes; longer prompts are prefilled in chunks")] = 8_192
     kv_tokens: Annotated[int, Doc("tokens the KV cache holds; rounded down to whole blocks")] = 131_072
@@ -47,7 +49,7 @@ class EngineModel:
     name: Annotated[str, Doc("the model's name on the wire")] = "simulated"
 
     def __post_init__(self) -> None:
-        for field in ("step_seconds", "sequence_seconds"):
+        for field in ("step_seconds", "sequence_seconds", "prefill_step_seconds"):
             if not (0 <= getattr(self, field) < math.inf):
                 raise SpecError(f"{field} must be 0 or more seconds, not {getattr(self, field)}")
         for field in ("prefill_tokens_per_second", "offload_tokens_per_second"):
