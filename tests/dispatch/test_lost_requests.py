@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Fleet, Tool
-from batch_agent.backends.base import Probe
+from batch_agent.backends.base import ClientBody, ModelRequest, Probe, RequestShape
+from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
+from batch_agent.dispatch.policy import Observer, Policy
 from batch_agent.job import AgentResult
+from batch_agent.messages import Conversation, Message
 from batch_agent.observe.metrics import Statistics
+from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 
@@ -213,3 +217,29 @@ async def test_the_failure_of_a_second_request_is_not_the_rows() -> None:
     results, statistics = await finish(ScriptedBackend(script), 100, max_inflight=16, max_retries=0)
     assert (statistics.ok, sent.count("50")) == (100, 2)
     assert all(result.ok for result in results)
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({}, True),
+        ({"client": ClientBody("chat", {}, b"")}, True),
+        ({"client": ClientBody("chat", {}, b""), "on_begin": lambda: None}, False),  # the answer is passed on as it comes
+        ({"relay": lambda data: None}, False),
+    ],
+)
+def test_a_request_whose_answer_is_read_as_it_comes_is_not_sent_beside_another(
+    fields: dict[str, Any], beside: bool
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = ScriptedBackend(lambda request: Say("ok"))
+        dispatcher = Dispatcher(backend, 4)
+        request = ModelRequest(RequestShape("m"), Conversation([Message("user", "hi")]), "row", **fields)
+        slot = await dispatcher.slots.hold(dispatcher.slots.claim(AgentForecast(0), 0))
+        assert dispatcher.seconds.start(slot, ModelCall(backend, request), Policy(), Observer()) is beside
+        await dispatcher.seconds.end(slot)
+        dispatcher.slots.release(slot)
+        dispatcher.close()
+
+    scenario()

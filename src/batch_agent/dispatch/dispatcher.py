@@ -300,7 +300,7 @@ class Dispatcher:
                 await self.seconds.end(slot)
         question.check(reply)
         if second is not None:
-            return reply  # what it tells of its endpoint is known
+            return reply  # the second request has reported it to its endpoint
         if reply.saved is None:
             self.endpoints.answered(slot, began, reply)
         else:

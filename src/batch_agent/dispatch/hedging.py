@@ -95,8 +95,10 @@ class SecondRequests:
     def start(self, slot: Slot, question: Question, policy: Policy, observer: Observer) -> bool:
         """Send the question again as soon as there is a slot. Returns False if it cannot be sent beside the first."""
         again, request = question.again(), question.request
-        if again is question or request is None or request.relay is not None:
+        if again is question or request is None:
             return False
+        if request.relay is not None or (request.client is not None and request.on_begin is not None):
+            return False  # a client reads the answer of the first request as it is written
         coroutine = self._ask(slot, again, policy, observer)
         self.tasks[slot] = asyncio.get_running_loop().create_task(coroutine)
         return True
