@@ -224,7 +224,7 @@ async def test_the_failure_of_a_second_request_is_not_the_rows() -> None:
     [
         ({}, True),
         ({"client": ClientBody("chat", {}, b"")}, True),
-        ({"client": ClientBody("chat", {}, b""), "on_begin": lambda: None}, False),  # the answer is passed on as it comes
+        ({"client": ClientBody("chat", {}, b""), "on_begin": lambda: None}, False),  # passed on as it comes
         ({"relay": lambda data: None}, False),
     ],
 )
