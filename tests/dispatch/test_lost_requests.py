@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Fleet, Tool
-from batch_agent.backends.base import Probe
+from batch_agent.backends.base import ClientBody, ModelRequest, Probe, RequestShape
+from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
+from batch_agent.dispatch.policy import Observer, Policy
 from batch_agent.job import AgentResult
+from batch_agent.messages import Conversation, Message
 from batch_agent.observe.metrics import Statistics
-from batch_agent.testing import CallTools, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
+from batch_agent.scheduler.ordering import AgentForecast
+from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 
 
@@ -180,3 +184,62 @@ async def test_a_stream_that_sends_is_not_lost() -> None:
     results, _ = await finish(backend, 3, tools=[look])
     assert all(result.output == words for result in results)
     assert len([request for request in backend.requests if not request.is_control]) == 6, "none was sent twice"
+
+
+@pytest.mark.parametrize("max_inflight", [4, 16, 64])
+def test_a_slow_row_among_quick_ones_keeps_its_request_while_a_second_one_is_sent(max_inflight: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        def script(request: Request) -> ScriptedReply:
+            return Say(request.text, latency=70.0 if request.text == "50" else 1.0)
+
+        backend = ScriptedBackend(script)
+        results, statistics = await finish(backend, 100, max_inflight=max_inflight)
+        assert sorted(int(str(result.output)) for result in results) == list(range(100)), "each is delivered once"
+        assert sum(request.text == "50" for request in backend.requests) == 2
+        slow = next(result for result in results if result.input == "50")
+        assert (slow.attempts, statistics.retries) == (2, 1), "the second request counts as an attempt"
+        assert now() < 100 / max_inflight + 71, "the first request was answered"
+
+    scenario()
+
+
+@virtual_clock
+async def test_the_failure_of_a_second_request_is_not_the_rows() -> None:
+    sent: list[str] = []
+
+    def script(request: Request) -> ScriptedReply:
+        sent.append(request.text)
+        if request.text == "50":
+            return Fail(500, latency=0.1) if sent.count("50") == 2 else Say("ok", latency=70.0)
+        return Say("ok", latency=1.0)
+
+    results, statistics = await finish(ScriptedBackend(script), 100, max_inflight=16, max_retries=0)
+    assert (statistics.ok, sent.count("50")) == (100, 2)
+    assert all(result.ok for result in results)
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({}, True),
+        ({"client": ClientBody("chat", {}, b"")}, True),
+        ({"client": ClientBody("chat", {}, b""), "on_begin": lambda: None}, False),  # passed on as it comes
+        ({"relay": lambda data: None}, False),
+    ],
+)
+def test_a_request_whose_answer_is_read_as_it_comes_is_not_sent_beside_another(
+    fields: dict[str, Any], beside: bool
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        backend = ScriptedBackend(lambda request: Say("ok"))
+        dispatcher = Dispatcher(backend, 4)
+        request = ModelRequest(RequestShape("m"), Conversation([Message("user", "hi")]), "row", **fields)
+        slot = await dispatcher.slots.hold(dispatcher.slots.claim(AgentForecast(0), 0))
+        assert dispatcher.seconds.start(slot, ModelCall(backend, request), Policy(), Observer()) is beside
+        await dispatcher.seconds.end(slot)
+        dispatcher.slots.release(slot)
+        dispatcher.close()
+
+    scenario()

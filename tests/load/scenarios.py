@@ -8,7 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tests.load.servers import ENGINE, TRAVEL, Balancer, Client, Engine, Limits, PlainServer, understated, vanishing
+from tests.load.servers import (
+    ENGINE,
+    TRAVEL,
+    Balancer,
+    Client,
+    Engine,
+    Limits,
+    PerMinute,
+    PlainServer,
+    understated,
+    vanishing,
+)
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Backend
@@ -110,6 +121,28 @@ def growing_server(seed: int) -> Outcome:
         "growing server", took / ideal, server.sent / rows, broken=broken,
         notes={"answer seconds": round(seconds, 2), "found after": found},
     )  # fmt: skip
+
+
+def minute_limit(seed: int) -> Outcome:
+    """A provider that takes a number of requests per minute, and says nothing, or little, about it."""
+    chance = random.Random(seed)
+    limit = PerMinute(
+        chance.choice([60, 120, 300, 600]),
+        chance.choice(["minutes", "any minute", "bucket"]),
+        chance.choice(["nothing", "nothing", "nothing", "Retry-After", "remaining", "limit"]),
+        chance.uniform(5.0, 60.0),
+    )
+    seconds, rows = chance.uniform(0.3, 5.0), int(limit.number * chance.uniform(3.0, 8.0))
+    notes = {"per minute": limit.number, "kind": limit.kind, "tells": limit.tells, "answer seconds": round(seconds, 2),
+             "rows": rows}  # fmt: skip
+    began, last = limit.ideal(rows)
+    server = PlainServer(Limits(lambda now: 10_000, seconds, per_minute=limit), seed)
+    took = run_virtual(finish(server, rows))
+    ideal = began + seconds * (2 + last / 128)
+    # What is left: the requests that find out. A bucket takes one again after a moment, so no number per minute shows.
+    # Headers that name no reset are read as if requests arrived in the order in which they left.
+    most = 1.45 if limit.tells == "remaining" else 1.35 if limit.kind == "bucket" else 1.15
+    return Outcome("minute limit", took / ideal, server.sent / rows, most_requests=most, notes=notes)
 
 
 def two_clients(seed: int) -> Outcome:
@@ -238,6 +271,7 @@ SCENARIOS: dict[str, Callable[[int], Outcome]] = {
     "random refusals": random_refusals,
     "full server": full_server,
     "growing server": growing_server,
+    "minute limit": minute_limit,
     "two clients": two_clients,
     "long answers": long_answers,
     "one long agent": one_long_agent,

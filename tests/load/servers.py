@@ -8,11 +8,12 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest, OnToolCall, Probe
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.errors import RateLimited, Unavailable
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Allowance, Quota, Reply, ToolCall, Usage
 
 TRAVEL = 0.02  # seconds that a request or an answer takes
 SPREAD = 0.3  # of the logarithm of an answer's seconds
@@ -28,6 +29,72 @@ class Limits:
     refused: float = 0.0  # share of the requests that it refuses by chance
     retry_after: float | None = None
     spread: float = SPREAD
+    per_minute: PerMinute | None = None
+
+
+Tells = Literal["nothing", "Retry-After", "remaining", "limit"]  # what a refusal, or an answer, says of a rate limit
+
+
+@dataclass
+class PerMinute:
+    """A number of requests per minute. ``kind``: counted from minute to minute, the first of which ends after
+    ``ends`` seconds; in any minute; or a bucket of that many requests that fills up steadily."""
+
+    number: int
+    kind: Literal["minutes", "any minute", "bucket"]
+    tells: Tells = "nothing"
+    ends: float = 60.0
+    counts_refused: bool = False  # a refused request counts too
+
+    def __post_init__(self) -> None:
+        self._left, self._at, self._taken = float(self.number), 0.0, [-math.inf]
+
+    def ideal(self, rows: int) -> tuple[float, int]:
+        """Return when the last window begins, and how many of the rows are sent in it."""
+        before = (rows - 1) // self.number
+        if self.kind == "bucket":
+            return max(0, rows - self.number) * 60 / self.number, 1
+        first = self.ends if self.kind == "minutes" else 60.0
+        return (first + 60 * (before - 1) if before else 0.0), rows - before * self.number
+
+    def takes(self, now: float) -> bool:
+        if self.kind == "any minute":
+            self._taken = [at for at in self._taken if at > now - 60]
+            taken = len(self._taken) < self.number
+            if taken or self.counts_refused:
+                self._taken.append(now)
+            return taken
+        if self.kind == "bucket":
+            self._left = min(self.number, self._left + (now - self._at) * self.number / 60)
+            self._at = now
+        elif now >= self.ends:
+            self._left, self.ends = float(self.number), self.ends + 60 * (1 + (now - self.ends) // 60)
+        taken = self._left >= 1
+        self._left -= taken or (self.counts_refused and self._left >= 1)
+        return taken
+
+    def resets_in(self, now: float) -> float:
+        match self.kind:
+            case "minutes":
+                return self.ends - now
+            case "any minute":
+                return max(0.0, self._taken[0] + 60 - now) if len(self._taken) >= self.number else 0.0
+            case "bucket":
+                return max(0.0, (1 - self._left) * 60 / self.number)
+
+    def refusal(self, now: float) -> RateLimited:
+        wait = self.resets_in(now) if self.tells == "Retry-After" else None
+        return RateLimited("too many requests per minute", status=429, retry_after=wait, quota=self.quota(0))
+
+    def quota(self, remaining: int | None = None) -> Quota | None:
+        """Headers without the time of the reset: what remains, or the limit alone."""
+        match self.tells:
+            case "remaining":
+                left = int(self._left) if self.kind != "any minute" else self.number - len(self._taken)
+                return Quota(requests=Allowance(self.number, max(0, left) if remaining is None else remaining, None))
+            case "limit":
+                return Quota(requests=Allowance(self.number, None, None))
+        return None
 
 
 class PlainServer(Backend):
@@ -60,6 +127,11 @@ class PlainServer(Backend):
         limits, loop = self.limits, asyncio.get_running_loop()
         self.sent += 1
         await asyncio.sleep(TRAVEL)
+        if limits.per_minute is not None and not limits.per_minute.takes(loop.time()):
+            self.refused += 1
+            await asyncio.sleep(TRAVEL)
+            raise limits.per_minute.refusal(loop.time())
+        quota = None if limits.per_minute is None else limits.per_minute.quota()
         full = self.running >= limits.slots(loop.time())
         if self.chance.random() < limits.refused or (full and not limits.queues):
             self.refused += 1
@@ -80,7 +152,7 @@ class PlainServer(Backend):
         self.work += seconds
         await asyncio.sleep(TRAVEL)
         self.answers.append(loop.time())
-        return self._answer(request)
+        return replace(self._answer(request), quota=quota)
 
     def _answer(self, request: ModelRequest) -> Reply:
         usage, messages = Usage(prompt_tokens=50, completion_tokens=20), request.conversation.messages

@@ -201,9 +201,10 @@ def test_a_refusal_is_taken_back_when_its_row_is_refused_again_and_others_are_no
     capacity = Capacity(64)
     sent = capacity.generation
     for _ in range(32):
-        capacity.overloaded(sent, 40, cause="bad")
+        capacity.overloaded(sent, 40, now=1.0, cause="bad")
     assert capacity.limit == 20
-    assert capacity.pardon("bad") and capacity.limit == 64
+    assert not capacity.pardon("bad", answered=0.9), "nothing that was sent since was answered"
+    assert capacity.pardon("bad", answered=1.1) and capacity.limit == 64
     assert not capacity.causes
     assert not refuse(capacity, 2), "and is not counted any more"
 
@@ -213,9 +214,9 @@ def test_a_refusal_is_not_taken_back_once_a_refused_row_was_answered() -> None:
     sent = capacity.generation
     for cause in range(32):
         capacity.overloaded(sent, 40, cause=cause)
-    lowered = next(cause for cause, (_, lowered) in capacity.causes.items() if lowered)
+    lowered = next(cause for cause, (_, lowered, _) in capacity.causes.items() if lowered)
     capacity.confirm(lowered)
-    assert not capacity.pardon(0) and not capacity.pardon(lowered)
+    assert not capacity.pardon(0, 1.0) and not capacity.pardon(lowered, 1.0)
     assert capacity.limit == 20
 
 
@@ -224,7 +225,7 @@ def test_a_search_goes_on_when_the_refusal_that_ended_it_is_taken_back() -> None
     capacity = Capacity(None, search)
     while capacity.search is not None:
         capacity.overloaded(capacity.generation, 64, cause="bad")
-    capacity.pardon("bad")
+    capacity.pardon("bad", answered=1.0)
     assert (capacity.search, capacity.limit) == (search, 64)
 
 
@@ -234,4 +235,55 @@ def test_an_outage_leaves_no_refusal_to_take_back() -> None:
     for _ in range(32):
         capacity.overloaded(sent, 40, cause="bad")
     capacity.restart(64)
-    assert not capacity.pardon("bad") and capacity.limit == 1
+    assert not capacity.pardon("bad", answered=1.0) and capacity.limit == 1
+
+
+def full(now: float = 1.0) -> Capacity:
+    """A limit that refusals have lowered from 64 to 32, while 64 requests were in flight."""
+    capacity = Capacity(1000)
+    refuse(capacity, 64, now=now)
+    assert capacity.limit == 32
+    return capacity
+
+
+@pytest.mark.parametrize(
+    ("answered", "refused", "pending", "is_dry"),
+    [
+        (0, 3, 0, False),  # all slots of the server may be in use
+        (40, 2, 0, False),  # few are in flight; two refusals may be chance
+        (40, 3, 0, True),  # all that were sent since are refused: not too many at once, but too many per minute
+        (40, 3, 5, False),  # the server has taken others that were sent since
+    ],
+)
+def test_refusals_although_few_are_in_flight_leave_one_request_at_a_time(
+    answered: int, refused: int, pending: int, is_dry: bool
+) -> None:
+    capacity = full()
+    for _ in range(answered):
+        capacity.succeeded(sent_at=0.0, seconds=2.0, tokens=1, now=2.0)
+    for _ in range(refused):  # one after another, beside those that were in flight before
+        capacity.overloaded(capacity.generation, 63 - answered + pending + 1, now=2.1)
+    assert (capacity.limit == 1) == is_dry
+
+
+def test_answers_to_old_requests_do_not_raise_a_limit_of_one_request_at_a_time() -> None:
+    capacity = full()
+    for _ in range(40):
+        capacity.succeeded(sent_at=0.0, seconds=2.0, tokens=1, now=2.0)
+    for _ in range(3):
+        capacity.overloaded(capacity.generation, 24, now=2.1)
+    assert capacity.limit == 1
+    for _ in range(20):
+        capacity.succeeded(sent_at=0.0, seconds=2.0, tokens=1, now=2.2)
+    assert capacity.limit == 1
+    capacity.succeeded(sent_at=2.2, seconds=1.0, tokens=1, now=3.2)
+    assert capacity.limit == 2
+
+
+def test_the_search_takes_no_step_by_the_clock_before_a_refused_request_was_sent_again() -> None:
+    capacity = Capacity(None, LimitSearch(64))
+    capacity.ramp(64, 0.0)
+    capacity.filled = True
+    capacity.overloaded(capacity.generation, 64, now=0.1)
+    assert not capacity.ramp(64, 0.2) and capacity.limit == 64
+    assert capacity.ramp(64, 0.1 + FIRST) and capacity.limit == 128

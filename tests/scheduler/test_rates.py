@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.messages import Allowance, Quota, Usage
-from batch_agent.scheduler.rates import MINUTE, RESET_SLACK, SLACK, Rates, Reservation, is_spent
+from batch_agent.scheduler.rates import MINUTE, RESET_SLACK, SLACK, LearntRate, Rates, Reservation, is_spent
 
 
 def begin(rates: Rates, now: float) -> Reservation:
@@ -126,3 +126,66 @@ def test_a_spent_budget_is_told_from_a_server_that_is_busy() -> None:
     assert is_spent(Quota(tokens=Allowance(1000, 0, 3.0)))
     assert not is_spent(Quota(requests=Allowance(10, 5, 3.0)))
     assert not is_spent(None)
+
+
+def learnt(number: int, seconds: float = 1.0, free_at: float = 60.0) -> LearntRate:
+    rate = LearntRate()
+    assert rate.dry_up(number, seconds, now=2.0)
+    rate.learn(free_at)
+    return rate
+
+
+def send(rate: LearntRate, now: float) -> int:
+    """Send what may be sent now."""
+    sent = 0
+    while rate.free_at(now) <= now:
+        rate.take(now)
+        sent += 1
+    return sent
+
+
+def test_a_provider_that_refuses_everything_gets_what_it_took_in_a_minute() -> None:
+    rate = learnt(60)
+    assert send(rate, 60.0 + SLACK + 1.0) == 60
+    assert rate.free_at(62.0) == 62.0 + MINUTE + SLACK
+
+
+def test_requests_that_were_not_counted_leave_the_count_as_slowly_as_they_were_sent() -> None:
+    rate = learnt(60, seconds=30.0)
+    assert send(rate, 60.0 + SLACK) == 1
+    assert 29 <= send(rate, 75.0 + SLACK) <= 30
+
+
+def test_too_few_requests_do_not_show_a_limit() -> None:
+    rate = LearntRate()
+    assert not rate.dry_up(5, 10.0, now=10.0)
+    assert rate.free_at(10.0) <= 10.0
+
+
+def test_a_learnt_limit_is_raised_after_a_minute_and_lowered_to_what_was_taken() -> None:
+    rate = learnt(100)
+    assert send(rate, 62.0) == 100
+    assert send(rate, 123.0 + SLACK) == 125, "nothing has confirmed the limit yet"
+    for _ in range(25):
+        rate.refused()
+        assert rate.is_spent(124.0, 124.1)
+    assert rate.limit == 100
+    assert send(rate, 190.0) == 100
+    assert send(rate, 251.0) == 102, "two minutes after the refusal, and by less"
+
+
+def test_a_refusal_far_below_the_learnt_limit_is_not_due_to_it() -> None:
+    rate = learnt(100)
+    for _ in range(50):
+        rate.take(62.0)
+    rate.refused()
+    assert not rate.is_spent(62.0, 62.1) and rate.limit == 100
+
+
+def test_a_second_drought_counts_what_was_sent() -> None:
+    rate = learnt(100)
+    for _ in range(40):
+        rate.take(62.0)
+    assert rate.dry_up(1_000, 60.0, now=63.0)
+    rate.learn(100.0)
+    assert rate.limit == 40

@@ -23,7 +23,7 @@ from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.control import ControlCall, ControlObserver, OnControl
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
-from batch_agent.dispatch.hedging import hedged
+from batch_agent.dispatch.hedging import SecondRequests, hedged
 from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies
 from batch_agent.dispatch.probing import Probed
 from batch_agent.dispatch.slots import Slots
@@ -152,6 +152,8 @@ class Dispatcher:
             control_requests=control_requests,
         )
         self.endpoints.trust_probes = trust_probes
+        self.seconds = SecondRequests(self)
+        self.endpoints.flights.send_beside = self.seconds.start
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
         self.spending: Spending | None = None
@@ -202,7 +204,7 @@ class Dispatcher:
                 self.endpoints.controls.like(request)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
-                    reply = await self.attempt(question, slot, policy, sent)
+                    reply = await self.attempt(question, slot, policy, sent, observer)
                 else:
                     reply = await hedged(self, question, slot, policy)
                 cost = (
@@ -263,20 +265,26 @@ class Dispatcher:
                 raise
         return together.answers
 
-    async def attempt(self, question: Question, slot: Slot, policy: Policy, began: float | None = None) -> Reply:
-        """Send the question once in this slot, and learn from the outcome. ``began``: the time now."""
+    async def attempt(
+        self, question: Question, slot: Slot, policy: Policy, began: float | None = None, observer: Observer = SILENT
+    ) -> Reply:
+        """Send the question once in this slot, and learn from the outcome. ``began``: the time now. A request that may
+        be lost is sent a second time meanwhile; then the first answer is returned."""
         if began is None:
             began = self.slots.loop.time()
         if slot.reservation is not None:
             self.endpoints.rate_limits.leaves(slot)
-        deadline = self.endpoints.flights.begin(slot, question, policy.timeout, began)
+        deadline = self.endpoints.flights.begin(slot, question, policy, observer, began)
+        second: Reply | None = None
         try:
             with deadline:
                 reply = await question.send(slot.endpoint.name)
         except TimeoutError:
             if not deadline.expired:
                 raise
-            raise Timeout(self._too_late(slot, began, policy), text=question.text) from None
+            if (second := self.seconds.answer(slot)) is None:
+                raise Timeout(self._too_late(slot, began, policy), text=question.text) from None
+            reply = second
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
@@ -288,7 +296,11 @@ class Dispatcher:
         finally:
             question.ended()
             self.endpoints.flights.end(slot)
+            if self.seconds.tasks:
+                await self.seconds.end(slot)
         question.check(reply)
+        if second is not None:
+            return reply  # the second request has reported it to its endpoint
         if reply.saved is None:
             self.endpoints.answered(slot, began, reply)
         else:

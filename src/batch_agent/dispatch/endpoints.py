@@ -93,6 +93,7 @@ EXCESSIVE = 60.0  # seconds: a Retry-After above this, after good answers, is co
 SHORT_WAIT = 2.0  # seconds: a shorter Retry-After costs less than finding out whether it concerns all rows
 FEW_SLOW = 8  # requests in flight that may all be of rows that take long
 SECOND_LOOK = 0.25  # seconds after which silence is checked again
+LOOK_FOR_ROOM = 5.0  # seconds after which a request that may be lost is looked at again
 
 ALL_REFUSED = "the run stopped because every row is refused: {error}"
 
@@ -250,7 +251,7 @@ class EndpointMonitor:
             outcome = "broken"  # a row that is sent again and closes every connection
         if slot.recalled:
             outcome = "recalled"
-        if outcome == "overloaded" and is_spent(error.quota):
+        if outcome == "overloaded" and (is_spent(error.quota) or self.rate_limits.is_spent(slot)):
             outcome = "recalled"  # a rate limit with a known end: neither side is at fault
         if outcome == "silent" and slot.trial and not health.is_down:
             outcome = "recalled"  # the endpoint is back; a trial's time limit is not the row's fault
@@ -271,7 +272,7 @@ class EndpointMonitor:
         sent, trial, waits = slot.sent_at, slot.trial, bool(error.retry_after)
         attempt = Attempt(row, sent, now, outcome, trial, slot.sound, left, beside, control, waits, excessive)
         if outcome == "overloaded" and row.overloaded(attempt, server.answered_sent, server.control_sent):
-            self.say(endpoint, endpoint.capacity.pardon(row))
+            self.say(endpoint, endpoint.capacity.pardon(row, max(server.answered_sent, server.control_sent)))
         others, few = self._router.others_work(endpoint) and slot.ticket.pinned is None, self._slots.few_rows
         verdict = judge(
             attempt,
@@ -470,6 +471,8 @@ class EndpointMonitor:
     # Up and down
 
     def _is_alive(self, endpoint: Endpoint, slot: Slot, seconds: float, now: float) -> None:
+        if endpoint.health.is_limited:
+            endpoint.server.flows_again(slot.sent_at)
         if endpoint.health.answer(seconds, slot.sent_at, now):
             endpoint.server.held_until = 0.0
             self._comes_up(endpoint, now)
@@ -525,12 +528,15 @@ class EndpointMonitor:
             if not wait and not endpoint.health.is_down:
                 endpoint.health.reason = str(error)
                 endpoint.health.go_down(now)
+                endpoint.health.is_limited = isinstance(error, RateLimited) and server.dry_up(now)
                 self._goes_down(endpoint, now)
         endpoint.health.reason = str(error)
         if wait > 0.0 and now + wait > server.held_until:
             server.held_until = now + wait
             one = server.inflight > 1 and (capacity.tolerates or wait > SHORT_WAIT)
             server.held_for = slot.sent_at if one else inf
+            if isinstance(error, RateLimited) and (slot.ticket.control or not one):
+                server.dry_up(now, wait)
             self._scheduler.touch(endpoint)
             self.arm(endpoint)
         if max(now, server.held_until) - server.refused_since > self._max_outage:
@@ -622,14 +628,18 @@ class EndpointMonitor:
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
-        free_at = inf if server.rates is None else server.rates.free_at(self._slots.loop.time())
+        now = self._slots.loop.time()
+        free_at = inf if server.rates is None else server.rates.free_at(now)
         if health.state == "down":
             return health.next_trial, server.held_until, self._patience_ends(endpoint), free_at
         search = endpoint.capacity.search
         ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
         if not endpoint.inflight:
             return server.held_until, ramp_at, free_at
-        return server.held_until, self._silent_at(endpoint), self.flights.lost_at(endpoint), ramp_at, free_at
+        lost_at = self.flights.lost_at(endpoint)
+        if lost_at <= now:
+            lost_at = now + LOOK_FOR_ROOM
+        return server.held_until, self._silent_at(endpoint), lost_at, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
         """Return when the endpoint counts as silent, by its own answers; if too few, by those of other endpoints."""
@@ -671,7 +681,7 @@ class EndpointMonitor:
             if now >= self._silent_at(endpoint):
                 self._look_into(endpoint, now)
             if not health.is_down and now >= self.flights.lost_at(endpoint):
-                self.flights.recall_lost(endpoint, self._room_for_lost(endpoint), now)
+                self.flights.send_lost(endpoint, self._room_for_lost(endpoint), now)
 
     def _room_for_lost(self, endpoint: Endpoint) -> float:
         """Return the number of idle slots for requests of this endpoint: elsewhere, or here if there is none."""
@@ -702,17 +712,18 @@ class EndpointMonitor:
                 self.probe(endpoint)
             # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
             if (looks or (certain and not occupied)) and self.controls.can_ask(endpoint):
-                if occupied and health.sounded:
+                second = self.flights.second(endpoint)
+                if occupied and health.sounded and second is None:
                     return
                 self.control(endpoint)
                 if occupied:
-                    health.sounded = True
-                    self.flights.recall_oldest(endpoint, now, once=True)
+                    self.flights.make_room(endpoint, now)
 
     def _may_be_slow_rows(self, endpoint: Endpoint) -> bool:
         """Return whether the few requests in flight may be rows that take long, and a control request can tell."""
         few = endpoint.server.inflight <= FEW_SLOW or not (self._scheduler.wanted or self._slots.has_untested)
-        has_slot = not self._scheduler.is_occupied or not endpoint.health.sounded
+        can_make_room = not endpoint.health.sounded or self.flights.second(endpoint) is not None
+        has_slot = not self._scheduler.is_occupied or can_make_room
         return few and has_slot and self.controls.can_ask(endpoint)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:

@@ -1,7 +1,9 @@
-"""Hedging: a slow request is sent to a second endpoint too. The first good answer wins, the other is cancelled.
+"""Second requests: the same question is sent again while the first request is in flight. The first good answer wins,
+the other request is cancelled. A second request has its own slot and is paid like any request. Its failure is not
+charged to the row.
 
-Off unless ``Policy.hedge`` is set. The second request has its own slot, is paid like any request, and never goes to the
-same endpoint. Its failure is not charged to the row.
+``hedged`` sends a slow request to another endpoint too, if ``Policy.hedge`` is set. ``SecondRequests`` sends a request
+again that may be lost, to any endpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from batch_agent.dispatch.policy import Policy, Question
-from batch_agent.errors import BackendError, Interrupted
+from batch_agent.dispatch.policy import Observer, Policy, Question
+from batch_agent.errors import BackendError, Interrupted, JobError, Timeout
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Slot, Ticket
 
@@ -61,11 +63,15 @@ async def _winner(
 
 async def _second(dispatcher: Dispatcher, question: Question, first: Slot, ticket: Ticket, policy: Policy) -> Reply:
     slot = await dispatcher.slots.hold(ticket)
+    if slot.endpoint is first.endpoint:
+        dispatcher.slots.release(slot)
+        raise Interrupted("no other endpoint is free")
+    return await _ask_in(dispatcher, slot, question.again(), policy)
+
+
+async def _ask_in(dispatcher: Dispatcher, slot: Slot, again: Question, policy: Policy) -> Reply:
     call = None
     try:
-        if slot.endpoint is first.endpoint:
-            raise Interrupted("no other endpoint is free")
-        again = question.again()
         call = await dispatcher.reserve(slot, again.request)
         try:
             return await dispatcher.attempt(again, slot, policy)
@@ -76,3 +82,49 @@ async def _second(dispatcher: Dispatcher, question: Question, first: Slot, ticke
         if call is not None:
             call.fail()  # the cost of the answer is already on the turn's account
         dispatcher.slots.release(slot)
+
+
+class SecondRequests:
+    """Requests beside first ones that may be lost. A first request that is only slow loses nothing."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.tasks: dict[Slot, asyncio.Task[None]] = {}  # by the slot of the first request
+        self._answers: dict[Slot, Reply] = {}  # until the first request is cancelled
+
+    def start(self, slot: Slot, question: Question, policy: Policy, observer: Observer) -> bool:
+        """Send the question again as soon as there is a slot. Returns False if it cannot be sent beside the first."""
+        again, request = question.again(), question.request
+        if again is question or request is None:
+            return False
+        if request.relay is not None or (request.client is not None and request.on_begin is not None):
+            return False  # a client reads the answer of the first request as it is written
+        coroutine = self._ask(slot, again, policy, observer)
+        self.tasks[slot] = asyncio.get_running_loop().create_task(coroutine)
+        return True
+
+    async def _ask(self, first: Slot, again: Question, policy: Policy, observer: Observer) -> None:
+        dispatcher, progress = self._dispatcher, first.ticket.progress
+        ticket = dispatcher.slots.claim(progress, progress.turns, avoid=first.endpoint)
+        ticket.lost = ticket.second = True  # it is not sent a third time
+        try:
+            slot = await dispatcher.slots.hold(ticket)
+            seconds = slot.sent_at - first.sent_at
+            late = f"{dispatcher.name} did not answer within {seconds:.3g} s; the request is sent again"
+            observer.failed(Timeout(late), seconds, None, 0.0)
+            observer.sent(0.0)
+            self._answers[first] = await _ask_in(dispatcher, slot, again, policy)
+        except JobError:
+            return  # the first request continues
+        dispatcher.endpoints.flights.recall(first, asyncio.get_running_loop().time())
+
+    def answer(self, slot: Slot) -> Reply | None:
+        """Return the answer of the second request, if it ended the first one."""
+        return self._answers.get(slot)
+
+    async def end(self, slot: Slot) -> None:
+        """Cancel the second request, because the first one has ended."""
+        self._answers.pop(slot, None)
+        if (task := self.tasks.pop(slot, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from batch_agent.blocking import clock_of
 from batch_agent.dispatch.feed import Feed
-from batch_agent.dispatch.policy import Question
+from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
@@ -161,8 +161,9 @@ def _is_stale(entry: tuple[float, int, Deadline]) -> bool:
 # The requests in flight of one dispatcher: their time limits, and which of them are recalled.
 #
 # A request is recalled (cancelled, and sent again) in four cases: its endpoint went down or is silent; a trial needs
-# its slot; it is far older than the slowest answer, so that it may be lost; or, at the end of a batch, a much slower
-# endpoint still works on it while others are idle. It then ends as a timeout that is charged to no side.
+# its slot; it is far older than the slowest answer, so that it may be lost, and it cannot be sent again beside the
+# first; or, at the end of a batch, a much slower endpoint still works on it while others are idle. It then ends as a
+# timeout that is charged to no side.
 
 # A request moves to an idle endpoint if its remaining time is more than this many times what that endpoint takes.
 COMPUTED, QUEUED = 1.5, 0.6
@@ -174,16 +175,23 @@ SHORTEST_GAIN = 0.1  # seconds that a move must save at least: less may be a del
 # An endpoint that never answered loses its requests after this factor of the usual time or ``SLOWER`` times the slowest
 # answer of others, whichever is sooner, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
-# A request may be lost after this factor of the slowest answer, and at least these seconds, without a byte.
+# A request may be lost after this factor of a usual answer, and at least these seconds, without a byte. After this
+# factor of the slowest answer it is cancelled, if a second one cannot be sent beside it.
 LOST_FACTOR, LOST_SECONDS = 20.0, 30.0
 
 
+Flight = tuple[Deadline, Question, Policy, Observer]
+
+
 class Flights:
-    """Calls ``look_again`` when the end of a batch has to be checked again."""
+    """Calls ``look_again`` when the end of a batch has to be checked again. ``send_beside`` sends a request again that
+    may be lost, beside the first; it returns False if that is not possible."""
+
+    send_beside: Callable[[Slot, Question, Policy, Observer], bool]
 
     def __init__(self, router: Router, look_again: Callable[[], None]) -> None:
         self._router, self._look_again = router, look_again
-        self._at: dict[Endpoint, dict[Slot, tuple[Deadline, Question]]] = {}  # the oldest first
+        self._at: dict[Endpoint, dict[Slot, Flight]] = {}  # the oldest first
         self._patient: dict[Endpoint, Slot] = {}  # the trial that continues beside later ones
         self._deadlines = Deadlines()
         self._timer: asyncio.TimerHandle | None = None
@@ -194,9 +202,9 @@ class Flights:
         if self._timer is not None:
             self._timer.cancel()
 
-    def begin(self, slot: Slot, question: Question, seconds: float | None, now: float) -> Deadline:
+    def begin(self, slot: Slot, question: Question, policy: Policy, observer: Observer, now: float) -> Deadline:
         """Return the time limit of one request; ``end`` must follow. A trial must be answered within the usual time."""
-        endpoint = slot.endpoint
+        endpoint, seconds = slot.endpoint, policy.timeout
         if slot.ticket.control:
             seconds = endpoint.health.control_seconds(now)
         elif slot.trial:
@@ -205,7 +213,7 @@ class Flights:
         flights = self._at.get(endpoint)
         if flights is None:
             flights = self._at[endpoint] = {}
-        flights[slot] = deadline, question
+        flights[slot] = deadline, question, policy, observer
         return deadline
 
     def _trial_seconds(self, slot: Slot, endpoint: Endpoint, seconds: float | None) -> float | None:
@@ -249,7 +257,7 @@ class Flights:
 
     def recall(self, slot: Slot, at: float) -> None:
         """Recall the request at that time, if it is not answered before."""
-        deadline, _ = self._at[slot.endpoint][slot]
+        deadline = self._at[slot.endpoint][slot][0]
         if not deadline.expired:
             slot.recalled = True
             if slot.heard_at:
@@ -274,7 +282,7 @@ class Flights:
         """Recall all requests for good. Returns the row of each, as far as it is known, and when it was sent."""
         left: list[tuple[str, float]] = []
         for flights in self._at.values():
-            for slot, (deadline, question) in flights.items():
+            for slot, (deadline, question, _, _) in flights.items():
                 slot.withdrawn = slot.recalled = True
                 deadline.reschedule(min(deadline.when, now))
                 left.append(("" if question.request is None else question.request.job_id, slot.sent_at))
@@ -289,6 +297,18 @@ class Flights:
         for endpoint in tuple(self._at):
             if endpoint.health.is_down:
                 self.recall_all(endpoint, now)
+
+    def second(self, endpoint: Endpoint) -> Slot | None:
+        """Return a request in flight there that was sent beside another one, and may be recalled."""
+        return next((slot for slot in self.at(endpoint) if slot.ticket.second and not slot.recalled), None)
+
+    def make_room(self, endpoint: Endpoint, now: float) -> None:
+        """Recall a request that was sent beside another one, or else the oldest."""
+        if (second := self.second(endpoint)) is not None:
+            self.recall(second, now)
+        else:
+            endpoint.health.sounded = True
+            self.recall_oldest(endpoint, now, once=True)
 
     def recall_oldest(self, endpoint: Endpoint, now: float, *, once: bool = False) -> None:
         """Recall one request from before the outage, so that a trial gets its slot. ``once``: no turn twice."""
@@ -315,23 +335,33 @@ class Flights:
             (self._age_from(slot) + patience for slot in self._at.get(endpoint, ()) if _may_be_lost(slot)), default=inf
         )
 
-    def recall_lost(self, endpoint: Endpoint, room: float, now: float) -> None:
-        """Recall requests that may be lost, each once, as far as there is ``room`` for them. They need no room beside
-        their own if the endpoint has answered nothing for as long, or has answered requests that were sent later: then
-        they do not wait in its queue."""
+    def send_lost(self, endpoint: Endpoint, room: float, now: float) -> None:
+        """Send requests again that may be lost, each once, as far as there is ``room`` for them. They need no room if
+        the endpoint has answered nothing for as long, or has answered requests that were sent later: then they do not
+        wait in its queue. The first request continues if a second one gets a slot: there is room, or few of those in
+        flight are as old. Otherwise it is recalled when it is far older than the slowest answer."""
         patience, server = self._lost_after(endpoint), endpoint.server
-        silent = now - server.answered_at >= patience
-        if not self._slowest(endpoint):
+        slowest = self._slowest(endpoint)
+        cancelled = max(patience, LOST_FACTOR * slowest)
+        silent = now - server.answered_at >= cancelled
+        if not slowest:
             endpoint.health.sounded = True
             room, silent = min(room, 1), False
-        for slot in self.at(endpoint):
-            if not _may_be_lost(slot) or now < self._age_from(slot) + patience:  # as ``lost_at`` adds it up
+        slots = self.at(endpoint)
+        old = {slot for slot in slots if now >= self._age_from(slot) + patience}  # as ``lost_at`` adds it up
+        slots_end = not silent and 4 * len(old) <= len(slots)
+        for slot in slots:
+            if slot not in old or not _may_be_lost(slot):
                 continue
             if room <= 0 and not silent and slot.sent_at >= server.answered_sent:
                 continue
-            room -= 1
-            slot.ticket.lost = True
-            self.recall(slot, now)
+            beside = (room > 0 or slots_end) and not self.heard_at(slot)
+            if beside and self.send_beside(slot, *self._at[endpoint][slot][1:]):
+                slot.ticket.lost = True
+            elif now >= self._age_from(slot) + cancelled:
+                slot.ticket.lost = True
+                self.recall(slot, now)
+            room -= slot.ticket.lost
 
     def _age_from(self, slot: Slot) -> float:
         return max(slot.sent_at, self.heard_at(slot))
@@ -339,10 +369,10 @@ class Flights:
     def _lost_after(self, endpoint: Endpoint) -> float:
         """Return the seconds after which a request may be lost. If only control requests were answered, it is not known
         how long a row takes: then this holds for one request, whose second attempt shows it."""
-        health, slowest = endpoint.health, self._slowest(endpoint)
-        if health.patient or health.is_down or not (slowest or (health.answered and not health.sounded)):
+        health, usual = endpoint.health, endpoint.server.usual or self._router.slowest
+        if health.patient or health.is_down or not (usual or (health.answered and not health.sounded)):
             return inf
-        return max(LOST_SECONDS, LOST_FACTOR * slowest)
+        return max(LOST_SECONDS, LOST_FACTOR * usual)
 
     def _slowest(self, endpoint: Endpoint) -> float:
         return endpoint.health.slowest or self._router.slowest

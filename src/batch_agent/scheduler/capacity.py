@@ -22,6 +22,9 @@ limit fell give no evidence about the new limit. The limit grows back in three s
   gain equally, and the largest loses most.
 - One below the refused number, the limit stays for some rounds before that number is tried again.
 
+A server may also take a number of requests per minute. Then refusals do not end when few are in flight. After
+several of them one request is sent at a time (``_dry_up``), and answers to older requests do not raise the limit.
+
 A refusal may also concern its row alone. If the same row is refused again although the server took other requests in
 between, the limit returns to where it was (``pardon``). If its next attempt is answered, the refusal stays a sign of
 load (``confirm``).
@@ -39,6 +42,7 @@ from collections.abc import Hashable, Iterable
 from math import ceil, inf, sqrt
 
 from batch_agent.scheduler.engine_load import Load, LoadGuide
+from batch_agent.scheduler.retry import FIRST
 
 # Finds the number of calls in flight if the user gave none: the largest that still increases the throughput.
 #
@@ -280,6 +284,7 @@ LEAST_FIRST, MOST_FIRST = 8, 64  # number of first answers that show how long a 
 FORGET = 0.995  # factor of the highest rate of answers with each answer
 IN_TIME = 1 / 2  # part of the time limit within which the server should answer
 PAUSE = 3  # rounds before a refused number is tried again
+VAIN = 3  # refusals of a server with few requests, without an answer between them: it refuses all, for a while
 TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
 LEAST_REFUSALS = 2  # ... and this many in any case
 WINDOW = 512  # answers, at least: after that, older answers and refusals count half
@@ -296,9 +301,10 @@ class Capacity:
     _answers: float  # since the limit changed; old ones count less
     _refused: float
     _crowd: int  # most requests in flight when one was refused
-    # Refused rows: the generation of the refusal, and whether it lowered the limit.
-    causes: dict[Hashable, tuple[int, bool]]
+    # Refused rows: the generation of the refusal, whether it lowered the limit, and when the first one came.
+    causes: dict[Hashable, tuple[int, bool, float]]
     _before: Before | None  # before the first of them lowered the limit
+    _plea: Hashable  # one of them whose pardon waits for an answer
     _known: int | None  # the limit doubles up to this; None: nothing was refused
 
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
@@ -322,6 +328,12 @@ class Capacity:
         self._refused_at = 0  # the limit at the last refusal
         self._raised_at = -inf  # when slow growth last raised the limit
         self._answered = False  # a good answer came since the last refusal
+        self._last_refused = -inf  # when it came
+        self._lowered_at = -inf  # when a refusal last lowered the limit
+        self._old = 0  # requests that have been in flight since then
+        self._takes = True  # a request that was sent since then was answered
+        self._vain = 0  # refusals since then, although few are in flight, and none of them was sent since
+        self._dry = False  # these were several
         self._pause = 0.0  # rounds left before ``_refused_at`` is tried again
         self._probe_at = 0.0  # and the earliest time for that
         self.tolerates = False  # the last refusal did not count: the server takes other requests meanwhile
@@ -346,7 +358,12 @@ class Capacity:
     ) -> str:
         """Lower the limit if a refusal follows the load: a request of ``generation`` was refused. ``wait``: the
         Retry-After. ``cause``: its row, whose next attempt shows whether the refusal concerned this row alone."""
-        self.tolerates = False
+        self.tolerates, self._last_refused = False, now
+        self._old -= generation != self.generation
+        if self._known is not None and not self._takes and inflight - 1 <= self._old and inflight <= self._taken / 2:
+            self._vain += 1
+            if self._vain >= VAIN:
+                return self._dry_up(now)
         if generation != self.generation:
             self._taken -= generation == self.generation - 1
             return ""
@@ -357,17 +374,24 @@ class Capacity:
             self._tolerated = self._by_chance = True
         self.tolerates = self._tolerated and inflight > 1 and self._is_tolerable(refused_at, inflight)
         if cause is not None:
-            self.causes[cause] = self.generation, not self.tolerates
-        return "" if self.tolerates else self._lower(refused_at, wait, now)
+            first = self.causes[cause][2] if cause in self.causes else now
+            self.causes[cause] = self.generation, not self.tolerates, first
+        return "" if self.tolerates else self._lower(refused_at, inflight, wait, now)
 
     def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
         if self._known is not None and refused_at >= self._refused_at - 1:  # the server was full at this number
             return self._refused <= 1
         return self._refused <= LEAST_REFUSALS + TOLERATED * (self._answers + inflight)
 
-    def pardon(self, cause: Hashable) -> str:
-        """Take back what a refusal of this row did to the limit: the row is refused again, and others are not."""
-        generation, lowered = self.causes.pop(cause, (-1, False))
+    def pardon(self, cause: Hashable, answered: float) -> str:
+        """Take back what a refusal of this row did to the limit: the row is refused again, and others are not.
+        ``answered``: when the newest answered request was sent. Those that were sent before the refusal came may have
+        been the last that the server takes in a minute."""
+        if cause in self.causes and answered < self.causes[cause][2]:
+            if self.causes[cause][1]:
+                self._plea = cause
+            return ""
+        generation, lowered, _ = self.causes.pop(cause, (-1, False, 0.0))
         if generation == self.generation:
             self._refused = max(0.0, self._refused - 1)
         if not lowered or self._before is None or self._before[0] == self.limit:
@@ -375,20 +399,27 @@ class Capacity:
         self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search = self._before
         if self.search is not None:
             self.search.forget()
-        if not any(lowered for _, lowered in self.causes.values()):
+        if not any(lowered for _, lowered, _ in self.causes.values()):
             self._before = None
         self._climb_from(0.0)
         return "the refusals concern single rows"
 
     def confirm(self, cause: Hashable) -> None:
         """Keep the limit: a row that was refused is answered, so the refusal did not concern the row alone."""
-        if self.causes.pop(cause, (-1, False))[1]:
+        if self.causes.pop(cause, (-1, False, 0.0))[1]:
             self._forget_causes()
 
     def _forget_causes(self) -> None:
-        self.causes, self._before = {}, None
+        self.causes, self._before, self._plea = {}, None, None
 
-    def _lower(self, refused_at: int, wait: float, now: float) -> str:
+    def _dry_up(self, now: float) -> str:
+        """Send one request at a time. Few are in flight, and all that were sent since the limit fell are refused: these
+        are not too many at once, but too many per minute."""
+        self.generation += 1
+        was, self.limit, self._lowered_at, self._dry = self.limit, 1, now, True
+        return "the server is overloaded" if was != 1 else ""
+
+    def _lower(self, refused_at: int, inflight: int, wait: float, now: float) -> str:
         if self._before is None:
             before = self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search
             self._before = before
@@ -407,7 +438,8 @@ class Capacity:
             self._probe_at = now + wait * min(MOST_WAITS, WAITS * sqrt(refused_at))
         self.limit = max(1, refused_at // 2)
         self.search, self.others = None, 0  # the server itself reported its limit
-        self._answered = False
+        self._answered = self._takes = False
+        self._lowered_at, self._old = now, inflight - 1
         self._tolerated = self._by_chance
         self._climb_from(gain)
         return "the server is overloaded"
@@ -443,6 +475,7 @@ class Capacity:
         Refusals since then were part of the outage."""
         self._known = max(self._proven or most_in_flight, 1)
         self.limit = 1
+        self._takes, self._dry, self._vain = True, False, 0
         self._forget_causes()
         if self.search is not None:
             self.search.forget()
@@ -458,6 +491,14 @@ class Capacity:
             if self._has_waited(seconds) and (reason := self._shorten_queue(self.patience)):
                 return reason
         self._answered = True
+        if sent_at >= self._lowered_at:
+            self._takes, self._dry, self._vain = True, False, 0
+        else:
+            self._old -= 1
+            if self._dry:
+                return ""
+        if self._plea in self.causes and (reason := self.pardon(self._plea, sent_at)):
+            return reason
         self._answers += 1
         if self._answers >= WINDOW and self._answers >= 4 * (self.limit or 0):
             self._answers, self._refused, self._crowd = self._answers / 2, self._refused / 2, 0
@@ -504,6 +545,11 @@ class Capacity:
         if self.uneven:
             if self.search.ramp_at is not None:
                 self.search.ramp_at = max(self.search.ramp_at, now + RAMP_SECONDS)
+            return ""
+        if (
+            now < self._last_refused + FIRST and self.search.ramp_at is not None
+        ):  # it may be full: see what its retry does
+            self.search.ramp_at = max(self.search.ramp_at, self._last_refused + FIRST)
             return ""
         # A refused request holds no slot while it waits, but it wants one.
         used = self.limit if self.filled and self.limit is not None else inflight + self.others

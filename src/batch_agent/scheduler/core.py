@@ -70,7 +70,8 @@ class Ticket:
     anywhere: bool = False  # it has waited long enough for its own endpoint
     control: bool = False  # a control request: no agent's, sent to its ``pinned`` endpoint as soon as that takes it
     tried_at: float = 0.0  # when it last got a slot
-    lost: bool = False  # a request was recalled because it was far older than the slowest answer; once
+    lost: bool = False  # a request was sent again because it was far older than other answers; once
+    second: bool = False  # the request is sent beside another one that may be lost
     moves: int = 0  # times its request was recalled because another endpoint was faster
 
     @property

@@ -5,6 +5,9 @@ it happened. For tokens that is when the answer was complete, because the provid
 Values from a provider's headers hold until the reset time that they name: the remaining amount, minus what was sent
 since, and then the full amount again.
 
+A provider may say nothing about its limit, and refuse every request when it is used up. Then the limit is learnt from
+what the provider took before (``LearntRate``).
+
 A request is counted when it gets its slot. Before it leaves, the most tokens that it is known to need are reserved.
 When it ends, the reservation is settled. A request that is larger than a whole limit is sent alone.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from batch_agent.messages import Allowance, Quota, Usage
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
@@ -171,6 +174,79 @@ class RateWindow:
             self._note(first, None)
 
 
+LEAST_DROUGHT = 5.0  # seconds in which every request is refused, also one alone: then a limit per minute is used up
+NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
+LEAST_TAKEN = 10  # requests in a minute: a server that has taken fewer may be full of others' requests
+RAISED = 1 / 50  # part by which it is raised after a minute without a refusal; doubles each minute
+DOUBTED = 1 / 4  # the same until a refusal has confirmed it
+LONGEST_RAISE = 10 * MINUTE  # time between two raises, which doubles when one was too much
+
+
+class LearntRate:
+    """The requests per minute that a provider takes without saying so. ``limit`` is None until it is known. After a
+    minute at the limit it is raised a little, and a refusal lowers it to what the provider took."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self._leave: deque[float] = deque()  # when each request that was not refused leaves the count
+        self._estimate, self._spread = 0, 0.0
+        self._raised_by, self._raise_at, self._raise_after = DOUBTED, inf, MINUTE
+        self._lowered_at = -inf
+
+    def take(self, now: float) -> None:
+        self._leave.append(now + MINUTE + SLACK)
+
+    def refused(self) -> None:
+        """Remove a request from the count that was refused."""
+        if self._leave:
+            self._leave.pop()
+
+    def used(self, now: float) -> int:
+        while self._leave and self._leave[0] <= now:
+            self._leave.popleft()
+        return len(self._leave)
+
+    def dry_up(self, answers: int, seconds: float, now: float) -> bool:
+        """Estimate the limit when the provider begins to refuse every request: what it has taken in a minute. If
+        requests were not counted so far, these are ``answers`` to requests that were sent within ``seconds``. Returns
+        False if they are too few to tell."""
+        counted = self.used(now)
+        self._estimate, self._spread = counted or answers, 0.0 if counted else seconds
+        return self._estimate >= LEAST_TAKEN
+
+    def learn(self, free_at: float) -> None:
+        """Take the estimate as the limit: the provider has refused everything for a while, and takes requests again
+        from ``free_at`` on. If it counts in any minute, it takes them as slowly as it took those before."""
+        self.limit, self._estimate = self._estimate or self.limit, 0
+        self._raised_by = DOUBTED
+        self._raise_at = free_at + self._raise_after
+        if self._spread and self.limit is not None:
+            pace, self._spread = self._spread / self.limit, 0.0
+            self._leave.clear()
+            self._leave.extend(free_at + SLACK + pace * number for number in range(self.limit))
+
+    def is_spent(self, sent_at: float, now: float) -> bool:
+        """Return whether a refusal means that the limit is used up. Then lower it to what was taken."""
+        used = self.used(now)
+        if self.limit is None or used < NEARLY * self.limit:
+            return False
+        if sent_at > self._lowered_at:  # requests that were in flight together tell the same
+            self._raise_after = min(LONGEST_RAISE, 2 * self._raise_after)
+            self._raised_by = RAISED
+        self.limit, self._lowered_at, self._raise_at = max(1, min(used, self.limit)), now, now + self._raise_after
+        return True
+
+    def free_at(self, now: float) -> float:
+        """Return when a request may be sent; ``now`` or earlier means at once."""
+        if self.limit is None or self.used(now) < self.limit:
+            return now
+        if now >= self._raise_at:
+            self.limit += ceil(self._raised_by * self.limit)
+            self._raised_by, self._raise_at = 2 * self._raised_by, now + self._raise_after
+            return now
+        return self._leave[len(self._leave) - self.limit]
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """What one request reserved: its expected usage, its limits, and its number in sending order."""
@@ -189,6 +265,7 @@ class Rates:
         self.limit(rpm, tpm)
         self._expected = NOTHING  # usage of the latest request
         self._number = 0  # number of the latest request that left
+        self.learnt: LearntRate | None = None  # once a provider has refused every request
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
         """Set or remove the user's limits per minute. The usage of the last minute still counts."""
@@ -216,19 +293,20 @@ class Rates:
 
     def free_at(self, now: float) -> float:
         """Return when a request like the latest may be sent; ``now`` or earlier means at once."""
-        return self._free_at(self._expected, now, 1)
+        learnt = now if self.learnt is None else self.learnt.free_at(now)
+        return max(learnt, self._free_at(self._expected, now, 1))
 
     def _free_at(self, expected: Usage, now: float, requests: int) -> float:
         # All limits are checked again at that time, so the latest of these times is sufficient.
-        return max(
-            (window.free_at(_amount(kind, expected, requests), now) for kind, window in self._windows.items()),
-            default=now,
-        )
+        windows = (window.free_at(_amount(kind, expected, requests), now) for kind, window in self._windows.items())
+        return max(windows, default=now)
 
     def begin(self, now: float) -> Reservation:
         """Count a request that has its slot. Its usage is assumed to equal that of the latest."""
         self._number += 1
         self._count(self._number, now)
+        if self.learnt is not None:
+            self.learnt.take(now)
         return self._reserve(self._expected, self._number)
 
     def count_again(self, reservation: Reservation, now: float) -> None:

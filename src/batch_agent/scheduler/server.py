@@ -5,7 +5,7 @@ server, so that two runs at one server share one rate limit and see one outage. 
 ``Endpoint`` of its own.
 
 Slots are not reserved: a dispatcher takes the next free one, but no more than an even share while another dispatcher
-waits for one. When the last dispatcher leaves, everything learnt is dropped except the rate limits, because the next
+waits for one. When the last dispatcher leaves, everything learnt is dropped except stated rate limits, because the next
 dispatcher may come an hour later.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from batch_agent.scheduler.blame import SEVERAL, EndpointHistory, RowHistory
 from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
-from batch_agent.scheduler.rates import Rates
+from batch_agent.scheduler.rates import LEAST_DROUGHT, MINUTE, LearntRate, Rates
 
 if TYPE_CHECKING:
     from batch_agent.scheduler.core import Slot
@@ -49,6 +49,7 @@ State = Literal["healthy", "suspect", "down", "on trial"]
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two trials
 PAUSE_SHARE = 1 / 300  # of the outage so far
 DENIED_SHARE = 1 / 20  # the same if it denies every row
+LIMITED_SHARE = 1 / 3  # the same if it refuses every request: a limit per minute may be used up
 JITTER = 0.3  # random part of a pause
 LEARNT = 10  # good answers before the slowest of them is used
 SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and factor over the slowest answer
@@ -69,6 +70,7 @@ class Health:
         self._chance = chance
         self.state: State = "healthy"
         self.is_denied = False  # it is down because it denies every row
+        self.is_limited = False  # it is down because it refuses every request for its rate limit
         self.in_doubt = False  # nothing but a control request is sent
         self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
@@ -111,7 +113,7 @@ class Health:
         was_down = self.is_down
         if was_down and sent_at < self.down_since and not self._silent:
             return False  # it finishes old requests, and may accept no new ones
-        self.state, self.in_doubt, self.is_denied = "healthy", False, False
+        self.state, self.in_doubt, self.is_denied, self.is_limited = "healthy", False, False, False
         return was_down
 
     def recover(self) -> None:
@@ -129,7 +131,7 @@ class Health:
         self.in_doubt = True
 
     def go_down(self, now: float, *, silent: bool = False) -> None:
-        self.state, self.in_doubt, self.is_denied = "down", False, False
+        self.state, self.in_doubt, self.is_denied, self.is_limited = "down", False, False, False
         self.up_at, self.ready = -inf, False
         self._silent = silent
         self.down_since = now
@@ -182,7 +184,8 @@ class Health:
     def pause(self, now: float, since: float | None = None) -> float:
         """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * (DENIED_SHARE if self.is_denied else PAUSE_SHARE))
+        share = LIMITED_SHARE if self.is_limited else DENIED_SHARE if self.is_denied else PAUSE_SHARE
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * share)
         return longest * (1 - JITTER * self._chance())
 
     def trial_seconds(self, now: float) -> float | None:
@@ -332,6 +335,7 @@ MOST_KNOWN = 10_000  # number of unused servers that are remembered
 SAME_TIME = 1e-3  # seconds: two requests that were sent together
 LEARN = 0.1  # the weight of the latest answer in the seconds per turn
 LEARN_GAP = 0.05  # ... in the seconds between two answers
+NUDGE = 1.05  # factor by which an answer raises or lowers the median
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +376,8 @@ class Server:
         self._forget()
 
     def _forget(self) -> None:
+        if self.rates is not None:
+            self.rates.learnt = None
         self.capacity = Capacity(None)
         self.health = Health()
         self.history = EndpointHistory()
@@ -385,12 +391,14 @@ class Server:
         self.excessive: tuple[RowHistory, float] | None = None
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+        self.usual = 0.0  # half of its answers take longer
         self.controlled = False  # a control request waits for it or is in flight
         self.control_sent = -inf  # when the newest control request that it has answered was sent
         self.takes_controls = True  # it has not refused one
         self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
         self.gap = 0.0  # seconds between two answers
         self.answered_at = -inf  # time of its latest answer
+        self.began_at = inf  # when the first request was sent
         self.answers = 0
         self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
 
@@ -442,6 +450,7 @@ class Server:
     def learn(self, seconds: float, now: float) -> None:
         """Learn from an answer that took ``seconds``."""
         self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
+        self.usual = seconds if not self.answers else self.usual * (NUDGE if seconds > self.usual else 1 / NUDGE)
         self.answers += 1
         self.gap += max(LEARN_GAP, 1 / self.answers) * (min(seconds, now - self.answered_at) - self.gap)
         self.answered_at = now
@@ -461,6 +470,26 @@ class Server:
         hungry = sum(other.is_hungry() for other in self.endpoints if other is not endpoint)
         fair = -(-limit // (1 + hungry))
         return min(fair, limit - self.inflight + endpoint.inflight)
+
+    def dry_up(self, now: float, wait: float = 0.0) -> bool:
+        """Record that the server refuses every request. ``wait``: for how long, if it says so. Returns whether its rate
+        limit may be used up. The request that was refused is in flight."""
+        if self.rates is None:
+            self.rates = Rates()
+        learnt = self.rates.learnt = self.rates.learnt or LearntRate()
+        lasted = now - self.began_at
+        taken = (self.answers + self.inflight - 1) * MINUTE / max(MINUTE, lasted)
+        if not learnt.dry_up(round(taken), min(MINUTE, lasted), now):
+            return False
+        if LEAST_DROUGHT <= wait <= MINUTE:
+            learnt.learn(now + wait)
+        return True
+
+    def flows_again(self, sent_at: float) -> None:
+        """Learn the rate limit of a server that has refused every request, and has answered one of this time."""
+        learnt = None if self.rates is None else self.rates.learnt
+        if learnt is not None and sent_at - self.health.down_since >= LEAST_DROUGHT:
+            learnt.learn(sent_at)
 
     def go_down(self) -> None:
         self.capacity.restart(self.most_in_flight)
@@ -565,6 +594,7 @@ class Endpoint:
         server.inflight += 1
         if server.inflight > server.most_in_flight:
             server.most_in_flight = server.inflight
+            server.began_at = min(server.began_at, now)
         limit = self.capacity.limit
         if limit is not None and server.inflight + self.capacity.others + backing_off >= limit:
             self.capacity.filled = True
