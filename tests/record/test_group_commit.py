@@ -13,8 +13,7 @@ import pytest
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult, Success
 from batch_agent.messages import Reply, Usage
-from batch_agent.record.base import Account, Outlay
-from batch_agent.record.codec import encode
+from batch_agent.record.base import Account, Entry, Outlay
 from batch_agent.record.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal, LeasedIdentity, Trail
 from batch_agent.record.steps import Done, Spent
 from batch_agent.record.store import KeptStep, RowChange, RowLease
@@ -78,11 +77,9 @@ def lease(row: int = 0) -> RowLease:
     return RowLease(str(row), str(row), 1, row)
 
 
-STEP = Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5))
-
-
-def entry(agent: int = 1, row: int = 0) -> tuple[RowLease, KeptStep]:
-    return lease(row), KeptStep(agent, b"k", b"r", *encode(STEP))
+def entry(agent: int = 1, row: int = 0) -> Entry:
+    identity = LeasedIdentity(b"k", b"r", lease(row))
+    return Entry(agent, identity, Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5)))
 
 
 def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
@@ -101,9 +98,9 @@ async def until_committing() -> None:
 async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        first = book.add(*entry(1))
+        first = book.add(entry(1))
         await until_committing()
-        later = [book.add(*entry(agent)) for agent in range(2, 10)]
+        later = [book.add(entry(agent)) for agent in range(2, 10)]
         assert set(later) == {first + 1}
         disk.may_commit.release(2)
         await asyncio.gather(*(settled(book, number) for number in (first, *later)))
@@ -113,7 +110,7 @@ async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
 async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        waiting = asyncio.ensure_future(settled(book, book.add(*entry())))
+        waiting = asyncio.ensure_future(settled(book, book.add(entry())))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not waiting.done()
@@ -124,7 +121,7 @@ async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> Non
 async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        number = book.add(*entry())
+        number = book.add(entry())
         one, other = (asyncio.ensure_future(settled(book, number)) for _ in range(2))
         await until_committing()
         one.cancel()
@@ -137,8 +134,8 @@ async def test_a_result_and_the_steps_before_it_are_one_change_of_one_commit() -
     disk = Disk()
     ends: list[tuple[set[str], list[RowLease]]] = []
     async with journal(disk, on_committed=lambda lost, ended: ends.append((lost, list(ended)))) as book:
-        book.add(*entry(1, row=4))
-        book.add(*entry(2, row=5))
+        book.add(entry(1, row=4))
+        book.add(entry(2, row=5))
         book.publish(lease(4), result(4, resumed=True))
         await until_committing()
         assert ends == []
@@ -173,14 +170,14 @@ async def test_a_failed_commit_reaches_everyone_who_waits_and_everyone_after() -
     disk = Disk()
     disk.error = StoreError("the disk is full")
     async with journal(disk) as book:
-        first = asyncio.ensure_future(settled(book, book.add(*entry())))
+        first = asyncio.ensure_future(settled(book, book.add(entry())))
         await until_committing()
-        second = asyncio.ensure_future(settled(book, book.add(*entry())))
+        second = asyncio.ensure_future(settled(book, book.add(entry())))
         disk.may_commit.release()
         outcomes = await asyncio.gather(first, second, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the disk is full"] * 2
         with pytest.raises(StoreError, match="full"):
-            book.add(*entry())
+            book.add(entry())
         with pytest.raises(StoreError, match="full"):
             await book.flush()
     assert disk.commits == []
@@ -192,16 +189,16 @@ async def test_an_unforeseen_error_of_the_store_stops_the_run_as_a_store_error()
     async with journal(disk) as book:
         disk.may_commit.release()
         with pytest.raises(StoreError, match="oops"):
-            await settled(book, book.add(*entry()))
+            await settled(book, book.add(entry()))
 
 
 async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caught_up() -> None:
     disk, told = Disk(), list[bool]()
     async with journal(disk, on_backlog=told.append) as book:
-        book.add(*entry())
+        book.add(entry())
         await until_committing()
         for _ in range(BACKLOG):
-            book.add(*entry())
+            book.add(entry())
         assert told == [True]
         disk.may_commit.release(2)
         await book.flush()
@@ -211,7 +208,7 @@ async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caugh
 async def test_many_waiters_go_on_a_few_at_a_time() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        number = book.add(*entry())
+        number = book.add(entry())
         awake = 0
 
         async def wait() -> None:
@@ -235,7 +232,7 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
     account = Purse()
     async with journal(disk, account=account) as book:
         trail = Trail(book, LeasedIdentity(b"k", b"r", lease()))
-        trail.add(STEP)
+        trail.add(entry().step)
         await trail.settle()
         assert (disk.outlay, account.told) == (Outlay(45, 0.75, (100, 1.0)), [None])
         book.touch()
@@ -263,7 +260,7 @@ async def test_a_commit_that_takes_long_is_overdue_until_it_is_done() -> None:
     disk = Disk()
     told: list[bool] = []
     async with journal(disk, on_overdue=told.append) as book:
-        number = book.add(*entry())
+        number = book.add(entry())
         await asyncio.sleep(0.9 * OVERDUE)
         assert told == []
         await asyncio.sleep(0.2 * OVERDUE)
@@ -277,7 +274,7 @@ async def test_after_a_failed_commit_nothing_counts_as_durable_any_more() -> Non
     disk = Disk()
     disk.error = StoreError("the disk is full")
     async with journal(disk) as book:
-        number = book.add(*entry())
+        number = book.add(entry())
         book.publish(lease(0), result(0))
         disk.may_commit.release(10)
         with pytest.raises(StoreError, match="full"):

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import orjson
@@ -29,7 +29,7 @@ from batch_agent.errors import JobError, StoreError
 from batch_agent.files.results import to_json
 from batch_agent.job import AgentResult
 from batch_agent.messages import Message, content_shown
-from batch_agent.record.base import Account, Identity, Outlay
+from batch_agent.record.base import Account, Entry, Identity, Outlay
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
@@ -241,13 +241,11 @@ class Trail:
 
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
-        journal, identity = self._journal, self._identity
-        if journal is not None:
+        if self._journal is not None:
             if self._restarts:
                 self._restarts = False
-                self.add(Restarted(self.past.spent or Spent()))
-            lease: RowLease = identity.row_lease  # type: ignore[attr-defined]  # with a journal it is a LeasedIdentity
-            self._commit = journal.add(lease, KeptStep(self.agent, identity.key, identity.row, *encode(step)))
+                self._journal.add(Entry(self.agent, self._identity, Restarted(self.past.spent or Spent())))
+            self._commit = self._journal.add(Entry(self.agent, self._identity, step))
 
     @property
     def is_settled(self) -> bool:
@@ -266,9 +264,6 @@ GATHERING = 0.006  # seconds that a commit waits for more records: little beside
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
-
-# The steps of a commit, by the place and token of their lease.
-Steps: TypeAlias = dict[tuple[str, int], tuple[RowLease, list[KeptStep]]]
 
 
 @value_type
@@ -306,10 +301,10 @@ class Journal:
         self._on_backlog, self._on_overdue = on_backlog, on_overdue
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
+        self._touched = False  # a commit was requested, even without new records
         self._committing_since = self._gathering_since = 0.0  # when the oldest record that is not on disk was added
         self._backlogged = False
-        self._steps: Steps = {}
-        self._added = 0  # steps, results and requests for a commit since the last one
+        self._entries: list[Entry] = []
         self._results: list[tuple[RowLease, AgentResult[object]]] = []
         self._committing: list[RowLease] = []  # rows whose results are in the running commit
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
@@ -328,16 +323,11 @@ class Journal:
     def new_agent(self) -> int:
         return next(self._numbers)
 
-    def add(self, lease: RowLease, step: KeptStep) -> int:
+    def add(self, entry: Entry) -> int:
         """Add a step to the next commit. Returns the number of that commit, for ``wait``."""
         if self._failure is not None:
             raise self._failure
-        place = lease.place, lease.token
-        found = self._steps.get(place)
-        if found is None:
-            self._steps[place] = lease, [step]
-        else:
-            found[1].append(step)
+        self._entries.append(entry)
         self._wake()
         return self._gathering
 
@@ -357,6 +347,7 @@ class Journal:
     def touch(self) -> None:
         """Commit soon even without new records, to write what the session has spent, and its advance."""
         if self._failure is None and not self.in_memory:
+            self._touched = True
             self._wake()
 
     def has(self, commit: int) -> bool:
@@ -379,7 +370,7 @@ class Journal:
         if self._failure is not None:
             waiter.set_exception(self._failure)
         elif self._busy:
-            last = self._gathering if self._added else self._gathering - 1
+            last = self._gathering if self._is_wanted else self._gathering - 1
             self._waiters.setdefault(last, []).append(waiter)
         else:
             waiter.set_result(None)
@@ -408,22 +399,25 @@ class Journal:
         """Run ``function`` in the journal's thread, between two commits."""
         return self._loop.run_in_executor(self._thread, function)
 
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether there is something to write in another commit."""
+        return bool(self._entries or self._results or self._touched)
+
     def _wake(self) -> None:
-        """Note that there is something to commit."""
-        self._added += 1
         if not self._gathering_since:
             self._gathering_since = self._loop.time()
         if not self._busy:
             self._busy = True
             self._loop.call_later(GATHERING, self._commit)
-        elif self._added >= BACKLOG and not self._backlogged:
+        elif not self._backlogged and len(self._entries) + len(self._results) >= BACKLOG:
             self._backlogged = True
             self._on_backlog(True)
 
     def _commit(self) -> None:
-        steps, self._steps = self._steps, {}
+        entries, self._entries = self._entries, []
         results, self._results = self._results, []
-        self._added = 0
+        self._touched = False
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
@@ -431,15 +425,26 @@ class Journal:
         outlay = Outlay(*self._account.so_far(), advance, self._account.learnt())
         self._committing = [row for row, _ in results]
         self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
-        self.in_thread(lambda: self._write(number, steps, results, outlay)).add_done_callback(self._committed)
+        self.in_thread(lambda: self._write(number, entries, results, outlay)).add_done_callback(self._committed)
 
     def _write(
         self,
         number: int,
-        steps: Steps,
+        entries: list[Entry],
         results: list[tuple[RowLease, AgentResult[object]]],
         outlay: Outlay,
     ) -> set[str]:
+        steps: dict[tuple[str, int], tuple[RowLease, list[KeptStep]]] = {}  # by place and token
+        for entry in entries:
+            identity = entry.identity
+            lease: RowLease = identity.row_lease  # type: ignore[attr-defined]  # each is a LeasedIdentity
+            step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
+            place = lease.place, lease.token
+            found = steps.get(place)
+            if found is None:
+                steps[place] = lease, [step]
+            else:
+                found[1].append(step)
         changes = []
         for lease, result in results:
             error = "" if result.error is None else result.error.type
@@ -462,10 +467,10 @@ class Journal:
         else:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"the run cannot be recorded: {error!r}"))
         self._committing_since = 0.0
-        self._busy = self._added > 0
+        self._busy = self._is_wanted
         if self._busy:
             self._loop.call_later(GATHERING, self._commit)
-        if self._backlogged and self._added < BACKLOG:
+        if self._backlogged and len(self._entries) < BACKLOG:
             self._backlogged = False
             self._on_backlog(False)
 
@@ -476,9 +481,9 @@ class Journal:
 
     def _fail(self, error: StoreError) -> None:
         self._failure = error
-        self._steps.clear()
+        self._entries.clear()
         self._results.clear()
-        self._added = 0
+        self._touched = False
         self._account.advance_written(error)
         waiters, self._waiters = self._waiters, {}
         for waiting in waiters.values():
