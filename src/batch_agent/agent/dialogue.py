@@ -119,6 +119,7 @@ class Resources:
 
 
 NO_USAGE = Usage()
+UNCUT = Cut()
 CUT = "length"  # finish reason of a text that was cut at max_tokens and is kept
 # The most calls of one answer that are run. Models that plan make a few at once. A model that writes hundreds is in a
 # loop, and each of its calls would need a task, a record and a message.
@@ -326,7 +327,7 @@ class Dialogue:
     ) -> None:
         self.shapes, self.schema, self.max_turns = shapes, schema, max_turns
         self.said = self.asked = said
-        self.cut = Cut()
+        self.cut = UNCUT
         self.turns = 0  # answers
         self._work, self._mirror = work, mirror
         self._compactor = work.r.compactor if compacts else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
-from typing import cast
 
 from batch_agent.errors import InputError
 from batch_agent.job import Job
@@ -23,11 +22,10 @@ Pictures = Mapping[str, Attachment]
 
 
 def has_pictures(fields: Mapping[str, object]) -> bool:
-    for value in fields.values():
-        kind = type(value)
-        if kind is Image or (kind is list and _all_images(cast("list[object]", value))):
-            return True
-    return False
+    kinds = set(map(type, fields.values()))
+    if Image in kinds or list not in kinds:
+        return Image in kinds
+    return any(type(value) is list and _all_images(value) for value in fields.values())
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
@@ -66,15 +64,17 @@ def _all_images(values: Collection[object]) -> bool:
 
 def with_pictures(prompt: str, pictures: Pictures) -> str:
     """Return the message with the marks of unmentioned pictures appended."""
-    return "\n".join([prompt, *(mark for mark in pictures if mark not in prompt)])
+    return "\n".join([prompt, *(mark for mark in pictures if mark not in prompt)]) if pictures else prompt
 
 
 def content_of(job: Job) -> Content:
     """Return a job's message, with its pictures in their places."""
+    if not job.images:
+        return job.prompt
     parts: list[Part] = [job.prompt]
     for mark, image in job.images.items():
         parts = [piece for part in parts for piece in _split(part, mark, image)]
-    return tuple(part for part in parts if part != "") if job.images else job.prompt
+    return tuple(part for part in parts if part != "")
 
 
 def _split(part: Part, mark: str, image: Attachment) -> list[Part]:

@@ -127,7 +127,9 @@ class Plan:
         job = Job(index, str(index) if name is None else name, value, prompt, own, images=images)
         if self.spec.affinity is not None:
             job = replace(job, affinity=_affinity(self.spec.affinity, fields))
-        tokens = self._tokens(prompt) + sum(image.tokens for image in images.values())
+        tokens = self._tokens(prompt)
+        if images:
+            tokens += sum(image.tokens for image in images.values())
         if self.sizing.fits(tokens):
             return job
         if self.sizing.how == "fail" or not isinstance(template, Template):

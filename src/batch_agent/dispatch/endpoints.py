@@ -141,6 +141,7 @@ class EndpointMonitor:
             lambda: self._slots.few_rows,
             self._pump,
         )
+        self.undecided = self.decisions.waiting.keys()  # failed requests whose rows wait for evidence
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -209,7 +210,7 @@ class EndpointMonitor:
         server.refusals.answered(slot.sent_at)
         if server.history.open or server.history.alone:
             server.history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial), _GOOD)
-        if self.decisions.waiting:
+        if self.undecided:
             self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
@@ -417,10 +418,6 @@ class EndpointMonitor:
     @property
     def deciding(self) -> int:
         return self.decisions.under_way
-
-    @property
-    def waits(self) -> bool:
-        return bool(self.decisions.waiting)
 
     # What is known of endpoints
 

@@ -464,8 +464,8 @@ class Watcher(Protocol):
         ...
 
     @property
-    def waits(self) -> bool:
-        """Return whether a row waits for evidence."""
+    def undecided(self) -> Collection[Slot]:
+        """Return the failed requests whose rows wait for evidence."""
         ...
 
     def sent(self, slot: Slot) -> None:
@@ -519,7 +519,7 @@ class Slots:
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
         self._grant(now)  # it leaves no more room for agents than before
-        if len(self.scheduler.endpoints) > 1 or self._watcher.waits:
+        if len(self.scheduler.endpoints) > 1 or self._watcher.undecided:
             self._check_idle()
         return ticket
 
@@ -625,7 +625,7 @@ class Slots:
     @property
     def waits(self) -> bool:
         """Return whether a row waits for evidence about its failures."""
-        return self._watcher.waits
+        return bool(self._watcher.undecided)
 
     @property
     def few_rows(self) -> bool:
@@ -718,7 +718,7 @@ class Slots:
                     break
                 feed.wake()
                 fed = True
-        if not fed and (len(scheduler.endpoints) > 1 or self._watcher.waits):
+        if not fed and (len(scheduler.endpoints) > 1 or self._watcher.undecided):
             self._check_idle()
 
     def _grant(self, now: float) -> None:
@@ -737,7 +737,7 @@ class Slots:
             self._set_alarm(scheduler.due)
 
     def _check_idle(self) -> None:
-        scheduler, waits = self.scheduler, self._watcher.waits
+        scheduler, waits = self.scheduler, self._watcher.undecided
         several = len(scheduler.endpoints) > 1
         if not (waits or several) or scheduler.wanted:
             return

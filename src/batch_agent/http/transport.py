@@ -47,10 +47,11 @@ def write_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Return header lines, without those that ``write_head`` and ``with_length`` write."""
     lines = []
     for name, value in headers:
-        if not (name.isprintable() and value.isprintable()) and _LINE_END.search(f"{name} {value}"):
+        line = f"{name}: {value}"
+        if not line.isprintable() and _LINE_END.search(line):
             raise SpecError(f"the header {name!r} has a line break in it")
         if name.lower() not in _OWN:
-            lines.append(f"{name}: {value}\r\n")
+            lines.append(line + "\r\n")
     return "".join(lines).encode("utf-8", "surrogateescape")
 
 

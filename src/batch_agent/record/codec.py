@@ -66,16 +66,20 @@ ROLES = get_args(Role)
 
 
 def encode(step: Step) -> tuple[int, bytes]:
-    match step:
+    match step:  # the steps of every row first
         case Asked(digest, nth, reply, spent, after, said):
             if after == OWN and not said:
                 return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent)])
             messages = [from_message(message) for message in said]
             return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
-        case CallBegun("", nth, "", ""):
-            return CALL_BEGUN, _dump([nth])
         case CallEnded("", nth, "", "", ok, text, images):
             return CALL_ENDED, _dump([nth, ok, text, *_from_images(images)])
+        case Ended(spent, output, fingerprint, last, asked, truncated):
+            later = (None if last is None else _from_reply(last), asked, truncated)
+            count = 3 if truncated else 0 if last is None and not asked else 2
+            return ENDED, _dump([_from_spent(spent), output, fingerprint, *later[:count]])
+        case CallBegun("", nth, "", ""):
+            return CALL_BEGUN, _dump([nth])
         case CallBegun(digest, nth, name, arguments):
             return CALL_BEGUN, _dump([digest, nth, name, arguments])
         case CallEnded(digest, nth, name, arguments, ok, text, images):
@@ -91,10 +95,6 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable, error.traceback)
             return FAILED, _dump([fields, text, _from_spent(spent)])
-        case Ended(spent, output, fingerprint, last, asked, truncated):
-            later = (None if last is None else _from_reply(last), asked, truncated)
-            count = 3 if truncated else 0 if last is None and not asked else 2
-            return ENDED, _dump([_from_spent(spent), output, fingerprint, *later[:count]])
         case Compacted(cut, usage, digest):
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage), digest])
         case Restarted(spent):

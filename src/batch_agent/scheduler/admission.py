@@ -179,7 +179,7 @@ class WorkingSet:
         self._confirmed = False  # a context was evicted
         self.ample = MOST_AGENTS  # number of members that fit with contexts of any size (``measure``)
         self._measured_for = 0  # tokens of the largest context then
-        self._unmeasured = 0  # answers since then
+        self.unmeasured = 0  # answers since then
         self.uncounted = 0  # prompt tokens that were computed since then
         self.queue = 0  # requests in the engine's queue at the last reading
         self._preemptions: int | None = None  # at the last reading
@@ -275,13 +275,6 @@ class WorkingSet:
             own = max(0, _context(progress)[1] - self._growth.shared)
             (self.residency.sent if progress.answered_at is None else self.residency.answered)(progress, own)
 
-    def skips(self, computed: int) -> bool:
-        """Count an answer, for whose prompt ``computed`` tokens were computed. Returns whether it may be skipped: while
-        the contexts fit by far, one in ``MEASURED`` is enough to learn from."""
-        self.uncounted += computed
-        self._unmeasured += 1
-        return self._unmeasured < MEASURED
-
     def learn(self, turns: int, tokens: int, seconds: float, now: float) -> None:
         """Learn from an answer that took ``seconds``: the context of its agent has ``tokens`` after ``turns``."""
         computed, self.uncounted = self.uncounted, 0
@@ -296,7 +289,7 @@ class WorkingSet:
             self._track()
         if distance is None:
             self.use(progress, tokens)
-            if tokens > self._measured_for or self._unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
+            if tokens > self._measured_for or self.unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
                 self.measure()
             return False
         before = self.capacity
@@ -333,7 +326,7 @@ class WorkingSet:
     def measure(self) -> None:
         """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
         growth, capacity = self._growth, self.capacity
-        self._measured_for, self._unmeasured = growth.largest, 0
+        self._measured_for, self.unmeasured = growth.largest, 0
         if capacity is None or not growth.is_known:
             self.ample = MOST_AGENTS
             return
@@ -659,8 +652,10 @@ class Admission(Generic[Waiting]):
             if (evicted or not wide) and working_set.expects(progress):
                 watch.saw(evicted=evicted, held=self._holding or bool(self.held))
         progress.tokens = tokens = prompt + usage.completion_tokens
-        if working_set.skips(prompt - cached) and wide and not evicted and tokens <= growth.largest:
-            return
+        working_set.uncounted += prompt - cached
+        working_set.unmeasured += 1
+        if wide and not evicted and working_set.unmeasured < MEASURED and tokens <= growth.largest:
+            return  # while the contexts fit by far, one answer in ``MEASURED`` is enough to learn from
         working_set.learn(progress.turns + 1, tokens, seconds, now)
         if not progress.live:
             return

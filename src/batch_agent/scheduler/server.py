@@ -68,7 +68,7 @@ class Health:
 
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
-        self.state: State = "healthy"
+        self._become("healthy")
         self.is_denied = False  # it is down because it denies every row
         self.is_limited = False  # it is down because it refuses every request for its rate limit
         self.in_doubt = False  # nothing but a control request is sent
@@ -94,9 +94,9 @@ class Health:
         self._looks = 0  # times that its silence was looked into since its last answer
         self._looked_at = 0.0
 
-    @property
-    def is_down(self) -> bool:
-        return self.state in ("down", "on trial")
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.is_down = state in ("down", "on trial")
 
     def answer(self, seconds: float, sent_at: float, now: float) -> bool:
         """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. With 0
@@ -113,25 +113,27 @@ class Health:
         was_down = self.is_down
         if was_down and sent_at < self.down_since and not self._silent:
             return False  # it finishes old requests, and may accept no new ones
-        self.state, self.in_doubt, self.is_denied, self.is_limited = "healthy", False, False, False
+        self._become("healthy")
+        self.in_doubt = self.is_denied = self.is_limited = False
         return was_down
 
     def recover(self) -> None:
         """End the outage because of a probe."""
-        self.state = "healthy"
+        self._become("healthy")
 
     def fail(self, reason: str, now: float) -> None:
         self.heard, self.up_at = now, -inf
         self.reason = reason
         if self.state == "healthy":
-            self.state = "suspect"
+            self._become("suspect")
 
     def doubt(self, reason: str, now: float) -> None:
         self.fail(reason, now)
         self.in_doubt = True
 
     def go_down(self, now: float, *, silent: bool = False) -> None:
-        self.state, self.in_doubt, self.is_denied, self.is_limited = "down", False, False, False
+        self._become("down")
+        self.in_doubt = self.is_denied = self.is_limited = False
         self.up_at, self.ready = -inf, False
         self._silent = silent
         self.down_since = now
@@ -175,7 +177,7 @@ class Health:
 
     def try_now(self, now: float, *, probing: bool = False) -> None:
         """Record that a trial is sent, or a probe in its place."""
-        self.state = "on trial"
+        self._become("on trial")
         self.probing, self.ready = probing, False
         self.trials += not probing
         self.next_trial = now + self.pause(now)
@@ -217,7 +219,8 @@ class Health:
     def trial_over(self) -> None:
         """Record that the trial failed, or was withdrawn. It has no effect if the trial was answered."""
         if self.state == "on trial":
-            self.state, self.up_at = "down", -inf
+            self._become("down")
+            self.up_at = -inf
 
     def what_was_tried(self, now: float, max_outage: float) -> str:
         """Return the reason why the endpoint is given up, as a message."""

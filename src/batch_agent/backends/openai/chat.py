@@ -105,6 +105,7 @@ def opened(sealed: Sealed | None) -> Opened:
 _CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
 _ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
 _FILTERED = {"content_filter"}
+_COMPLETE = ("stop", "tool_calls")
 _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_tokens")
 
 
@@ -124,8 +125,8 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
         raise faults.bad("the answer's choice has no message")
     content, model = message.get("content"), document.get("model")
     text = (content if isinstance(content, str) else _text(content, faults)) or string_of(message.get("refusal"))
-    finish = _reason(choice.get("finish_reason"))
-    if finish is None:
+    finish = choice.get("finish_reason")
+    if finish not in _COMPLETE and (finish := _reason(finish)) is None:
         raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
     usage = _usage(document.get("usage"))
     items = _call_items(message, faults)
