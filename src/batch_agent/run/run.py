@@ -242,7 +242,9 @@ class Run(Generic[T]):
     # Reading
 
     def statistics(self) -> Statistics:
-        statistics = self._metrics.statistics()
+        statistics, spending = self._metrics.statistics(), self.shared.spending
+        if spending.per_second and self._outer is None:  # as the budget counts it
+            statistics = replace(statistics, cost=spending.so_far()[1])
         prewarm = None if self._workshop is None else self._workshop.prewarm
         return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
@@ -265,7 +267,7 @@ class Run(Generic[T]):
         )
 
     def sample(self) -> Line:
-        return self.sample_of(self._metrics.statistics())
+        return self.sample_of(self.statistics())
 
     def sample_of(self, statistics: Statistics) -> Line:
         return sample_line(statistics, self._endpoints(), self.shared.slots, self.shared.clock())
