@@ -115,6 +115,18 @@ async def test_too_many_queued_lines_fail_the_batch(tmp_path: Path) -> None:
         assert (await small.wait((await small.create([chat("a")]))["id"], "in_progress"))["status"] == "in_progress"
 
 
+async def test_a_limit_holds_from_the_first_line_of_a_new_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BOOKS_SECONDS", 60.0)  # it is not looked at again
+    async with backend() as model, serving(tmp_path, model) as client:
+        small = add(client, "small", tokens_per_day=5)
+        await small.create([chat(str(number)) for number in range(30)])
+        while client.server.turnstile.why != "the tokens of this day are used up":
+            await asyncio.sleep(0.01)
+        assert model.received < 30
+
+
 async def test_a_used_up_day_makes_lines_wait(tmp_path: Path) -> None:
     day = [1_000_000.0 * 86400]
     async with backend() as model, serving(tmp_path, model, now=lambda: day[0]) as client:

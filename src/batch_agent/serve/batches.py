@@ -455,6 +455,10 @@ class ServedBatches:
             spec = travelling_spec(self._models, batch.model, inputs=running.inlet, run_dir=place)
             run = Run[object](replace(prepare(spec), backend=self._models), within=self._shared)
         running.run = run
+        tenant = await in_thread(partial(self._tenant, batch.tenant))
+        if tenant is not None:  # it may have come after the latest look at the books
+            account = self._turnstile.account(batch.tenant)
+            account.share, account.tokens_per_day = tenant.share, tenant.tokens_per_day
         self._turnstile.enter(running)
         stops = self._stops[batch.id]
         stop = ""
