@@ -443,5 +443,5 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
         assert len([result async for result in run.results()]) == 10
         await watching
     assert seen == ["connection refused"]
-    assert "server   down for 0:0" in capsys.readouterr().out
+    assert "blocked  for 0:0" in capsys.readouterr().out
     assert look(tmp_path).facts["trouble"] is None

@@ -119,7 +119,7 @@ def _text(view: RunSnapshot) -> str:
         lines.append(("rate", rate(speed) + (f", {duration(left)} left" if left is not None else "")))
     trouble, since = facts.get("trouble"), facts.get("trouble_since")
     if view.state == "running" and trouble and isinstance(since, int | float):
-        lines.append(("server", f"down for {clock(max(0.0, time.time() - since))}, trying again: {trouble}"))
+        lines.append(("blocked", f"for {clock(max(0.0, time.time() - since))}: {trouble}"))
     if view.workers:
         lines.append(
             ("workers", ", ".join(f"process {each.get('pid')} on {each.get('host')}" for each in view.workers))
