@@ -6,10 +6,10 @@ For type checkers an ``AgentResult`` is a ``Success`` or a ``Failure``, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar, cast
 
 from batch_agent.errors import JobError, WorkerFailed, error_of
 from batch_agent.foreign import describe
@@ -89,8 +89,39 @@ class Timings:
     first_token: float | None = None
 
 
+class _WithTexts:
+    """``_read_texts`` returns the ``raw_text`` and the ``messages`` of a result that came as bytes. They are large, and
+    most results are only counted and written, so they are decoded when they are first read."""
+
+    __slots__ = ("_read_texts",)
+
+    _read_texts: Callable[[], tuple[str, tuple[Message, ...]]]
+
+    def read_later(self, read: Callable[[], tuple[str, tuple[Message, ...]]]) -> None:
+        self._read_texts = read
+        del self.raw_text, self.messages  # type: ignore[attr-defined]
+
+    def with_output(self, output: object) -> AgentResult[object]:
+        """Return the result with another output. Texts that were not read stay so."""
+        made: Any = self
+        if not hasattr(self, "_read_texts"):
+            return cast("AgentResult[object]", replace(made, output=output))
+        made = replace(made, output=output, raw_text="", messages=())
+        made.read_later(self._read_texts)
+        return cast("AgentResult[object]", made)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Called for a field that has no value: it is read now."""
+            if name not in ("raw_text", "messages"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            self.raw_text, self.messages = self._read_texts()
+            return getattr(self, name)
+
+
 @value_type
-class BaseResult(Generic[T_co]):
+class BaseResult(_WithTexts, Generic[T_co]):
     """How one job ended; always a Success or a Failure."""
 
     index: int

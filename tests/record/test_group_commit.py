@@ -14,7 +14,17 @@ from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult, Success
 from batch_agent.messages import Reply, Usage
 from batch_agent.record.base import Account, Entry, Outlay
-from batch_agent.record.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal, LeasedIdentity, Trail
+from batch_agent.record.journal import (
+    AT_ONCE,
+    BACKLOG,
+    GATHERING,
+    GATHERING_FAR,
+    MANY,
+    OVERDUE,
+    Journal,
+    LeasedIdentity,
+    Trail,
+)
 from batch_agent.record.steps import Done, Spent
 from batch_agent.record.store import KeptStep, RowChange, RowLease
 from batch_agent.testing import virtual_clock
@@ -23,7 +33,8 @@ from batch_agent.testing import virtual_clock
 class Disk:
     """A store whose commits finish when they may. It remembers what came in which order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, instant: bool = True) -> None:
+        self.instant = instant
         self.commits: list[list[KeptStep]] = []
         self.numbers: list[int] = []
         self.ended: list[RowChange] = []
@@ -105,6 +116,21 @@ async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
         disk.may_commit.release(2)
         await asyncio.gather(*(settled(book, number) for number in (first, *later)))
     assert [len(commit) for commit in disk.commits] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("instant", "records", "waits"),
+    [(False, MANY, GATHERING_FAR), (False, MANY - 1, GATHERING), (True, MANY, GATHERING)],
+)
+@virtual_clock
+async def test_a_busy_worker_sends_larger_commits_to_another_process(instant: bool, records: int, waits: float) -> None:
+    disk, clock = Disk(instant=instant), asyncio.get_running_loop().time
+    disk.may_commit.release(2)
+    async with journal(disk) as book:
+        await settled(book, [book.add(entry(agent)) for agent in range(1, records + 1)][-1])
+        begun = clock()
+        await settled(book, book.add(entry(records + 1)))
+        assert clock() - begun == pytest.approx(waits)
 
 
 async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:

@@ -25,7 +25,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.private import socket_folder
 from batch_agent.record.redis.connection import connect
 from batch_agent.record.redis.store import RedisRunStore
-from batch_agent.record.row_json import encode_result
+from batch_agent.record.row_json import decode_result, encode_result
 from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import RowLease, RunStore, WorkStore
@@ -54,6 +54,13 @@ class MemoryPlace(StorePlace):
 
     def open(self) -> RunStore:
         return self.opened(MemoryStore(self.clock))
+
+    def result(self, text: str, index: int) -> object:
+        result = cast("AgentResult[object]", BaseResult(index, str(index), "the input", True, text))
+        return encode_result(result, None, worker=1, messages=False)
+
+    def read_result(self, result: object) -> object:
+        return decode_result(cast(bytes, result), 0, None, resumed=False)[0].output
 
     def reopen(self, killed: RunStore) -> RunStore:
         raise NotImplementedError
@@ -96,20 +103,13 @@ class Served(StorePlace):
         self.workers: list[ServedStore] = []
 
     def worker(self, store: RunStore) -> WorkStore:
-        server = StoreServer(StoreDesk(cast(MemoryStore, store), schemas={}))
+        server = StoreServer(StoreDesk(cast(MemoryStore, store)))
         self.servers.append(server)
         self.workers.append(open_served(server.path))
         return self.workers[-1]
 
     def value(self, text: str) -> object:
         return text
-
-    def result(self, text: str, index: int) -> object:
-        result = cast("AgentResult[object]", BaseResult(index, str(index), "the input", True, text))
-        return encode_result(result, None, worker=1, messages=False)
-
-    def read_result(self, result: object) -> object:
-        return cast("AgentResult[object]", result).output
 
     def close(self) -> None:
         for worker in self.workers:
@@ -258,7 +258,7 @@ def test_a_worker_never_reaches_the_run_that_listens_at_the_path_of_its_own(tmp_
     """In a resumed run its number belongs to another worker, whose rows it would hand back."""
     place, ended = MemoryPlace(), threading.Event()
     before, after = MemoryStore(), MemoryStore()
-    first = StoreServer(StoreDesk(before, schemas={}), tmp_path)
+    first = StoreServer(StoreDesk(before), tmp_path)
     worker = open_served(first.path)
     worker.listen(ended.set)
     number = begin(place, before).worker
@@ -266,7 +266,7 @@ def test_a_worker_never_reaches_the_run_that_listens_at_the_path_of_its_own(tmp_
     first.close()
     resumed = begin(place, after, new_row(place, 0))
     assert resumed.worker == number
-    with closing(StoreServer(StoreDesk(after, schemas={}), tmp_path)) as second:
+    with closing(StoreServer(StoreDesk(after), tmp_path)) as second:
         assert second.path == first.path
         (row,) = resumed.take()
         for call in (lambda: worker.leave(number), lambda: worker.renew(number, [row.lease])):

@@ -77,7 +77,7 @@ class Kept:
 
 
 class ToyStore:
-    instant = False
+    instant, group = False, 16
 
     def __init__(
         self,

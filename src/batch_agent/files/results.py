@@ -92,7 +92,7 @@ def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) ->
     if schema is None or not result.ok:
         return result
     try:
-        return dataclasses.replace(result, output=_plain_output(result.output, schema))
+        return result.with_output(_plain_output(result.output, schema))
     except Invalid as error:
         return unwritten(result, error)
 

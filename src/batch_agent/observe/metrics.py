@@ -52,6 +52,7 @@ WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
 RARE = (CacheRead, ControlFinished, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
+NOTHING = Usage()
 MOST_TOOLS = 64  # counted by name: a model may invent any number of names
 
 
@@ -446,6 +447,20 @@ class Metrics(TypedSink):
             agent.turns_open -= 1
         if not agent.turns_open:  # else another part of its row still has one in flight
             self._move(agent, _WAITING if agent.tools_open else _QUEUED, at)
+
+    def row_elsewhere(self, at: float, run: str, result: AgentResult[object]) -> None:
+        """Count the start and the turns of a row that another process worked on. Its spans have no length, and the last
+        one has all tokens."""
+        self.job_started(at, run, result.index, result.job_id)
+        turns = 0 if result.resumed else result.turns  # else an earlier session counted them
+        if turns:
+            self._turns += turns
+            self._pay(result.usage, result.cost)
+        if turns and (recorder := self._agents[run, result.index].recorder) is not None:
+            for turn in range(1, turns + 1):
+                usage = result.usage if turn == turns else NOTHING
+                tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, None
+                recorder.add(("turn", at, at, result.index, turn, "", 0.0, 0.0, "", "", *tokens))
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens

@@ -19,10 +19,11 @@ from typing import cast
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
-from batch_agent.job import BaseResult
+from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay, RunProgress
 from batch_agent.record.memory import MemoryStore
+from batch_agent.record.row_json import decode_result, line_of
 from batch_agent.record.rundir import RunDir, read_run
 from batch_agent.record.sqlite import FACTS, TABLE, SqliteJournal
 from batch_agent.record.store import NUMBERS, KeptStep, NewRow, Phase, Resuming, RowChange, RowLease
@@ -219,13 +220,21 @@ class DirectoryStore(MemoryStore):
                 self._outlay = Outlay(learnt=outlay.learnt) if self._shares else outlay
             ended = [change for change in changes if change.result is not None]
             self._journal.commit([step for steps in recorded for step in steps], self._progress(ended))
-            results = [change.result for change in ended if isinstance(change.result, BaseResult)]
-            if results:
+            if ended:
                 self._dir.schema = self.schema
-                self._dir.write(results)  # type: ignore[arg-type]
+                self._dir.write([self._written(change) for change in ended])
             for change in ended:
                 self._agents.pop(change.lease.place, None)
             return recorded
+
+    def _written(self, change: RowChange) -> AgentResult[object] | bytes:
+        """Return the result of a row, or its line if it has one already: another process wrote it."""
+        result = change.result
+        if not isinstance(result, bytes):
+            return cast("AgentResult[object]", result)
+        if not change.error:
+            return line_of(result)
+        return decode_result(result, change.lease.index, None, resumed=change.resumed)[0]
 
     def _renumbered(self, change: RowChange) -> tuple[KeptStep, ...]:
         """Return the steps of another process with numbers of this journal for their agents."""

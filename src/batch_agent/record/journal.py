@@ -261,6 +261,8 @@ class Trail:
 T = TypeVar("T")
 
 GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
+# A commit to another process wakes both, so it waits longer while the commits before it had MANY records.
+GATHERING_FAR, MANY = 0.024, 16
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
@@ -301,6 +303,7 @@ class Journal:
         self._on_backlog, self._on_overdue = on_backlog, on_overdue
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
+        self._pause = GATHERING  # seconds that the next commit waits
         self._touched = False  # a commit was requested, even without new records
         self._committing_since = self._gathering_since = 0.0  # when the oldest record that is not on disk was added
         self._backlogged = False
@@ -409,7 +412,7 @@ class Journal:
             self._gathering_since = self._loop.time()
         if not self._busy:
             self._busy = True
-            self._loop.call_later(GATHERING, self._commit)
+            self._loop.call_later(self._pause, self._commit)
         elif not self._backlogged and len(self._entries) + len(self._results) >= BACKLOG:
             self._backlogged = True
             self._on_backlog(True)
@@ -418,6 +421,7 @@ class Journal:
         entries, self._entries = self._entries, []
         results, self._results = self._results, []
         self._touched = False
+        self._pause = GATHERING if self._store.instant or len(entries) < MANY else GATHERING_FAR
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
@@ -469,7 +473,7 @@ class Journal:
         self._committing_since = 0.0
         self._busy = self._is_wanted
         if self._busy:
-            self._loop.call_later(GATHERING, self._commit)
+            self._loop.call_later(self._pause, self._commit)
         if self._backlogged and len(self._entries) < BACKLOG:
             self._backlogged = False
             self._on_backlog(False)

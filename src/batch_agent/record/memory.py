@@ -21,11 +21,11 @@ from threading import Condition, RLock
 from typing import TypeVar
 
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.job import BaseResult
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
     FOLLOWED_SECONDS,
+    GROUP,
     LARGEST_SHARED,
     LEASE,
     NUMBERS,
@@ -79,7 +79,7 @@ class _Shared:
 class MemoryStore:
     """``clock`` returns monotonic seconds, ``wall`` the time of day, by which a next process continues."""
 
-    instant = True
+    instant, group = True, GROUP
     writes = False  # commits write files, which may take long
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
@@ -433,10 +433,9 @@ class MemoryStore:
                 continue
             ended = True
             self._position += 1
-            lease, result = change.lease, change.result
-            if not own and isinstance(result, BaseResult):  # it came as JSON
-                result = replace(result, input=queued.new.value)
-            self._results.append(SharedResult(str(self._position), lease.row, lease.index, result, True, worker))
+            lease, value = change.lease, None if own else queued.new.value
+            place_in_results = str(self._position), lease.row, lease.index
+            self._results.append(SharedResult(*place_in_results, change.result, True, worker, value))
             if self._queued.pop(queued.order, None) is not None:
                 self._held.pop(lease.place, None)
             if change.error:

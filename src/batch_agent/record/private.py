@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
+from glob import escape, glob
 from pathlib import Path
 
 DIRECTORY = 0o700
@@ -23,7 +24,8 @@ def private(path: str | os.PathLike[str], flags: int) -> int:
 
 def socket_folder() -> Path:
     """Return a new temporary directory for a socket. Those of processes that were killed are removed. Blocks."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/*"):
+    # Another process may remove its own meanwhile, which ``Path.glob`` does not take.
+    for path in map(Path, glob(f"{escape(tempfile.gettempdir())}/{SOCKETS}*/*")):  # noqa: PTH207
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             made = path.lstat()
             if path.is_socket() and made.st_uid == os.getuid() and time.time() - made.st_mtime > YOUNG:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import orjson
+
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, Invalid, OutputError, StoreError
-from batch_agent.files.results import from_json, plainly, result_record, to_json, unwritten
+from batch_agent.files.results import from_json, result_line, to_json, unwritten
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
-from batch_agent.messages import Image, Usage
+from batch_agent.messages import Image, Message, Usage
 from batch_agent.record.codec import from_message, to_message
 
+# A line that orjson wrote, and can read: what it cannot write exactly, the slow encoder writes with spaces.
+QUICK = re.compile(rb'\{"index":\d')
 PLAIN = (str, int, float, bool, type(None))
 LONGEST_REASON = 10_000  # characters
 
@@ -61,66 +67,93 @@ def _refuse_data(value: object) -> None:
                 _refuse_data(item)
 
 
+# A result outside the process of its worker is three lines of JSON: the line of the result files; the number of the
+# worker, and whether it computed the result from the record; and the texts that the files do not have, which are
+# decoded when they are first read. Earlier versions wrote one object with all of it.
+
+
 def encode_result(
     result: AgentResult[object], schema: OutputSchema[object] | None, *, worker: int, messages: bool
 ) -> bytes:
-    """Return a result as JSON: the fields of a result line, the number of the worker and, with ``messages``, the
-    transcript."""
-    result = plainly(result, schema)
+    """Return a result as JSON, with its transcript if ``messages`` is set."""
     try:
-        return to_json({**_record(result, messages=messages), "worker": worker})
-    except Exception as error:  # the user's worker function can return anything
-        failed = unwritten(result, Invalid(f"the output cannot be written as JSON: {describe(error)}"))
-        return to_json({**_record(failed, messages=messages), "worker": worker})
+        line = result_line(result, schema)
+    except Invalid as error:  # the user's worker function can return anything
+        result = unwritten(result, error)
+        line = result_line(result)
+    texts = [result.raw_text, [from_message(message) for message in result.messages] if messages else ()]
+    return line + to_json([worker, result.resumed]) + b"\n" + to_json(texts)
 
 
-def _record(result: AgentResult[object], *, messages: bool) -> dict[str, object]:
-    record = {**result_record(result), "input": result.input, "raw_text": result.raw_text}
-    if result.resumed:  # a worker computed it from the record
-        record["resumed"] = True
-    if messages:
-        record["messages"] = [from_message(message) for message in result.messages]
-    return record
+def line_of(data: bytes) -> bytes:
+    """Return the line of a result for the result files."""
+    return data[: data.index(b"\n") + 1]
 
 
 def decode_result(
-    data: bytes, index: int, schema: OutputSchema[object] | None, *, resumed: bool
+    data: bytes, index: int, schema: OutputSchema[object] | None, *, resumed: bool, value: object = None
 ) -> tuple[AgentResult[object], int]:
-    """Return the result, with its output as an instance of the schema, and the number of its worker. Raises StoreError
-    for a result that no worker wrote so."""
+    """Return the result, with its output as an instance of the schema, and the number of its worker. ``value`` is the
+    input, if it is known here. Raises StoreError for a result that no worker wrote so."""
     try:
-        typed, worker = _decoded(cast("dict[str, Any]", from_json(data)), index, resumed=resumed)
+        typed, worker = _decoded(data, index, resumed=resumed)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise StoreError(f"the result of row {index} in the record is damaged or forged: {describe(error)}") from None
+        raise _damaged(index, error) from None
+    if value is not None:
+        typed.input = value  # type: ignore[misc]  # it was made here
     if schema is None or not typed.ok or typed.output is None:
         return typed, worker
     try:
-        return replace(typed, output=schema.validate_json(to_json(typed.output))), worker
+        typed.output = schema.validate_json(to_json(typed.output))  # type: ignore[misc]
     except OutputError as refused:  # the schema's validators may reject their own output
         return typed.as_failure(AgentError.of(refused)), worker
+    return typed, worker
 
 
-def _decoded(record: dict[str, Any], index: int, *, resumed: bool) -> tuple[AgentResult[object], int]:
+def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[object], int]:
+    line, is_new, later = data.partition(b"\n")
+    record: dict[str, Any] = orjson.loads(line) if QUICK.match(line) else cast("dict[str, Any]", from_json(line))
+    if is_new:
+        head, texts = later.split(b"\n")
+        worker, was_resumed = orjson.loads(head)
+    else:
+        worker, was_resumed, texts = record.get("worker", 0), record.get("resumed", False), b""
     error = record["error"]
     result: BaseResult[object] = BaseResult(
-        index=index,
-        job_id=record["job_id"],
-        input=record["input"],
-        ok=record["ok"],
-        output=record["output"],
-        error=None if error is None else AgentError(**error),
-        attempts=record["attempts"],
-        turns=record["turns"],
-        usage=Usage(**record["usage"]),
-        cost=record.get("cost"),
-        timings=Timings(**record["timings"]),
-        messages=tuple(to_message(message) for message in record.get("messages", ())),
-        raw_text=record["raw_text"],
+        index,
+        record["job_id"],
+        record["input"],
+        record["ok"],
+        record["output"],
+        None if error is None else AgentError(**error),
+        record["attempts"],
+        record["turns"],
+        Usage(**record["usage"]),
+        record.get("cost"),
+        Timings(**record["timings"]),
         repaired=record.get("repaired", False),
         truncated=record.get("truncated", False),
-        resumed=resumed or record.get("resumed", False),
+        resumed=resumed or was_resumed,
         chunks=record.get("chunks", 1),
         shortened=record.get("shortened", False),
         artifacts={name: Path(path) for name, path in record.get("artifacts", {}).items()},
     )
-    return cast("AgentResult[object]", result), int(record.get("worker", 0))
+    if is_new:
+        result.read_later(partial(_texts, texts, index))
+    else:
+        messages = tuple(to_message(message) for message in record.get("messages", ()))
+        result = replace(result, raw_text=record["raw_text"], messages=messages)
+    return cast("AgentResult[object]", result), int(worker)
+
+
+def _texts(data: bytes, index: int) -> tuple[str, tuple[Message, ...]]:
+    """Return the model's last text, and the transcript."""
+    try:
+        raw_text, messages = cast("tuple[str, list[object]]", from_json(data))
+        return raw_text, tuple(to_message(message) for message in messages)
+    except (ValueError, TypeError) as error:
+        raise _damaged(index, error) from None
+
+
+def _damaged(index: int, error: Exception) -> StoreError:
+    return StoreError(f"the result of row {index} in the record is damaged or forged: {describe(error)}")

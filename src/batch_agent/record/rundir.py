@@ -106,7 +106,8 @@ class RunDir:
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
-    def write(self, results: Sequence[AgentResult[object]]) -> None:
+    def write(self, results: Sequence[AgentResult[object] | bytes]) -> None:
+        """Append results to the files. A successful one may be its line already."""
         try:
             self._files.write(*_lines(results, self.schema))
         except OSError as error:
@@ -249,10 +250,13 @@ def failure_line(result: AgentResult[object]) -> bytes:
     return record_line(record)
 
 
-def _lines(results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> tuple[bytes, bytes]:
+def _lines(results: Sequence[AgentResult[object] | bytes], schema: OutputSchema[object] | None) -> tuple[bytes, bytes]:
     """Return the lines for results.jsonl and the lines for failures.jsonl."""
     good, bad = [], []
     for result in results:
+        if isinstance(result, bytes):
+            good.append(result)
+            continue
         try:
             if result.ok:
                 good.append(result_line(result, schema))

@@ -23,6 +23,7 @@ from batch_agent.value_type import value_type
 
 Phase = Literal["running", "draining", "ended"]
 NUMBERS = 32  # low bits of the number of an agent of another process; the high bits are the number of its worker
+GROUP = 16  # rows that a worker takes per call; the last ones of a run should not be with one worker
 LEASE = 15.0  # seconds; the default of ``--lease``
 LARGEST_SHARED = 4 * 1024 * 1024  # bytes of the largest result of a call that is shared
 FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
@@ -75,10 +76,11 @@ class NewRow:
 
 @value_type
 class LeasedRow:
-    """A row leased to a worker. ``job``, ``key`` and ``content`` are those of ``NewRow``, for a worker in the feeder's
-    process. ``steps`` is what earlier holders recorded. ``more``: ``claim`` may find steps of
-    further agents of the row. ``retry``: the types of recorded failures that are tried again. ``checks``: a recorded
-    answer is used only for the same request."""
+    """A row leased to a worker. ``key`` and ``content`` are those of ``NewRow``, if the worker need not compute them.
+    ``job`` is that of ``NewRow`` for a worker in the feeder's process; in another one, it is ``prompt``, ``own_id``,
+    ``shortened`` and ``affinity`` of the job, or None if the worker compiles the row. ``steps`` is what earlier holders
+    recorded. ``more``: ``claim`` may find steps of further agents of the row. ``retry``: the types of recorded failures
+    that are tried again. ``checks``: a recorded answer is used only for the same request."""
 
     lease: RowLease
     value: object
@@ -95,8 +97,8 @@ class LeasedRow:
 class RowChange:
     """Changes of one row in a commit: steps to append and, if the row has ended, its result.
 
-    ``result`` is JSON for a store outside this process, else an AgentResult. ``error`` is the type of the error, "" for
-    a successful row. ``resumed``: the result came from the record.
+    ``result`` is JSON (``encode_result``) from a worker in another process than the store, else an AgentResult.
+    ``error`` is the type of the error, "" for a successful row. ``resumed``: the result came from the record.
     """
 
     lease: RowLease
@@ -109,7 +111,8 @@ class RowChange:
 @value_type
 class SharedResult:
     """A result, in the order in which rows ended. ``position`` is where to continue reading. ``own``: the row was fed
-    in the session of the feeder that reads, so the feeder delivers it."""
+    in the session of the feeder that reads, so the feeder delivers it. ``value`` is the input of a row whose result
+    came as JSON, if the store has it."""
 
     position: str
     row: str
@@ -117,6 +120,7 @@ class SharedResult:
     result: object
     own: bool
     worker: int = 0  # number of the worker, if the store knows it
+    value: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +190,11 @@ class WorkStore(Protocol):
     """The record of one run, as its workers use it.
 
     ``instant``: the store is in this process. Its queue is in memory, so every call but ``commit`` and ``claim``
-    returns at once.
+    returns at once. ``group``: rows that a worker takes per call.
     """
 
     instant: bool
+    group: int
 
     def facts(self) -> JsonObject | None:
         """Return the content of ``run.json``, with what workers need; None if there is no run."""

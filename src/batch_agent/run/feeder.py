@@ -21,14 +21,14 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError
 from batch_agent.events import JobFinished, JobStarted, TurnFinished
-from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Job, Placed, UnreadableRow
+from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
-from batch_agent.record.store import FeederSession, NewRow, Resuming, RunStanding, RunStore
+from batch_agent.record.store import FeederSession, NewRow, Resuming, RunStanding, RunStore, SharedResult
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-WINDOW = 4096  # most unstarted rows in the queue of several workers
+WINDOW, WINDOW_HERE = 4096, 1024  # most unstarted rows in the queue of several workers; if it is in this process
 AT_ONCE = 256  # rows fed, results read, or records looked up per call
 AHEAD = 16  # rows of a list that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
@@ -295,8 +295,9 @@ class Feeder:
 
     async def _room(self) -> bool:
         """Wait until the queue has room. Returns False when the feeder is stopped."""
+        window = WINDOW_HERE if self.store.instant else WINDOW
         while not self._stopping.is_set() and not self.fed:
-            if self._held.is_set() and (await self.standing()).counts.unstarted < WINDOW:
+            if self._held.is_set() and (await self.standing()).counts.unstarted < window:
                 return True
             self._moved.clear()
             await wait_event(self._moved, IDLE)
@@ -400,21 +401,24 @@ class Feeder:
             self._position = each.position
             if not each.own:
                 continue
-            result, worker = cast("AgentResult[object]", each.result), each.worker
-            if isinstance(each.result, bytes):
-                result, worker = decode_result(each.result, each.index, self._schema, resumed=False)
+            result, worker = self._read_result(each)
             if worker != self.worker:
                 self._emit_row(result)
             self._finish(result)
         return len(found)
+
+    def _read_result(self, each: SharedResult) -> tuple[AgentResult[object], int]:
+        """Return a result, and the number of its worker."""
+        if isinstance(each.result, bytes):
+            return decode_result(each.result, each.index, self._schema, resumed=False, value=each.value)
+        return cast("AgentResult[object]", each.result), each.worker
 
     def deliver_recorded(self, *, callback: bool = True) -> None:
         """Deliver what is recorded in a store in this process, at the end of a run."""
         while found := self.store.results(self.session, self._position, AT_ONCE, 0.0) if self.store.instant else ():
             for each in found:
                 self._position = each.position
-                if isinstance(each.result, BaseResult):
-                    self._finish(each.result, callback=callback)  # type: ignore[arg-type]
+                self._finish(self._read_result(each)[0], callback=callback)
 
     def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
         """End a row of the worker in this process that was interrupted: it is not recorded."""
@@ -449,14 +453,16 @@ class Feeder:
 
     def _emit_row(self, result: AgentResult[object]) -> None:
         """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
-        now = self._clock()
-        self._emit(JobStarted(now, self._run, result.index, result.job_id, elsewhere=True))
-        if result.resumed:
-            return  # an earlier session counted them
+        now, run, index, sinks = self._clock(), self._run, result.index, self._emit.sinks
+        self._emit.metrics.row_elsewhere(now, run, result)
+        if JobStarted in sinks.wanted:
+            sinks(JobStarted(now, run, index, result.job_id, elsewhere=True))
+        if result.resumed or TurnFinished not in sinks.wanted:
+            return  # an earlier session counted them, or no sink wants them
         for turn in range(1, result.turns + 1):
             last = turn == result.turns
             usage, cost = (result.usage, result.cost) if last else (Usage(), None)
-            self._emit(TurnFinished(now, self._run, result.index, turn, usage, 0.0, None, cost))
+            sinks(TurnFinished(now, run, index, turn, usage, 0.0, None, cost))
 
 
 def _log_failure(written: asyncio.Future[None]) -> None:

@@ -68,7 +68,7 @@ class _RecordedFacts(BaseModel):
     versions: dict[str, str | int]
     fingerprint: str
     pieces: dict[str, str] = {}
-    first: Annotated[str, AfterValidator(from_json)]
+    first: Annotated[str, AfterValidator(lambda first: from_json(first.encode()))]
     lease: PositiveFloat = LEASE
     row_schema: str | None = None
     hosts: list[str] = []

@@ -488,10 +488,9 @@ class Run(Generic[T]):
         self._is_shared = self._is_shared or not store.instant or shared.lender is not None
         number = await self._begin_record(prepared)
         if self._outer is None:
-            schemas = {name: part.schema for name, part in self.parts.items()}
             url = None if store.instant else str(prepared.spec.run_dir)
             facts, is_shared = self._facts_for_workers, self._is_shared
-            self.serving = Serving(store, url, schemas, facts, self.begin_sharing, is_shared=is_shared)
+            self.serving = Serving(store, url, facts, self.begin_sharing, is_shared=is_shared)
         shared.keep_rates(prepared.spec)
         async with AsyncExitStack() as extent:
             if self._outer is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 from batch_agent.blocking import on_this_loop
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.record.directory import DirectoryStore
@@ -22,7 +21,7 @@ LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
 
 
 class Serving:
-    """``url`` is that of a record outside this process. ``schemas`` are those of the outputs, by stage. ``facts``
+    """``url`` is that of a record outside this process. ``facts``
     returns what workers need; it raises SpecError if they cannot work on the run. ``share`` lets other processes take
     rows; it is called before the first one joins, unless the run ``is_shared`` from its begin."""
 
@@ -30,13 +29,12 @@ class Serving:
         self,
         store: WorkStore,
         url: str | None,
-        schemas: Mapping[str, OutputSchema[object] | None],
         facts: Callable[[], JsonObject],
         share: Callable[[], Awaitable[None]],
         *,
         is_shared: bool,
     ) -> None:
-        self._store, self.url, self._schemas, self._facts = store, url, schemas, facts
+        self._store, self.url, self._facts = store, url, facts
         self._share, self._is_shared = share, is_shared
         self._loop = asyncio.get_running_loop()
         self._desk: StoreDesk | None = None
@@ -59,7 +57,7 @@ class Serving:
             if not isinstance(store, MemoryStore):
                 raise SpecError("the record of this run is not in this process: workers reach it at its URL")
             facts = self._facts()
-            self._desk = StoreDesk(store, schemas=self._schemas, facts=lambda: facts, on_join=self._joined)
+            self._desk = StoreDesk(store, facts=lambda: facts, on_join=self._joined)
         return self._desk
 
     def _joined(self) -> None:

@@ -1,7 +1,8 @@
 """A worker: takes rows of a run when it has room, starts an agent for each, and records its steps and its result.
 
 Every run has workers. In the feeder's process it takes rows from memory, as compiled jobs; in another process it gets
-their inputs as JSON and compiles them again. Results go to the record; the feeder delivers them from there.
+their inputs as JSON, and compiles those whose jobs cannot be sent. Results go to the record; the feeder delivers them
+from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, cast
 
 from batch_agent.agent.agent import Agent, tool_loop
 from batch_agent.agent.dialogue import Resources
@@ -50,7 +51,6 @@ from batch_agent.scheduler.core import Ticket
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-GROUP = 16  # rows leased per call
 RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
@@ -205,7 +205,7 @@ class Leases:
             return self.store.take(self.worker, most, 0.0)
         if self._taking is None:
             wait = 0.0 if self._fed else self._wait
-            self._taking = self._run(lambda: self.store.take(self.worker, GROUP, wait))
+            self._taking = self._run(lambda: self.store.take(self.worker, self.store.group, wait))
         rows = await asyncio.shield(self._taking)
         self._taking = None
         if rows and self.over:
@@ -392,7 +392,8 @@ class Worker:
         while await self._feed.wait_room(self._is_over):
             self._feed.set_reading(True)
             try:
-                rows = await self._leases.next(1 if self._leases.alone and not self._feed.paced else GROUP)
+                one = self._leases.alone and not self._feed.paced
+                rows = await self._leases.next(1 if one else self._leases.store.group)
             finally:
                 self._feed.set_reading(False)
             if not rows:
@@ -418,7 +419,7 @@ class Worker:
         return bool(self._leases.over)
 
     async def _jobs(self, rows: Sequence[HeldRow]) -> list[Job | AgentResult[object]]:
-        """Return the jobs of leased rows: those that the feeder compiled in this process, or compiled here."""
+        """Return the jobs of leased rows: those that the feeder compiled, or compiled here."""
         jobs: list[Job | AgentResult[object]] = []
         for held in rows:
             job = held.row.job
@@ -427,11 +428,15 @@ class Worker:
                 continue
             index = held.lease.index
             try:
-                value = Placed(index, *decode_row(held.row.value, self.row_schema))  # type: ignore[arg-type]
+                value, name = decode_row(cast(bytes, held.row.value), self.row_schema)
             except InputError as error:
                 jobs.append(Failure(index, str(index), None, False, None, AgentError.of(error)))
+                continue
+            if isinstance(job, tuple) and name is not None:
+                prompt, own_id, shortened, affinity = job
+                jobs.append(Job(index, name, value, prompt, own_id, shortened=shortened, affinity=affinity))
             else:
-                jobs += await compile_all(self._plan, index, [value])
+                jobs += await compile_all(self._plan, index, [Placed(index, value, name)])
         return jobs
 
     def interrupt(self, why: str) -> list[AgentResult[object]]:
@@ -644,9 +649,12 @@ class Worker:
             r.emit.sinks(JobStarted(at, r.run, job.index, job.job_id))
 
     def _tell(self, result: AgentResult[object]) -> None:
-        if self._r.traces is not None:
-            self._r.traces.ended(self._r.run, result)
-        self._r.emit(JobFinished.of(result, self._r.clock(), self._r.run))
+        r, at = self._r, self._r.clock()
+        if r.traces is not None:
+            r.traces.ended(r.run, result)
+        r.emit.metrics.job_finished(result, at, r.run)
+        if JobFinished in r.emit.sinks.wanted:
+            r.emit.sinks(JobFinished.of(result, at, r.run))
 
 
 def starts_afresh(error: AgentError, retry_from: str) -> bool:

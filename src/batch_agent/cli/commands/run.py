@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -39,7 +40,6 @@ from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
-from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.terminal import LiveDisplay, NoDisplay, PlainDisplay, TerminalDisplay
@@ -180,11 +180,11 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Te
     with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
         async with run:
             unwritten = 0
-            recent: deque[AgentResult[object]] = deque(maxlen=RECENT_RESULTS)
+            recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
 
             def statistics() -> Statistics:
                 now = _statistics(run, spec.inputs, unwritten)
-                return replace(now, recent_results=tuple(map(_in_short, recent)))
+                return replace(now, recent_results=tuple(starmap(_in_short, recent)))
 
             try:
                 with Interrupts(run) as interrupts:
@@ -193,7 +193,8 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Te
                             shown = plainly(result, run.schema)
                             faithful = await writer.write(shown)
                             unwritten += result.ok and not (shown.ok and faithful)
-                            recent.append(replace(shown, messages=()))
+                            outcome = shown.output if shown.ok else shown.error
+                            recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
             except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
                 report.broke_off(statistics())
                 return SIGNALLED + signal.SIGPIPE
@@ -207,14 +208,13 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Te
             return exit_code(statistics())
 
 
-def _in_short(result: AgentResult[object]) -> RecentResult:
-    """Return a short form of the result for the live view."""
-    if result.error is not None:
-        text = str(result.error)
+def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str) -> RecentResult:
+    """Return a short form of a result for the live view. ``outcome`` is its output or its error."""
+    if not ok:
+        text = str(outcome)
     else:
-        output = result.output
-        text = output[:SHOWN_CHARACTERS] if isinstance(output, str) else to_json(output).decode(errors="replace")
-    return RecentResult(result.index, result.ok, text[:SHOWN_CHARACTERS], result.timings.total, result.job_id)
+        text = outcome[:SHOWN_CHARACTERS] if isinstance(outcome, str) else to_json(outcome).decode(errors="replace")
+    return RecentResult(index, ok, text[:SHOWN_CHARACTERS], seconds, job_id)
 
 
 def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:

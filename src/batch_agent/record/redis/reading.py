@@ -357,7 +357,7 @@ def _queued(place: str, fields: dict[bytes, bytes], started: bool) -> QueuedRow:
 
 def _record(result: bytes, index: int) -> Record:
     """Return a result in the format of a result line. The row may have another index than when it ended."""
-    record = cast(Record, from_json(result))
+    record = cast(Record, from_json(result.partition(b"\n")[0]))
     kept = {name: value for name, value in record.items() if name not in ("worker", "messages")}
     if kept["ok"]:
         kept.pop("raw_text", None)

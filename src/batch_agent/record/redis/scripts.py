@@ -183,7 +183,10 @@ for i = 7, #ARGV, 4 do
         end
       else
         entry = not retried(state, error) and redis.call('XRANGE', results, place, place)[1]
-        if entry and cut == '1' and state == 'k' and cjson.decode(field(entry, 'result')).truncated then entry = nil end
+        if entry and cut == '1' and state == 'k' then
+          local line = string.match(field(entry, 'result'), '[^\\n]+')
+          if cjson.decode(line).truncated then entry = nil end
+        end
         if entry then
           answer = field(entry, 'result')
           redis.call('HINCRBY', run, state == 'k' and 'ok' or 'failed', 1)

@@ -21,6 +21,7 @@ from batch_agent.record.redis import scripts
 from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
 from batch_agent.record.redis.lent import RedisShares
 from batch_agent.record.store import (
+    GROUP,
     LEASE,
     NUMBERS,
     Counts,
@@ -49,7 +50,7 @@ BLOCKED = 1.0  # seconds that a command may wait in Redis
 class RedisRunStore(RedisShares):
     """One run. It is thread-safe."""
 
-    instant = False
+    instant, group = False, GROUP
 
     def __init__(self, connection: RedisConnection) -> None:
         super().__init__(connection.address, connection)
