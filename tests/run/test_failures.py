@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import time
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from batch_agent import BatchAgent, RunRejected, RunUnreachable, SpecError, Tool, ToolError
+from batch_agent.errors import BatchAgentError
 from batch_agent.events import LimitChanged, TurnFailed
+from batch_agent.files.read import read_inputs
 from batch_agent.job import AgentResult
 from batch_agent.testing import (
     Body,
@@ -390,3 +394,21 @@ async def test_a_sink_that_raises_does_not_touch_the_run() -> None:
     async with BatchAgent.open(task="{input}", inputs=["a"], backend=ScriptedBackend(), sinks=[broken]) as run:
         assert [result.ok async for result in run.results()] == [True]
         assert run.statistics().ok == 1
+
+
+async def test_rows_before_the_unreadable_part_of_a_file_are_processed(tmp_path: Path) -> None:
+    """Several rows of a file are read at once; an error among them concerns only those after it."""
+    path = tmp_path / "rows.jsonl.gz"
+    lines = b"".join(b'{"a": %d}\n' % (number * 7919 % 10_007) for number in range(3_000))
+    path.write_bytes(gzip.compress(lines)[:-1000])
+    readable = 0
+    with pytest.raises(BatchAgentError):
+        for _ in read_inputs(path, at_once_bytes=0):
+            readable += 1
+    results: list[AgentResult[object]] = []
+    with pytest.raises(BatchAgentError, match=f"after {readable:,} rows"):
+        async for result in BatchAgent.stream(
+            task="{a}", inputs=read_inputs(path, at_once_bytes=0), backend=ScriptedBackend(lambda _: Say("x"))
+        ):
+            results.append(result)
+    assert readable % 16 and len(results) == readable

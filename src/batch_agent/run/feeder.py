@@ -40,7 +40,7 @@ logger = logging.getLogger("batch_agent")
 
 WINDOW, WINDOW_HERE = 4096, 1024  # most unstarted rows in the queue of several workers; if it is in this process
 AT_ONCE = 256  # rows fed, results read, or records looked up per call
-AHEAD = 16  # rows of a list that are compiled at once
+AHEAD = 16  # rows of a list or a file that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
 CALLS = 4  # most concurrent calls of the store
@@ -194,7 +194,7 @@ class Feeder:
             return False
         try:
             if self.alone and not self.paced:
-                few = READERS if self._reads_documents else AHEAD if self._rows.is_list else 1
+                few = READERS if self._reads_documents else AHEAD if self._rows.at_hand else 1
                 values = await self._rows.read(AT_ONCE if self._had_past else few)
             else:
                 values = await self._rows.read_ready(AT_ONCE)

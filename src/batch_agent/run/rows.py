@@ -69,11 +69,12 @@ class Rows:
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
         self._file = inputs if isinstance(inputs, LazyRows) else None
-        self.is_list = isinstance(inputs, list | tuple)  # reading ahead costs nothing
+        self.at_hand = isinstance(inputs, list | tuple | LazyRows)  # reading ahead costs nothing
         self.channel = inputs if isinstance(inputs, RowChannel) else None
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
+        self._failure: Exception | None = None  # of the input after those that were read
         self.seen = False  # there was at least one input
 
     @property
@@ -100,7 +101,7 @@ class Rows:
             values, self._peeked = self._peeked, []
             return values
         try:
-            values = list(islice(self._plain, count)) if self._async is None else await self._next()
+            values = self._take(count) if self._async is None else await self._next()
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
@@ -122,6 +123,19 @@ class Rows:
         """Close an input file. The user closes a generator of their own."""
         if self._file is not None:
             self._file.close()
+
+    def _take(self, count: int) -> list[object]:
+        if self._failure is not None:
+            raise self._failure
+        values: list[object] = []
+        try:
+            for value in islice(self._plain, count):
+                values.append(value)
+        except Exception as error:
+            if not values:
+                raise
+            self._failure = error  # the inputs before it are processed
+        return values
 
     async def _next(self) -> list[object]:
         assert self._async is not None
