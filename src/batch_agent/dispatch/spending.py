@@ -213,15 +213,20 @@ class Spending(Account):
     # As the journal sees it
 
     def next_advance(self) -> tuple[int, float] | None:
-        """Return the advance for the commit that begins now, in tokens and $ of this session; None: none is needed."""
-        ledger = self._ledger
-        if ledger.advance is None:
+        """Return the advance for the commit that begins now, in tokens and $ of this session; None: none is needed. A
+        worker of a shared run gets its advance from the table of shares, not by a commit."""
+        if self._ledger.advance is None or self._is_shared:
             return self._time_advance(0)
-        advance = self._next_advance = self._advance_for(self._awaited())
-        # Until the commit is done, the disk may hold either advance.
-        ledger.advance = Amount(min(advance.tokens, ledger.advance.tokens), min(advance.cost, ledger.advance.cost))
-        own = advance - self._before
+        own = self._ask_advance() - self._before
         return self._time_advance(own.tokens) or (own.tokens, own.cost)
+
+    def _ask_advance(self) -> Amount:
+        """Return the advance to ask for. Until it is granted, the smaller one of it and the present one holds."""
+        ledger = self._ledger
+        assert ledger.advance is not None
+        asked = self._next_advance = self._advance_for(self._awaited())
+        ledger.advance = Amount(min(asked.tokens, ledger.advance.tokens), min(asked.cost, ledger.advance.cost))
+        return asked
 
     def _advance_for(self, waiting: Amount) -> Amount:
         known = bool(self._estimator.answers)
@@ -242,10 +247,9 @@ class Spending(Account):
         least growth that is of use, and whether that is of use only while no other worker holds any. Nothing is kept
         ahead while a call waits: two workers that each hold half of what they need would wait for each other. Nor does
         a worker with nothing in flight keep any: others wait for what it may still spend."""
-        ledger = self._ledger
+        ledger, want = self._ledger, self._ask_advance()
         assert ledger.advance is not None
-        self.next_advance()
-        used, first, want = ledger.spent + ledger.reserved, self._awaited(most=1), self._next_advance
+        used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
         ahead = ledger.ahead_of(ledger.spent - self._claimed)
         self._claimed = ledger.spent
         if first == NOTHING and ledger.in_flight:
@@ -284,11 +288,10 @@ class Spending(Account):
         if self._ledger.advance is None and not self._timed:
             return
         self._broken = error
-        if error is None:
+        if error is None and not self._is_shared:
+            self._paid_until = self._next_paid
             if self._ledger.advance is not None:
                 self._ledger.advance = self._next_advance
-            if not self._is_shared:
-                self._paid_until = self._next_paid
         self._serve()
 
     def _awaited(self, most: int | None = None, *, beside_others: bool = True) -> Amount:
