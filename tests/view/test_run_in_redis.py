@@ -28,11 +28,10 @@ class Held:
     """A server that answers the first rows, and the others when ``go`` is set."""
 
     def __init__(self, first: int) -> None:
-        self.go, self.left = asyncio.Event(), first
+        self.go, self._first = asyncio.Event(), first
 
     async def answer(self, request: Any) -> Say:
-        self.left -= 1
-        if self.left < 0:
+        if int(request.messages[-1]["content"].split()[-1]) >= self._first:
             await self.go.wait()
         return Say(f"said: {request.messages[-1]['content']}")
 
