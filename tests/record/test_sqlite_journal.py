@@ -317,6 +317,17 @@ def flipped(path: Path, log: Path | None, place: float, bit: int) -> Path:
     return copy
 
 
+def changed(path: Path, statement: str, *values: object) -> Path:
+    """A copy in which a statement has changed rows without their checksums."""
+    copy = flipped(path, None, 0.0, 0)
+    shutil.copy(path, copy)
+    db = sqlite3.connect(copy)
+    db.execute(statement, values)
+    db.commit()
+    db.close()
+    return copy
+
+
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_is_an_error_or_costs_one_row_that_is_named(
@@ -350,13 +361,9 @@ def test_a_flipped_bit_is_an_error_or_costs_one_row_that_is_named(
 def test_a_row_whose_record_says_wrongly_whose_it_is_is_named(
     recorded: Path, column: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copy = flipped(recorded, None, 0.0, 0)
-    shutil.copy(recorded, copy)
     value = {"key": b"other", "row": b"other", "agent": 3, "kind": 5, "body": b"[]"}[column]
-    db = sqlite3.connect(copy)
-    db.execute(f"UPDATE record SET {column} = ? WHERE id = (SELECT max(id) FROM record WHERE agent = 7)", (value,))
-    db.commit()
-    db.close()
+    last = "(SELECT max(id) FROM record WHERE agent = 7)"
+    copy = changed(recorded, f"UPDATE record SET {column} = ? WHERE id = {last}", value)
     journal = SqliteJournal.open(copy)
     journal.sort_by("key")
     found = journal.claim_steps([identity(str(n)) for n in range(1, 101)], range(1, 101))
@@ -369,12 +376,7 @@ def test_a_row_whose_record_says_wrongly_whose_it_is_is_named(
 
 @pytest.mark.parametrize("column", ["tokens", "cost", "leased_tokens", "leased_cost", "learnt", "started", "ok"])
 def test_a_damaged_session_is_an_error_that_names_it_and_a_copy_goes_on_without_it(recorded: Path, column: str) -> None:
-    copy = flipped(recorded, None, 0.0, 0)
-    shutil.copy(recorded, copy)
-    db = sqlite3.connect(copy)
-    db.execute(f"UPDATE session SET {column} = 1 WHERE id = 1")
-    db.commit()
-    db.close()
+    copy = changed(recorded, f"UPDATE session SET {column} = 1 WHERE id = 1")
     journal = SqliteJournal.open(copy)
     with pytest.raises(StoreError, match=r"session 1 is not as it was written.*batch-agent copy"):
         journal.spent()
@@ -383,12 +385,7 @@ def test_a_damaged_session_is_an_error_that_names_it_and_a_copy_goes_on_without_
 
 
 def test_a_key_whose_type_is_damaged_is_still_found(recorded: Path) -> None:
-    copy = flipped(recorded, None, 0.0, 0)
-    shutil.copy(recorded, copy)
-    db = sqlite3.connect(copy)
-    db.execute("UPDATE record SET key = CAST(key AS TEXT) WHERE agent = 7")
-    db.commit()
-    db.close()
+    copy = changed(recorded, "UPDATE record SET key = CAST(key AS TEXT) WHERE agent = 7")
     assert text_of(read(at(copy), "7")[0]) == "answer 7"
 
 
@@ -401,12 +398,7 @@ def test_a_schema_that_is_no_text_is_an_error_in_words(recorded: Path) -> None:
 
 
 def test_a_damaged_table_of_shares_is_an_error(recorded: Path) -> None:
-    copy = flipped(recorded, None, 0.0, 0)
-    shutil.copy(recorded, copy)
-    db = sqlite3.connect(copy)
-    db.execute("UPDATE fact SET value = replace(value, '5', '4')")
-    db.commit()
-    db.close()
+    copy = changed(recorded, "UPDATE fact SET value = replace(value, '5', '4')")
     journal = SqliteJournal.open(copy)
     for read in (journal.spent, lambda: journal.fact(TABLE)):
         with pytest.raises(StoreError, match="the fact 'table' is not as it was written"):

@@ -643,6 +643,11 @@ class Emit(Sinks):
         super().__init__([metrics, sinks])
         self.metrics, self.sinks = metrics, sinks
 
+    def job_finished(self, result: AgentResult[object], at: float, run: str) -> None:
+        self.metrics.job_finished(result, at, run)
+        if JobFinished in self.sinks.wanted:
+            self.sinks(JobFinished.of(result, at, run))
+
 
 def _outage(event: HealthChanged, now: float, run: RunStarted | None) -> Outage:
     wait = 0.0 if event.state == "on trial" else max(0.0, event.next_trial - now)

@@ -20,7 +20,7 @@ from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError
-from batch_agent.events import JobFinished, JobStarted, TurnFinished
+from batch_agent.events import JobStarted, TurnFinished
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Emit
@@ -439,10 +439,7 @@ class Feeder:
     def _tell_end(self, result: AgentResult[object]) -> None:
         if self._traces is not None:
             self._traces.ended(self._run, result)
-        at = self._clock()
-        self._emit.metrics.job_finished(result, at, self._run)
-        if JobFinished in self._emit.sinks.wanted:
-            self._emit.sinks(JobFinished.of(result, at, self._run))
+        self._emit.job_finished(result, self._clock(), self._run)
 
     def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:
         originals = self._originals

@@ -26,7 +26,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast, wait_event
 from batch_agent.dispatch.feed import Feed
 from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatch, SpecError, StoreError, WorkerFailed
-from batch_agent.events import JobFinished, JobStarted
+from batch_agent.events import JobStarted
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.record.base import Identity
@@ -649,12 +649,9 @@ class Worker:
             r.emit.sinks(JobStarted(at, r.run, job.index, job.job_id))
 
     def _tell(self, result: AgentResult[object]) -> None:
-        r, at = self._r, self._r.clock()
-        if r.traces is not None:
-            r.traces.ended(r.run, result)
-        r.emit.metrics.job_finished(result, at, r.run)
-        if JobFinished in r.emit.sinks.wanted:
-            r.emit.sinks(JobFinished.of(result, at, r.run))
+        if self._r.traces is not None:
+            self._r.traces.ended(self._r.run, result)
+        self._r.emit.job_finished(result, self._r.clock(), self._r.run)
 
 
 def starts_afresh(error: AgentError, retry_from: str) -> bool:
