@@ -135,7 +135,7 @@ async def through_serve(url: str, folder: Path, minutes: int) -> dict[str, tuple
             return int(counts["completed"])
 
         await asyncio.sleep(5.0)
-        found["alone"] = await measured("alone", people, done, asyncio.sleep(12.0))
+        found["alone"] = await measured("alone", people, done, asyncio.sleep(40.0))
         await people.come(12.0)  # settles
         found["people"] = await measured("people", people, done, people.come(30.0))
         await asyncio.sleep(8.0)

@@ -63,6 +63,19 @@ def test_a_limit_that_met_the_target_is_used_again_when_people_return() -> None:
     assert governor.limit(30.0) == limit
 
 
+def test_a_limit_from_a_time_without_lines_is_not_kept() -> None:
+    governor = Governor(2.0)
+    governor.began(0.0, 0)
+    governor.admitted()
+    governor.ended(1.0)
+    governor.answered(1.0, 92, 0, 0, 1.0)  # 0.01 s per token, with its overhead
+    assert governor.limit(1.0) == 1
+    assert governor.limit(100.0) is None
+    governor.learn_line(3.0, 92, 100)  # three times as long beside 100 lines
+    governor.began(200.0, 100)
+    assert governor.limit(200.0) == 40  # half of them, and a fifth less
+
+
 def test_the_reason_for_giving_the_target_up_is_shown() -> None:
     governor = Governor(2.5)
     governor.give_up("2 batches would miss their deadline")

@@ -83,7 +83,8 @@ class Governor:
             return None
         if not self.people_there(now):
             if self._limit is not None:
-                self._kept, self._limit, self.reason = self._limit, None, ""
+                self._kept = self._limit if self._busy[0] else 0.0  # without lines it was not tried
+                self._limit, self.reason = None, ""
             return None
         if self._limit is None:
             return None
@@ -141,6 +142,8 @@ class Governor:
         start, and ``lines`` are now."""
         most = max(before, lines)
         self.pace.learn(seconds, tokens, most, most + self.active)
+        if most > FEW and not self._busy[0]:
+            self._busy = most, seconds / (tokens + OVERHEAD_TOKENS)
         if not self.pace.idle:
             return
         ratio = seconds / (self.pace.idle * (tokens + OVERHEAD_TOKENS))
