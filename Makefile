@@ -101,6 +101,7 @@ $(CLUSTER)/.ready: pyproject.toml
 test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes are killed; ten minutes
 	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
 	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
+	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/run/test_every_shape.py -k Ray
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds and the property tests with random examples
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
