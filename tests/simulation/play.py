@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 from tests.simulation.faults import Edit, Event, Extent, Fault, FullDisk, Kill, Outage, Stop, Timed, schedule
 from tests.simulation.invariants import check_end, check_session
@@ -25,6 +27,7 @@ from tests.simulation.world import World
 
 from batch_agent.errors import RunRejected, RunUnreachable, StoreError
 from batch_agent.testing import VirtualClockDeadlock
+from batch_agent.topology import flow
 
 MOST_SESSIONS = 60
 LONGEST_SESSION = 3 * 86_400.0  # virtual seconds
@@ -88,7 +91,8 @@ def play_with(
     place = MEMORY if MEMORY.is_dir() else None
     try:
         runner = asyncio.Runner(loop_factory=SimulatedLoop)
-        with world_urls(), tempfile.TemporaryDirectory(dir=place) as folder, runner:
+        by_count = patch.object(flow, "SLICE", inf)  # and not by the time that a thread took
+        with by_count, world_urls(), tempfile.TemporaryDirectory(dir=place) as folder, runner:
             loop = runner.get_loop()
             loop.set_exception_handler(lambda _, context: played.problems.append(f"unhandled: {context}"))
             runner.run(_play_sessions(workload, faults, Path(folder) / "run", played, calm))
