@@ -1,7 +1,7 @@
 """The servers of a pool: their connections, one dispatcher for a tree of pools, and the selection of sub-pools.
 
 ``Servers.ask`` sends one request to one server. The dispatcher grants its slot, applies the time limit, counts and
-judges its attempts, and knows which servers are down. The outcome, including errors, is an Exchange.
+judges its attempts, and knows which servers are down. The outcome, errors included, is an Exchange.
 
 A sub-pool counts its servers from 0 and shares everything else with its pool: connections, the request limit, and what
 is known about each server. Closing the pool closes them; leaving a sub-pool closes nothing.
@@ -14,14 +14,13 @@ import copy
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from math import inf
 from typing import Self
 
 from batch_agent.backends.base import Probe
 from batch_agent.backends.http.backend import HttpClient, Route, probe_server
-from batch_agent.backends.http.wire import Faults, written
+from batch_agent.backends.http.wire import written
 from batch_agent.backends.openai.model_list import read_entries
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer, Policy, Question
@@ -67,39 +66,44 @@ class PoolServer:
         return self.client.route(method, path.removeprefix("/v1"), beside=not path.startswith("/v1"))
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """The outcome of one request: a body or an error. ``faults`` creates the error for an unreadable body."""
-
-    faults: Faults
-    body: bytes = b""
-    error: BackendError | None = None
-    latency: float = 0.0
-    attempts: int = 1
-
-
-class _PoolRequest(Question, Observer):
-    """One request to one server; without a ``body`` a GET. As its observer it counts its attempts."""
+class Exchange(Question, Observer):
+    """One request to one server and its outcome: ``body``, or ``error``. Without a body to send it is a GET. ``limit``
+    is the seconds of one attempt. It observes its own attempts."""
 
     def __init__(self, slots: Slots, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> None:
         self._slots, self._server, self._limit = slots, server, limit
-        self.route = server.route("GET" if body is None else "POST", path)
+        self._route = server.route("GET" if body is None else "POST", path)
         self._data = None if body is None else written(body)
+        self._timed_out = False
+        self.faults = self._route.faults  # creates the error for an unreadable body
         self.body = b""
         self.error: BackendError | None = None
-        self.attempts = 0
         self.latency = 0.0
-        self.timed_out = False
+        self.attempts = 0
+
+    async def run(self, dispatcher: Dispatcher, policy: Policy, ticket: Ticket) -> Self:
+        """Send it. An error is an outcome; only a cancellation is raised."""
+        try:
+            await dispatcher.ask(self, policy, ticket=ticket, observer=self)
+        except BackendError as raised:
+            self.error = raised
+        except Interrupted as closed:
+            self.error = Unavailable(str(closed))
+        if self.error is not None:
+            self.attempts = max(1, self.attempts)
+            if self.faults.where not in str(self.error):  # an error of the dispatcher, which names no address
+                self.error.args = (f"{self.faults.where}: {self.error}",)
+        return self
 
     async def send(self, endpoint: str) -> Reply:
         server, clock = self._server, asyncio.get_running_loop().time
         sent_at = clock()
         try:
-            self.body = await server.client.send(self.route, self._data) or b""
+            self.body = await server.client.send(self._route, self._data) or b""
         except (asyncio.CancelledError, Timeout) as error:
             # The dispatcher cancels it at its time limit, or earlier to send it again.
-            self.timed_out = isinstance(error, Timeout) or clock() - sent_at >= 0.99 * self._limit
-            if self.timed_out and self._data is not None and server.answered_at < sent_at:
+            self._timed_out = isinstance(error, Timeout) or clock() - sent_at >= 0.99 * self._limit
+            if self._timed_out and self._data is not None and server.answered_at < sent_at:
                 self._give_up()
             raise
         server.answered_at = clock()
@@ -107,13 +111,13 @@ class _PoolRequest(Question, Observer):
 
     def _give_up(self) -> None:
         """Fail the requests that wait for the server: it has answered nothing since this one was sent."""
-        why = f"{self.route.faults.where}: not sent, because the server gave no complete answer in {self._limit:g} s"
+        why = f"{self.faults.where}: not sent, because the server gave no complete answer in {self._limit:g} s"
         for ticket in tuple(self._server.waiting):
             self._slots.reject(ticket, Timeout(why, unreached=True))
 
     def is_worth_retrying(self, error: BackendError) -> bool:
         """Return whether to retry at the same server: it is starting or overloaded, or the connection broke."""
-        if self.timed_out or (error.retry_after or 0.0) > LONGEST_PAUSE:
+        if self._timed_out or (error.retry_after or 0.0) > LONGEST_PAUSE:
             return False
         broken = isinstance(error, Timeout | Unavailable) and (error.unreached or error.status is None)
         return broken or error.overload
@@ -125,7 +129,7 @@ class _PoolRequest(Question, Observer):
         self.latency = seconds
 
 
-class _Unjudged(_PoolRequest):
+class _Unjudged(Exchange):
     """A request whose caller judges the outcome, such as a run of the engine. The dispatcher learns nothing from it."""
 
     async def send(self, endpoint: str) -> Reply:
@@ -133,7 +137,7 @@ class _Unjudged(_PoolRequest):
             async with asyncio.timeout(self._limit):
                 await super().send(endpoint)
         except TimeoutError:
-            self.error = Timeout(f"{self.route.faults.where}: no complete answer in {self._limit:g} s")
+            self.error = Timeout(f"{self.faults.where}: no complete answer in {self._limit:g} s")
         except BackendError as error:
             self.error = error
         return Reply("", saved=Usage())
@@ -197,18 +201,18 @@ class Servers:
         broken connection and an overloaded server a few times; other failures are final.
         """
         dispatcher = await self.open()
-        request = _PoolRequest(dispatcher.slots, server, path, body, limit)
+        exchange = Exchange(dispatcher.slots, server, path, body, limit)
         policy = Policy(
             ATTEMPTS - 1,
             max_attempts=ATTEMPTS,
             wait_until=asyncio.get_running_loop().time() + min(limit, PATIENCE_SECONDS),
             timeout=limit,
-            wanted=request.is_worth_retrying,
+            wanted=exchange.is_worth_retrying,
         )
         ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._endpoints[server])
         server.waiting.add(ticket)
         try:
-            return await _exchange(dispatcher, request, policy, ticket)
+            return await exchange.run(dispatcher, policy, ticket)
         finally:
             server.waiting.discard(ticket)
 
@@ -217,8 +221,7 @@ class Servers:
         health here."""
         dispatcher = await self.open()
         ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._unjudged)
-        request = _Unjudged(dispatcher.slots, server, path, body, limit)
-        return await _exchange(dispatcher, request, Policy(0), ticket)
+        return await _Unjudged(dispatcher.slots, server, path, body, limit).run(dispatcher, Policy(0), ticket)
 
     async def context_of(self, server: PoolServer, model: str, limit: float) -> int:
         """Return the context of a server in tokens. Concurrent callers share one question, which is repeated after the
@@ -254,22 +257,6 @@ class Servers:
         if found.state == "down" and dispatcher.scheduler.inflight >= self._sockets:
             return Probe("unknown", "no connection was free for a probe")
         return found
-
-
-async def _exchange(dispatcher: Dispatcher, request: _PoolRequest, policy: Policy, ticket: Ticket) -> Exchange:
-    faults, error = request.route.faults, request.error
-    try:
-        await dispatcher.ask(request, policy, ticket=ticket, observer=request)
-        error = request.error
-    except BackendError as raised:
-        error = raised
-    except Interrupted as closed:
-        error = Unavailable(str(closed))
-    if error is None:
-        return Exchange(faults, request.body, None, request.latency, request.attempts)
-    if faults.where not in str(error):  # an error of the dispatcher, which names no address
-        error.args = (f"{faults.where}: {error}",)
-    return Exchange(faults, error=error, attempts=max(1, request.attempts))
 
 
 class Members:
