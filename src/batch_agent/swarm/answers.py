@@ -10,18 +10,17 @@ from collections.abc import Callable, Sequence
 
 from pydantic import JsonValue
 
-from batch_agent.backends.http.wire import Faults, counted, object_of
+from batch_agent.backends.http.wire import Faults, object_of
+from batch_agent.backends.openai.chat import ABORTED, read_usage, reasoning_in, text_in
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.swarm.options import Response
 from batch_agent.swarm.servers import Exchange
 
-_GIVEN_UP = ("abort", "aborted", "cancelled", "error")
-
 REFUSED = (400, 413, 422)  # statuses that one item of a list may cause; others concern the whole list
 
 Item = tuple[int, str]  # a prompt or text of a list, after its number in the call
-TextOf = Callable[[JsonObject], str | None]
+TextOf = Callable[[JsonObject, Faults], str]  # of a choice
 
 
 def read_generated(exchange: Exchange, agent_index: int) -> Response:
@@ -34,7 +33,7 @@ def read_generated(exchange: Exchange, agent_index: int) -> Response:
         return Response.failed(error, agent_index, exchange.attempts)
     reason = document.get("finish_reason")
     response = Response(True, text, None, agent_index, attempts=exchange.attempts, latency=exchange.latency)
-    response.usage = read_usage(document.get("usage"))
+    response.usage = _usage(document)
     response.finish_reason = reason if isinstance(reason, str) else None
     return response
 
@@ -56,24 +55,23 @@ def read_choices(
             response = Response.failed(error, agent_index, exchange.attempts)
         response.agent_index = agent_index
         responses.append(response)
-    _share(read_usage(document.get("usage")), [prompt for prompt in prompts for _ in range(n)], responses)
+    _share(_usage(document), [prompt for prompt in prompts for _ in range(n)], responses)
     return responses
 
 
-def chat_text(choice: JsonObject) -> str | None:
-    """Return the content of a choice, or its reasoning if there is no content; None if it has no message."""
+def chat_text(choice: JsonObject, faults: Faults) -> str:
+    """Return the content of a choice, or its reasoning if there is no content."""
     message = choice.get("message")
     if not isinstance(message, dict):
-        return None
-    for name in ("content", "reasoning_content", "reasoning"):
-        if text := _text(message.get(name)):
-            return text
-    return ""
+        raise faults.bad("the answer's choice has no text")
+    return text_in(message.get("content"), faults) or reasoning_in(message)
 
 
-def completion_text(choice: JsonObject) -> str | None:
+def completion_text(choice: JsonObject, faults: Faults) -> str:
     text = choice.get("text")
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str):
+        raise faults.bad("the answer's choice has no text")
+    return text
 
 
 def read_object(exchange: Exchange) -> JsonObject:
@@ -84,13 +82,6 @@ def read_object(exchange: Exchange) -> JsonObject:
     if error := document.get("error"):
         raise exchange.faults.reported(error)
     return document
-
-
-def read_usage(value: JsonValue) -> Usage | None:
-    if not isinstance(value, dict):
-        return None
-    cached = counted(value.get("prompt_tokens_details"), "cached_tokens")
-    return Usage(counted(value, "prompt_tokens"), cached, counted(value, "completion_tokens"))
 
 
 def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject]:
@@ -119,15 +110,16 @@ def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf)
         raise faults.bad("the answer to the list has no choice for this prompt")
     if error := choice.get("error"):
         raise faults.reported(error)
-    text = text_of(choice)
-    if text is None:
-        raise faults.bad("the answer's choice has no text")
-    reason = choice.get("finish_reason")
-    if reason in _GIVEN_UP:
+    text, reason = text_of(choice, faults), choice.get("finish_reason")
+    if reason in ABORTED:
         raise faults.bad(f"the server aborted the answer (finish_reason {reason})", text=text)
     response = Response(True, text, latency=exchange.latency, attempts=exchange.attempts)
     response.finish_reason = reason if isinstance(reason, str) else None
     return response
+
+
+def _usage(document: JsonObject) -> Usage | None:
+    return read_usage(document["usage"]) if isinstance(document.get("usage"), dict) else None
 
 
 def _share(usage: Usage | None, prompts: Sequence[str], responses: Sequence[Response]) -> None:
@@ -150,9 +142,3 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
         shares.append(upto - given)
         given = upto
     return shares
-
-
-def _text(content: JsonValue) -> str:
-    if isinstance(content, list):
-        return "".join(_text(part.get("text")) if isinstance(part, dict) else _text(part) for part in content)
-    return content if isinstance(content, str) else ""
