@@ -20,7 +20,6 @@ from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import Item, TextOf, chat_text, completion_text, halves, read_choices
-from batch_agent.swarm.call import RecordedCall, Scatter
 from batch_agent.swarm.options import (
     CallOptions,
     Response,
@@ -31,7 +30,7 @@ from batch_agent.swarm.options import (
     whole,
     whole_from_environment,
 )
-from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.pool import AgentPool, RecordedCall, Scatter
 
 DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
 DEFAULT_PER_SEQUENCE = 60.0  # seconds
