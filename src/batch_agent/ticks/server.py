@@ -31,21 +31,19 @@ AGENTS_KEYS = ("agents", "perceptions")
 
 
 class TickServer:
-    """``stop`` ends ``serve``. Running ticks are answered with what is there. With a ``key`` clients must send it."""
+    """Serves until it is cancelled. Running ticks are then answered with what is there. With a ``key`` clients must
+    send it."""
 
     def __init__(self, runtime: AgentRuntime, key: str = "") -> None:
         self._runtime, self._key = runtime, key
         self._ticks = 0
         self._newest: dict[str, int] = {}  # tick by agent, for observations without a tick
-        self._stopping = asyncio.Event()
+        self._is_stopping = False
         self._requests = runtime.observer = RequestNumbers()
         self._decisions = Counter(
             "batch_agent_tick_actions_total", "Actions by source: an answer, a fallback.", ("source",)
         )
         self._tick_time = Histogram("batch_agent_tick_duration_seconds", "Time of a tick.")
-
-    def stop(self) -> None:
-        self._stopping.set()
 
     async def serve(self, host: str, port: int, ready: Callable[[str], None]) -> None:
         table = {
@@ -58,13 +56,13 @@ class TickServer:
         handler, health = routes(table), ("/", "/health")
         # A tick continues when its client leaves: it has changed the agents.
         door = Door(handler, _refused, host=host, port=port, key=self._key, keyless=health, cancels=False)
-        try:
-            await door.__aenter__()
-            ready(door.url)
-            await self._stopping.wait()
-        finally:
-            await self._runtime.stop()
-            await door.__aexit__()
+        async with door:
+            try:
+                ready(door.url)
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._is_stopping = True
+                await self._runtime.stop()
 
     async def _health(self, request: web.BaseRequest) -> web.Response:
         return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
@@ -89,7 +87,7 @@ class TickServer:
         return _json({**entry, **cast(JsonObject, entry["action"]), "tick": tick})
 
     async def _decide(self, tick: int, observations: Mapping[str, JsonValue]) -> dict[str, Action]:
-        if self._stopping.is_set():
+        if self._is_stopping:
             raise RequestRefused(503, "the server is stopping")
         known = self._runtime.agents
         self._newest.update({agent_id: tick for agent_id in observations if agent_id in known})
