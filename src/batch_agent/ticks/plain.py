@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from batch_agent.dispatch.cancellation import worker_boundary
 from batch_agent.errors import JobError, WorkerFailed
-from batch_agent.foreign import describe, encodable
+from batch_agent.foreign import boundary, describe, encodable
 from batch_agent.tools.threads import Threads
 
 DEPTH = 32
@@ -130,12 +130,8 @@ def guarded(name: str, function: Callable[[], T]) -> T:
 
     A JobError passes unchanged, because it has a message of its own. So does Ctrl-C.
     """
-    try:
+    with boundary(lambda raised: WorkerFailed(f"{name} raised {raised}"), JobError):
         return function()
-    except (KeyboardInterrupt, JobError):
-        raise
-    except BaseException as raised:
-        raise WorkerFailed(f"{name} raised {describe(raised)}") from raised
 
 
 async def called(threads: Threads, name: str, method: Callable[[], object]) -> object:
