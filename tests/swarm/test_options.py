@@ -39,17 +39,11 @@ async def test_a_chat_list_is_one_request_where_the_server_takes_it() -> None:
 
 async def test_where_it_does_not_they_are_chat_requests_and_it_is_not_asked_for_again() -> None:
     agent = Agent()
-    refused: list[str] = []
-
-    async def count(asked: Asked) -> None:
-        refused.append(asked.path)
-
-    agent = Agent(count)  # type: ignore[arg-type]
     async with agents(agent) as endpoints, VLLMPool(endpoints, chat=True) as pool:
         responses = await pool.send_all_batched(["a", "b", "c"])
         assert not pool._servers[0].takes_chat_lists
         await pool.send_all_batched(["d", "e"])
-    assert refused == ["/v1/chat/completions"] * 5
+    assert [asked.path for asked in agent.asked] == ["/v1/chat/completions"] * 5
     assert [response.text for response in responses] == ["<a>", "<b>", "<c>"]
 
 
