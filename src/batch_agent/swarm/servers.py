@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from math import inf
@@ -48,11 +47,13 @@ class PoolServer:
 
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
+        self.lane: Endpoint  # of the dispatcher, while the pool is open
         self.answered_at = -inf  # on the event loop's clock
         self.waiting: set[Ticket] = set()  # requests that wait for a slot or are in flight
         self.takes_chat_lists = True  # until it answers that it has no such route
         self.context: int | None = None  # in tokens, once it is known
         self.context_asked = 0  # how often it was asked for
+        self.context_lock: asyncio.Lock  # held while it is asked for
         self._transport, self._api_key = transport, api_key
         self.route = cache(self._route)  # by method and path
 
@@ -155,9 +156,7 @@ class Servers:
         self._all: list[PoolServer] = []
         self._loop = OneLoop("pool", self._forget)
         self._dispatcher: Dispatcher | None = None  # while it is open
-        self._endpoints: dict[PoolServer, Endpoint] = {}
         self._unjudged: Endpoint  # for requests that are judged elsewhere
-        self._context_locks: defaultdict[PoolServer, asyncio.Lock]
 
     @property
     def name(self) -> str:
@@ -176,9 +175,8 @@ class Servers:
             servers = {str(place): Server(server.endpoint.url) for place, server in enumerate(self._all)}
             self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": Server()}, max_outage=inf)
             *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
-            self._endpoints = dict(zip(self._all, endpoints, strict=True))
-            self._context_locks = defaultdict(asyncio.Lock)
-            for endpoint in endpoints:
+            for server, endpoint in zip(self._all, endpoints, strict=True):
+                server.lane, server.context_lock = endpoint, asyncio.Lock()
                 endpoint.health.patient = True  # prompts differ in length: how long others took is no evidence
         return self._dispatcher
 
@@ -209,7 +207,7 @@ class Servers:
             timeout=limit,
             wanted=exchange.is_worth_retrying,
         )
-        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._endpoints[server])
+        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=server.lane)
         server.waiting.add(ticket)
         try:
             return await exchange.run(dispatcher, policy, ticket)
@@ -229,7 +227,7 @@ class Servers:
         if the pool is closed meanwhile."""
         if server.context is None:
             dispatcher, asked = await self.open(), server.context_asked
-            async with self._context_locks[server]:
+            async with server.context_lock:
                 if server.context_asked == asked:  # no other caller has asked meanwhile
                     server.context = await self._ask_context(server, model, min(limit * CONTEXT_SHARE, CONTEXT_SECONDS))
                     server.context_asked += 1
