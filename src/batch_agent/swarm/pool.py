@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Unpack, cast
@@ -28,7 +28,7 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
-from batch_agent.swarm.answers import read_generated
+from batch_agent.swarm.answers import GENERATE, Form, read_answers
 from batch_agent.swarm.options import CallOptions, Response, SwarmOptions, texts_of
 from batch_agent.swarm.servers import Members, Servers
 
@@ -39,7 +39,6 @@ logger = logging.getLogger("batch_agent")
 MODEL = "swarm"  # for the engine; the pool sets the model in its requests
 
 Sink = Callable[[Response], object]
-AskOne = Callable[..., Awaitable[list[Response]]]  # with the arguments of ``AgentPool.ask``
 
 
 class Scatter:
@@ -103,7 +102,7 @@ class AgentPool(Members):
     """``concurrency`` limits the requests of the pool and all its sub-pools, ``connector_limit`` their connections;
     ``timeout`` is the seconds for one request, from when it is sent."""
 
-    _path = "/generate"  # route for a single prompt
+    form = GENERATE  # of a single prompt
     answer_tokens: int | None = None  # token limit of an answer; None if the wire has none
     aggregation_tokens: int | None = None  # token limit of an answer that summarises others
 
@@ -126,11 +125,11 @@ class AgentPool(Members):
         """Send one prompt to one agent. All other calls use this one, so that a subclass may override it."""
         if options.get("n", 1) != 1:
             raise SpecError("post returns one answer: n is for calls that return a list")
-        asked = replace(self._options, n=1).having(options)
+        asked = replace(self._options, n=1).having(options, max_tokens)
         scatter = Scatter(len(texts_of([prompt])), self.turn, asked)
 
         async def answer() -> None:
-            await scatter.put(0, await self.ask(agent_index, prompt, max_tokens, asked.alone(0)))
+            await scatter.put(0, await self.ask(agent_index, prompt, asked.alone(0), self.form))
 
         (response,) = await scatter.run([answer()])
         response.agent_index = agent_index
@@ -170,62 +169,56 @@ class AgentPool(Members):
     async def _send_all(
         self, prompts: Sequence[str], max_tokens: int | None, given: SwarmOptions, sink: Sink | None = None
     ) -> list[Response]:
-        options, prompts = self._options.having(given), texts_of(prompts)
+        options, prompts = self._options.having(given, max_tokens), texts_of(prompts)
         if not prompts:
             return []
         scatter = self._scatter(prompts, options, sink)
         if options.runs and self.size:
-            facts = self._facts(self._path, max_tokens, options)
-            return await RecordedCall(self, self.ask, prompts, max_tokens, options, facts).run(scatter)
-        return await scatter.run(
-            self._one(scatter, index, prompt, max_tokens, options) for index, prompt in enumerate(prompts)
-        )
+            return await RecordedCall(self, self.form, prompts, options).run(scatter)
+        return await scatter.run(self._one(scatter, index, prompt, options) for index, prompt in enumerate(prompts))
 
-    async def _one(
-        self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, options: CallOptions
-    ) -> None:
+    async def _one(self, scatter: Scatter, index: int, prompt: str, options: CallOptions) -> None:
         agent_index, own = self.turn(index), options.alone(index)
         if options.n > 1:
-            responses = await self.ask(agent_index, prompt, max_tokens, own)
-        elif own is options:  # no options: a subclass may accept none
-            responses = [await self.post(agent_index, prompt, *([] if max_tokens is None else [max_tokens]))]
-        else:
-            responses = [await self.post(agent_index, prompt, max_tokens, **own.as_keywords())]
+            responses = await self.ask(agent_index, prompt, own, self.form)
+        else:  # a subclass may accept neither a token limit nor options
+            tokens = [] if own.max_tokens is None else [own.max_tokens]
+            responses = [await self.post(agent_index, prompt, *tokens, **own.as_keywords())]
         await scatter.put(index, responses)
 
     def _scatter(self, prompts: Sequence[str], options: CallOptions, sink: Sink | None = None) -> Scatter:
         options.check_lengths(len(prompts))
         return Scatter(len(prompts), self.turn, options, sink)
 
-    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
+    def facts(self, form: Form, options: CallOptions) -> JsonObject:
         """Return what an answer depends on beside its prompt and its seed."""
-        return {"path": path, **replace(options, seed=None).fields()}
+        return {"path": form.path, **replace(options, seed=None).fields()}
 
     async def ask(
-        self, agent_index: int, prompt: str, max_tokens: int | None, options: CallOptions, *, once: bool = False
+        self, agent_index: int, prompt: str, options: CallOptions, form: Form, *, once: bool = False
     ) -> list[Response]:
         """Return ``options.n`` answers to one prompt, over this pool's wire. ``/generate`` has no token limit."""
         if options.is_chat:
             raise SpecError("/generate supports neither chat nor a system prompt: use a VLLMPool")
         if missing := self._missing(agent_index):
             return [Response.failed(missing, agent_index) for _ in range(options.n)]
-        server, body = self._servers[agent_index], {"prompt": prompt, **replace(options, n=1).fields()}
+        server = self._servers[agent_index]
+        body = {form.field: form.write([prompt], None), **replace(options, n=1).fields()}
         ask = self._net.ask_once if once else self._net.ask
-        exchanges = await asyncio.gather(*(ask(server, self._path, body, self.timeout) for _ in range(options.n)))
-        return [options.read(read_generated(exchange, agent_index)) for exchange in exchanges]
+        exchanges = await asyncio.gather(*(ask(server, form.path, body, self.timeout) for _ in range(options.n)))
+        read = [read_answers(exchange, agent_index, [prompt], 1, form)[0] for exchange in exchanges]
+        return [options.read(response) for response in read]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call as a run. Each prompt has ``options.n`` rows. ``facts`` are what answers depend on beside their rows:
-    answers recorded with other facts are not used."""
+    """A call as a run. Each prompt has ``options.n`` rows. Answers that were recorded with other facts (``facts`` of
+    the pool) are not used."""
 
     pool: AgentPool
-    ask: AskOne
+    form: Form
     prompts: Sequence[str]
-    max_tokens: int | None
     options: CallOptions
-    facts: JsonObject
 
     def home(self, row: int) -> int:
         return self.pool.turn(row // self.options.n)
@@ -233,7 +226,7 @@ class RecordedCall:
     async def answer(self, agent_index: int, row: int) -> Response:
         index, sample = divmod(row, self.options.n)
         own, once = self.options.sample(index, sample), self.options.is_balanced  # then the engine retries elsewhere
-        (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, once=once)
+        (response,) = await self.pool.ask(agent_index, self.prompts[index], own, self.form, once=once)
         return response
 
     async def run(self, scatter: Scatter) -> list[Response]:
@@ -248,7 +241,7 @@ class RecordedCall:
             inputs=rows,
             backend=self._backend(),
             model=MODEL,
-            extra_body={"swarm": self.facts},
+            extra_body={"swarm": self.pool.facts(self.form, options)},
             no_hoist=True,
             timeout_per_turn=None,
             affinity=None if options.affinity is None else "affinity",
