@@ -204,8 +204,8 @@ class AgentPool(Members):
             return [Response.failed(missing, agent_index) for _ in range(options.n)]
         server = self._servers[agent_index]
         body = {form.field: form.write([prompt], None), **replace(options, n=1).fields()}
-        ask = self._net.ask_once if once else self._net.ask
-        exchanges = await asyncio.gather(*(ask(server, form.path, body, self.timeout) for _ in range(options.n)))
+        asking = [self._net.ask(server, form.path, body, self.timeout, once=once) for _ in range(options.n)]
+        exchanges = await asyncio.gather(*asking)
         read = [read_answers(exchange, agent_index, [prompt], 1, form)[0] for exchange in exchanges]
         return [options.read(response) for response in read]
 

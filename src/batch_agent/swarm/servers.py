@@ -192,13 +192,19 @@ class Servers:
             dispatcher.close()
         self._loop.release()
 
-    async def ask(self, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> Exchange:
+    async def ask(
+        self, server: PoolServer, path: str, body: JsonObject | None, limit: float, *, once: bool = False
+    ) -> Exchange:
         """Post the body, or GET without one. ``limit`` is the seconds of one attempt.
 
         A server that refuses connections is retried for ``PATIENCE_SECONDS``, or for ``limit`` if that is less; a
-        broken connection and an overloaded server a few times; other failures are final.
+        broken connection and an overloaded server a few times; other failures are final. ``once``: it is sent once, for
+        a caller that judges failures itself, and does not affect the server's health here.
         """
         dispatcher = await self.open()
+        if once:
+            ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._unjudged)
+            return await _Unjudged(dispatcher.slots, server, path, body, limit).run(dispatcher, Policy(0), ticket)
         exchange = Exchange(dispatcher.slots, server, path, body, limit)
         policy = Policy(
             ATTEMPTS - 1,
@@ -213,13 +219,6 @@ class Servers:
             return await exchange.run(dispatcher, policy, ticket)
         finally:
             server.waiting.discard(ticket)
-
-    async def ask_once(self, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> Exchange:
-        """Send the request once, for a caller that judges failures itself. The outcome does not affect the server's
-        health here."""
-        dispatcher = await self.open()
-        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._unjudged)
-        return await _Unjudged(dispatcher.slots, server, path, body, limit).run(dispatcher, Policy(0), ticket)
 
     async def context_of(self, server: PoolServer, model: str, limit: float) -> int:
         """Return the context of a server in tokens. Concurrent callers share one question, which is repeated after the
@@ -237,7 +236,7 @@ class Servers:
 
     async def _ask_context(self, server: PoolServer, model: str, limit: float) -> int | None:
         """Request the context. Returns None if the server was unreachable."""
-        exchange = await self.ask_once(server, "/v1/models", None, limit)
+        exchange = await self.ask(server, "/v1/models", None, limit, once=True)
         if exchange.error is not None:
             silent = isinstance(exchange.error, Timeout) and not exchange.error.unreached
             return DEFAULT_CONTEXT if exchange.error.status is not None or silent else None

@@ -113,9 +113,8 @@ class VLLMPool(AgentPool):
         except BackendError as error:
             return [Response.failed(error, agent_index) for _ in range(options.n)]
         limit = self.timeout if form is CHAT else self._list_limit(1)
-        send = self._net.ask_once if once else self._net.ask
         body = self._body(form, [prompt], replace(options, max_tokens=tokens))
-        exchange = await send(self._servers[agent_index], form.path, body, limit)
+        exchange = await self._net.ask(self._servers[agent_index], form.path, body, limit, once=once)
         return [options.read(each) for each in read_answers(exchange, agent_index, [prompt], options.n, form)]
 
     def _body(self, form: Form, prompts: Sequence[str], options: CallOptions) -> JsonObject:
