@@ -385,7 +385,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         if len(systems) != len(prompts):
             raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")
         asked = list(map(_conversation, prompts, systems))
-        return self._ask_all(asked, temperature, max_tokens=max_tokens)
+        return self._ask_all(asked, temperature=temperature, max_tokens=max_tokens)
 
     def generate_with_tools(
         self, prompt: str, tools: Iterable[object], temperature: float | None = None
@@ -393,7 +393,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         """Return a call of one of the tools as JSON: ``{"tool": …, "params": {…}}``."""
         space = ActionSpace(tools)
         asked = [_conversation(prompt, space.instructions)]
-        return self._ask_all(asked, temperature, form=space.form)[0]
+        return self._ask_all(asked, temperature=temperature, form=space.form)[0]
 
     def is_available(self) -> bool:
         """Return whether the backend can be opened and answers."""
@@ -411,13 +411,9 @@ class TextBackend(AbstractContextManager["TextBackend"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask_all(
-        self, asked: Sequence[Conversation], temperature: float | None, **options: Any
-    ) -> list[GenerationResult]:
+    def _ask_all(self, asked: Sequence[Conversation], **options: Any) -> list[GenerationResult]:
         async def ask(backend: TickBackend) -> list[GenerationResult]:
-            return await asyncio.gather(
-                *(_generate(backend, each, {"temperature": temperature, **options}) for each in asked)
-            )
+            return await asyncio.gather(*(_generate(backend, each, options) for each in asked))
 
         return self._run(ask)
 

@@ -2,7 +2,7 @@
 
 Observations are user objects. They may be deep, cyclic, huge, not UTF-8, or raise when read. All code that writes one
 (a prompt, a memory, a trace, an HTTP response) uses ``plain``, ``json_of`` or ``text_of``, which are bounded and do not
-raise. All code that calls a user's function uses ``guarded`` or ``called``.
+raise. All code that calls a user's function uses ``guarded``, ``tried`` or ``called``.
 """
 
 from __future__ import annotations
@@ -132,6 +132,14 @@ def guarded(name: str, function: Callable[[], T]) -> T:
     """
     with boundary(lambda raised: WorkerFailed(f"{name} raised {raised}"), JobError):
         return function()
+
+
+def tried(function: Callable[[], T], otherwise: T) -> T:
+    """Return what ``function`` returns, or ``otherwise`` if it raises."""
+    try:
+        return guarded("", function)
+    except JobError:
+        return otherwise
 
 
 async def called(threads: Threads, name: str, method: Callable[[], object]) -> object:

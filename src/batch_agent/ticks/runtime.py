@@ -48,7 +48,7 @@ from batch_agent.ticks.backends import (
     read_config,
 )
 from batch_agent.ticks.mind import LONG, Given, Mind, Patience, Thought
-from batch_agent.ticks.plain import called, guarded, text_of
+from batch_agent.ticks.plain import called, guarded, text_of, tried
 from batch_agent.ticks.trace import Replay, Trace
 from batch_agent.tools.threads import Threads
 
@@ -195,8 +195,8 @@ class TickRuntime(Generic[A]):
         thinker = await self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
-        # A world may reuse the same objects while its agents think.
-        seen = {agent_id: _snapshot(observation) for agent_id, observation in observations.items()}
+        # A world may reuse the same objects while its agents think. What cannot be copied stays as it is.
+        seen = {agent_id: tried(partial(deepcopy, each), each) for agent_id, each in observations.items()}
         now = thinker.loop.time()
         due = math.inf if self.deadline is None else now + self.deadline
         given: dict[str, Given] = {}
@@ -360,14 +360,6 @@ def _cancel(thoughts: Iterable[Thought]) -> None:
     for thought in thoughts:
         if thought.task is not None:
             thought.task.cancel()
-
-
-def _snapshot(observation: object) -> object:
-    """Return a copy of the observation, or the observation itself if it cannot be copied."""
-    try:
-        return guarded("deepcopy", lambda: deepcopy(observation))
-    except BatchAgentError:
-        return observation
 
 
 def _priority(agent: Agent, observation: object) -> float:
