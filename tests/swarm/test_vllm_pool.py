@@ -64,6 +64,7 @@ async def test_a_post_is_one_chat_request_with_nothing_else_in_it() -> None:
         ({"content": "", "reasoning": "thought"}, "thought"),
         ({"content": [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]}, "in parts"),
         ({"content": None}, ""),
+        ({"content": {"odd": 1}, "reasoning": "thought"}, "thought"),
         ({}, ""),
     ],
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from batch_agent.backends.http.wire import Faults, object_of
-from batch_agent.backends.openai.chat import ABORTED, read_usage, reasoning_in, text_in
+from batch_agent.backends.openai.chat import ABORTED, read_usage, text_in
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.swarm.options import Response
@@ -39,11 +39,15 @@ def _messages(prompt: str, system: str | None) -> list[JsonValue]:
 
 
 def _chat_text(choice: JsonObject, faults: Faults) -> str:
-    """Return the content of a choice, or its reasoning if there is no content."""
+    """Return the content of a choice, else its reasoning, else ""."""
     message = choice.get("message")
     if not isinstance(message, dict):
         raise faults.bad("the answer's choice has no text")
-    return text_in(message.get("content"), faults) or reasoning_in(message)
+    for name in ("content", "reasoning_content", "reasoning"):
+        value = message.get(name)
+        if isinstance(value, str | list) and (text := text_in(value, faults)):
+            return text
+    return ""
 
 
 def _text(value: JsonValue, faults: Faults) -> str:

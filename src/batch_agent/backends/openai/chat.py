@@ -135,7 +135,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     calls = tuple([naming.call(*_call_fields(item, faults)) for item in items]) if items else ()
     sealed = sealed_calls(calls, map(_signature, items)) if items else None
     named = model if isinstance(model, str) else ""
-    return Reply(text, calls, usage, reasoning_in(message), None, finish, None, sealed, None, named)
+    return Reply(text, calls, usage, _reasoning(message), None, finish, None, sealed, None, named)
 
 
 class AnswerStream(EventReader):
@@ -192,7 +192,7 @@ class AnswerStream(EventReader):
             self._said.append(content)  # the most common event
             return
         text = text_in(content, self._faults) or string_of(delta.get("refusal"))
-        reasoning = reasoning_in(delta)
+        reasoning = _reasoning(delta)
         items = _call_items(delta, self._faults)
         if text or reasoning or items:
             self._begun()
@@ -336,7 +336,7 @@ def text_in(content: JsonValue, faults: Faults) -> str:
     raise faults.bad("the answer's content is neither text nor a list of parts")
 
 
-def reasoning_in(message: JsonObject) -> str:
+def _reasoning(message: JsonObject) -> str:
     told = message.get("reasoning_content") or message.get("reasoning")
     return told if isinstance(told, str) else ""
 
