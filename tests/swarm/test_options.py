@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentPool, Response, VLLMPool
+from batch_agent.testing import virtual_clock
 from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 
@@ -187,6 +188,7 @@ async def test_as_completed_raises_what_is_wrong_with_the_call() -> None:
             _ = [response async for response in pool.as_completed(["a"], deadline=0)]
 
 
+@virtual_clock
 @pytest.mark.parametrize("options", [{}, {"dispatch": "balanced"}])
 async def test_at_the_deadline_what_is_there_is_kept_and_the_rest_says_so(options: dict[str, str]) -> None:
     agent = Agent(lambda asked: answer(asked) if asked.body["prompt"] == "a" else hang(asked))
