@@ -318,11 +318,11 @@ async def read_body(request: web.BaseRequest, patience: float, most: int = MOST_
     return bytes(body)
 
 
-def read_object(body: bytes) -> JsonObject:
+def read_object(body: bytes, read: Callable[[bytes], JsonValue] = read_json) -> JsonObject:
     """Return the JSON object in a body. Raises RequestRefused."""
     try:
-        document = read_json(body)
-    except ValueError as error:
+        document = read(body)
+    except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"the body is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise RequestRefused(400, "the body must be a JSON object")

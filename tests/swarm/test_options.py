@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentPool, Response, VLLMPool
+from batch_agent.testing import virtual_clock
 from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 
@@ -39,17 +40,11 @@ async def test_a_chat_list_is_one_request_where_the_server_takes_it() -> None:
 
 async def test_where_it_does_not_they_are_chat_requests_and_it_is_not_asked_for_again() -> None:
     agent = Agent()
-    refused: list[str] = []
-
-    async def count(asked: Asked) -> None:
-        refused.append(asked.path)
-
-    agent = Agent(count)  # type: ignore[arg-type]
     async with agents(agent) as endpoints, VLLMPool(endpoints, chat=True) as pool:
         responses = await pool.send_all_batched(["a", "b", "c"])
         assert not pool._servers[0].takes_chat_lists
         await pool.send_all_batched(["d", "e"])
-    assert refused == ["/v1/chat/completions"] * 5
+    assert [asked.path for asked in agent.asked] == ["/v1/chat/completions"] * 5
     assert [response.text for response in responses] == ["<a>", "<b>", "<c>"]
 
 
@@ -193,6 +188,7 @@ async def test_as_completed_raises_what_is_wrong_with_the_call() -> None:
             _ = [response async for response in pool.as_completed(["a"], deadline=0)]
 
 
+@virtual_clock
 @pytest.mark.parametrize("options", [{}, {"dispatch": "balanced"}])
 async def test_at_the_deadline_what_is_there_is_kept_and_the_rest_says_so(options: dict[str, str]) -> None:
     agent = Agent(lambda asked: answer(asked) if asked.body["prompt"] == "a" else hang(asked))

@@ -42,12 +42,11 @@ class Client:
 @asynccontextmanager
 async def serving(runtime: AgentRuntime) -> AsyncIterator[Client]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = TickServer(runtime)
-    task = asyncio.create_task(server.serve("127.0.0.1", 0, ready.set_result))
+    task = asyncio.create_task(TickServer(runtime).serve("127.0.0.1", 0, ready.set_result))
     async with aiohttp.ClientSession() as session:
         yield Client(session, await ready)
-        server.stop()
-        await task
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def test_a_tick_is_answered_with_an_action_for_each_agent() -> None:

@@ -37,26 +37,6 @@ async def test_a_server_that_comes_up_later_is_found() -> None:
         await runtime.stop()
 
 
-async def test_a_late_answer_comes_over_the_wire_to_its_own_agent() -> None:
-    gate = asyncio.Event()
-
-    async def script(request: Request) -> Say:
-        if agent_in(request) == "slow":
-            await gate.wait()
-        return says(call(agent_in(request)))
-
-    async with ScriptedServer(script, models=["m"]) as server:
-        runtime = registered(AgentRuntime(backend=server.backend_url, deadline=0.3), "slow", "quick")
-        async with runtime:
-            first = await runtime.process_tick(1, {"slow": {}, "quick": {}})
-            assert sources(first) == {"slow": ("fallback", None), "quick": ("answer", 1)}
-            gate.set()
-            second = await runtime.process_tick(2, {"slow": {}, "quick": {}})
-            assert sources(second) == {"slow": ("late", 1), "quick": ("answer", 2)}
-            assert second["slow"].parameters == {"direction": "slow"}
-        assert len(server.requests) == 3
-
-
 async def test_stopping_ends_the_requests_on_the_server_too() -> None:
     async def script(request: Request) -> Say:
         await asyncio.Event().wait()

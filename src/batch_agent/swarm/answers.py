@@ -1,4 +1,4 @@
-"""Reads servers' answers as Responses. Pure.
+"""How prompts are written in requests, and how servers' answers are read as Responses. Pure.
 
 The choices of a list are matched by ``index``; a prompt without a choice fails alone. The server reports one usage sum
 for a list, and each prompt gets its share.
@@ -7,73 +7,90 @@ for a list, and each prompt gets its share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from batch_agent.backends.http.wire import Faults, counted, object_of
+from batch_agent.backends.http.wire import Faults, object_of
+from batch_agent.backends.openai.chat import ABORTED, read_usage, text_in
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.swarm.options import Response
 from batch_agent.swarm.servers import Exchange
 
-_GIVEN_UP = ("abort", "aborted", "cancelled", "error")
-
 REFUSED = (400, 413, 422)  # statuses that one item of a list may cause; others concern the whole list
 
 Item = tuple[int, str]  # a prompt or text of a list, after its number in the call
-TextOf = Callable[[JsonObject], str | None]
 
 
-def read_generated(exchange: Exchange, agent_index: int) -> Response:
-    try:
-        document = read_object(exchange)
-        text = document.get("response", document.get("text", ""))
-        if not isinstance(text, str):
-            raise exchange.faults.bad("the answer's text is not text")
-    except BackendError as error:
-        return Response.failed(error, agent_index, exchange.attempts)
-    reason = document.get("finish_reason")
-    response = Response(True, text, None, agent_index, attempts=exchange.attempts, latency=exchange.latency)
-    response.usage = read_usage(document.get("usage"))
-    response.finish_reason = reason if isinstance(reason, str) else None
-    return response
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How prompts are written in a request: in which field, and how one choice is read."""
+
+    path: str
+    field: str
+    write: Callable[[Sequence[str], str | None], JsonValue]  # of the prompts and the system prompt
+    text_of: Callable[[JsonObject, Faults], str]  # of a choice
 
 
-def read_choices(
-    exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, text_of: TextOf
-) -> list[Response]:
+def _messages(prompt: str, system: str | None) -> list[JsonValue]:
+    said: list[JsonValue] = [] if system is None else [{"role": "system", "content": system}]
+    return [*said, {"role": "user", "content": prompt}]
+
+
+def _chat_text(choice: JsonObject, faults: Faults) -> str:
+    """Return the content of a choice, else its reasoning, else ""."""
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise faults.bad("the answer's choice has no text")
+    for name in ("content", "reasoning_content", "reasoning"):
+        value = message.get(name)
+        if isinstance(value, str | list) and (text := text_in(value, faults)):
+            return text
+    return ""
+
+
+def _text(value: JsonValue, faults: Faults) -> str:
+    if not isinstance(value, str):
+        raise faults.bad("the answer's choice has no text")
+    return value
+
+
+def _generated_text(document: JsonObject, faults: Faults) -> str:
+    return _text(document.get("response", document.get("text", "")), faults)
+
+
+def _completed_text(choice: JsonObject, faults: Faults) -> str:
+    return _text(choice.get("text"), faults)
+
+
+GENERATE = Form("/generate", "prompt", lambda prompts, _: prompts[0], _generated_text)
+CHAT = Form("/v1/chat/completions", "messages", lambda prompts, system: _messages(prompts[0], system), _chat_text)
+CHAT_LIST = Form(
+    f"{CHAT.path}/batch", "messages", lambda prompts, system: [_messages(each, system) for each in prompts], _chat_text
+)
+COMPLETIONS = Form("/v1/completions", "prompt", lambda prompts, _: list(prompts), _completed_text)
+
+
+def read_answers(exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, form: Form) -> list[Response]:
     """Read ``n`` answers for each prompt, in order."""
     try:
         document = read_object(exchange)
-        choices = indexed(document.get("choices") or None, "choices", exchange.faults)
+        # The answer of /generate is written like one choice.
+        choices = {0: document} if form is GENERATE else indexed(document.get("choices"), "choices", exchange.faults)
     except BackendError as error:
         return [Response.failed(error, agent_index, exchange.attempts) for _ in range(len(prompts) * n)]
     responses = []
     for place in range(len(prompts) * n):
         try:
-            response = _read_choice(choices.get(place), exchange, text_of)
+            response = _read_choice(choices.get(place), exchange, form)
         except BackendError as error:
             response = Response.failed(error, agent_index, exchange.attempts)
         response.agent_index = agent_index
         responses.append(response)
-    _share(read_usage(document.get("usage")), [prompt for prompt in prompts for _ in range(n)], responses)
+    if isinstance(usage := document.get("usage"), dict):
+        _share(read_usage(usage), [prompt for prompt in prompts for _ in range(n)], responses)
     return responses
-
-
-def chat_text(choice: JsonObject) -> str | None:
-    """Return the content of a choice, or its reasoning if there is no content; None if it has no message."""
-    message = choice.get("message")
-    if not isinstance(message, dict):
-        return None
-    for name in ("content", "reasoning_content", "reasoning"):
-        if text := _text(message.get(name)):
-            return text
-    return ""
-
-
-def completion_text(choice: JsonObject) -> str | None:
-    text = choice.get("text")
-    return text if isinstance(text, str) else None
 
 
 def read_object(exchange: Exchange) -> JsonObject:
@@ -86,16 +103,9 @@ def read_object(exchange: Exchange) -> JsonObject:
     return document
 
 
-def read_usage(value: JsonValue) -> Usage | None:
-    if not isinstance(value, dict):
-        return None
-    cached = counted(value.get("prompt_tokens_details"), "cached_tokens")
-    return Usage(counted(value, "prompt_tokens"), cached, counted(value, "completion_tokens"))
-
-
 def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject]:
     """Return the entries of a list by their ``index``, or by their place if they have none."""
-    if not isinstance(items, list):
+    if not isinstance(items, list) or not items:
         raise faults.bad(f"the answer has no {what}")
     found: dict[int, JsonObject] = {}
     for place, item in enumerate(items):
@@ -113,27 +123,22 @@ def halves(items: Sequence[Item], error: BackendError | None) -> tuple[Sequence[
     return items[:middle], items[middle:]
 
 
-def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf) -> Response:
+def _read_choice(choice: JsonObject | None, exchange: Exchange, form: Form) -> Response:
     faults = exchange.faults
     if choice is None:
         raise faults.bad("the answer to the list has no choice for this prompt")
     if error := choice.get("error"):
         raise faults.reported(error)
-    text = text_of(choice)
-    if text is None:
-        raise faults.bad("the answer's choice has no text")
-    reason = choice.get("finish_reason")
-    if reason in _GIVEN_UP:
+    text, reason = form.text_of(choice, faults), choice.get("finish_reason")
+    if reason in ABORTED:
         raise faults.bad(f"the server aborted the answer (finish_reason {reason})", text=text)
     response = Response(True, text, latency=exchange.latency, attempts=exchange.attempts)
     response.finish_reason = reason if isinstance(reason, str) else None
     return response
 
 
-def _share(usage: Usage | None, prompts: Sequence[str], responses: Sequence[Response]) -> None:
+def _share(usage: Usage, prompts: Sequence[str], responses: Sequence[Response]) -> None:
     """Divide prompt tokens by the prompts' lengths and completion tokens by the texts' lengths. Sums stay exact."""
-    if usage is None:
-        return
     asked = _shares(usage.prompt_tokens, [len(prompt) for prompt in prompts])
     cached = _shares(usage.cached_tokens, [len(prompt) for prompt in prompts])
     said = _shares(usage.completion_tokens, [len(response.text) for response in responses])
@@ -150,9 +155,3 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
         shares.append(upto - given)
         given = upto
     return shares
-
-
-def _text(content: JsonValue) -> str:
-    if isinstance(content, list):
-        return "".join(_text(part.get("text")) if isinstance(part, dict) else _text(part) for part in content)
-    return content if isinstance(content, str) else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Real
 from operator import index as integer
@@ -79,8 +79,12 @@ class SwarmOptions(TypedDict, total=False):
     inflight: int | None
 
 
+NAMES = tuple(SwarmOptions.__annotations__)
+
+
 @dataclass(frozen=True, slots=True)
 class CallOptions:
+    max_tokens: int | None = None  # None: what the pool allows; the only one that users give by position
     chat: bool = False
     system: str | None = None
     temperature: float | None = None
@@ -99,12 +103,12 @@ class CallOptions:
     hedge: float | None = None
     inflight: int | None = None
 
-    def having(self, options: Mapping[str, object]) -> CallOptions:
+    def having(self, options: Mapping[str, object], max_tokens: int | None = None) -> CallOptions:
         """Return these options, overridden by those of a call. Raises SpecError for an invalid one."""
-        if not options:
+        if not options and max_tokens is None:
             return self
-        check_known(options, [each.name for each in fields(self)], "a swarm has no option")
-        changes = dict(options)
+        check_known(options, NAMES, "a swarm has no option")
+        changes = {**options, "max_tokens": max_tokens}
         if not isinstance(changes.get("schema"), OutputSchema | None):
             changes["schema"] = OutputSchema.of(changes["schema"])
         changed = replace(self, **changes)  # type: ignore[arg-type]
@@ -158,7 +162,7 @@ class CallOptions:
         """Return the options of one prompt: with its own seed, and without those of the whole call."""
         if self == PLAIN:
             return self
-        own = {name: getattr(self, name) for name in ("chat", "system", "temperature", "top_p", "stop")}
+        own = {name: getattr(self, name) for name in ("max_tokens", "chat", "system", "temperature", "top_p", "stop")}
         return CallOptions(**own, n=self.n, schema=self.schema, extra_body=self.extra_body, seed=self.seed_of(index))
 
     def sample(self, index: int, sample: int) -> CallOptions:
@@ -176,7 +180,10 @@ class CallOptions:
         return row | {"sample": sample} if sample else row
 
     def as_keywords(self) -> SwarmOptions:
-        return cast(SwarmOptions, {each.name: getattr(self, each.name) for each in fields(self)})
+        """Return the options beside ``max_tokens``; none if all are defaults."""
+        if replace(self, max_tokens=None) == PLAIN:
+            return {}
+        return cast(SwarmOptions, {name: getattr(self, name) for name in NAMES})
 
     def fields(self) -> JsonObject:
         """Return the set fields of a request body, beside its prompt and its token limit."""

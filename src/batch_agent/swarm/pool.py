@@ -1,33 +1,108 @@
 """AgentPool: sends prompts to many servers that answer ``/generate``.
 
 Prompt i goes to agent i mod size, and responses are in the order of the prompts. Options (``options.SwarmOptions``)
-change this for one call or for the pool.
+change this for one call or for the pool. With ``dispatch="balanced"`` or ``run_dir=`` a call is a run of the engine,
+and each answer is a row: the engine places, moves, records and resumes rows, and the pool writes the requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Unpack
+from dataclasses import dataclass, replace
+from typing import Unpack, cast
 
-from batch_agent.errors import SpecError
+import orjson
+
+from batch_agent.agent.dialogue import Dialogue
+from batch_agent.agent.prepare import prepare
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe
+from batch_agent.dispatch.cancellation import first_error
+from batch_agent.errors import JobError, RunRejected, RunUnreachable, SpecError, Timeout, Unavailable
+from batch_agent.fleet.backend import Fleet
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.messages import JsonObject
-from batch_agent.swarm.answers import read_generated
-from batch_agent.swarm.call import RecordedCall, Scatter, Sink
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.run.run import Run
+from batch_agent.spec import BatchSpec
+from batch_agent.swarm.answers import GENERATE, Form, read_answers
 from batch_agent.swarm.options import CallOptions, Response, SwarmOptions, texts_of
 from batch_agent.swarm.servers import Members, Servers
 
 __all__ = ["AgentPool", "Response"]
+
+logger = logging.getLogger("batch_agent")
+
+MODEL = "swarm"  # for the engine; the pool sets the model in its requests
+
+Sink = Callable[[Response], object]
+
+
+class Scatter:
+    """Holds ``n`` responses for each prompt, one after another. ``turn`` returns the agent for a prompt."""
+
+    def __init__(
+        self, prompts: int, turn: Callable[[int], int], options: CallOptions, sink: Sink | None = None
+    ) -> None:
+        self._options = options
+        self._turn = turn
+        self._sink = sink
+        self._found: list[Response | None] = [None] * (prompts * options.n)
+        self._reported = False
+
+    async def put(self, index: int, responses: Sequence[Response], first: int = 0) -> None:
+        """Store the responses to one prompt, and report them; ``first`` is the number of the first sample."""
+        for sample, response in enumerate(responses, start=first):
+            response.index = index
+            self._found[index * self._options.n + sample] = response
+            if self._options.on_result is not None:
+                await self._tell(self._options.on_result, response)
+            if self._sink is not None:
+                self._sink(response)
+
+    async def run(self, work: Iterable[Coroutine[object, object, None]]) -> list[Response]:
+        """Run all work at once and return the responses. Unfinished work fails at the deadline."""
+        limit, all_work = asyncio.timeout(self._options.deadline), list(work)
+        try:
+            if len(all_work) == 1 and self._options.deadline is None:  # as for each prompt of a large call
+                await all_work[0]
+            else:
+                async with limit, asyncio.TaskGroup() as tasks:
+                    for each in all_work:
+                        tasks.create_task(each)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        for place, response in enumerate(tuple(self._found)):
+            if response is None:
+                index, sample = divmod(place, self._options.n)
+                error = Timeout(f"not finished by the deadline, {self._options.deadline} s")
+                agent_index = -1 if self._options.is_balanced else self._turn(index)
+                await self.put(index, [Response.failed(error, agent_index)], sample)
+        return [response for response in self._found if response is not None]
+
+    async def _tell(self, on_result: Sink, response: Response) -> None:
+        """Call the user's function. Its errors are logged once, and fail nothing."""
+        try:
+            outcome = on_result(response)
+            if inspect.isawaitable(outcome):
+                await outcome
+        except Exception:
+            if not self._reported:
+                self._reported = True
+                logger.exception("on_result raised for prompt %d; further errors are not logged", response.index)
 
 
 class AgentPool(Members):
     """``concurrency`` limits the requests of the pool and all its sub-pools, ``connector_limit`` their connections;
     ``timeout`` is the seconds for one request, from when it is sent."""
 
-    _path = "/generate"  # route for a single prompt
+    form = GENERATE  # of a single prompt
     answer_tokens: int | None = None  # token limit of an answer; None if the wire has none
     aggregation_tokens: int | None = None  # token limit of an answer that summarises others
 
@@ -50,11 +125,11 @@ class AgentPool(Members):
         """Send one prompt to one agent. All other calls use this one, so that a subclass may override it."""
         if options.get("n", 1) != 1:
             raise SpecError("post returns one answer: n is for calls that return a list")
-        asked = replace(self._options, n=1).having(options)
+        asked = replace(self._options, n=1).having(options, max_tokens)
         scatter = Scatter(len(texts_of([prompt])), self.turn, asked)
 
         async def answer() -> None:
-            await scatter.put(0, await self.ask(agent_index, prompt, max_tokens, asked.alone(0)))
+            await scatter.put(0, await self.ask(agent_index, prompt, asked.alone(0), self.form))
 
         (response,) = await scatter.run([answer()])
         response.agent_index = agent_index
@@ -94,46 +169,152 @@ class AgentPool(Members):
     async def _send_all(
         self, prompts: Sequence[str], max_tokens: int | None, given: SwarmOptions, sink: Sink | None = None
     ) -> list[Response]:
-        options, prompts = self._options.having(given), texts_of(prompts)
+        options, prompts = self._options.having(given, max_tokens), texts_of(prompts)
         if not prompts:
             return []
         scatter = self._scatter(prompts, options, sink)
         if options.runs and self.size:
-            facts = self._facts(self._path, max_tokens, options)
-            return await RecordedCall(self, self.ask, prompts, max_tokens, options, facts).run(scatter)
-        return await scatter.run(
-            self._one(scatter, index, prompt, max_tokens, options) for index, prompt in enumerate(prompts)
-        )
+            return await RecordedCall(self, self.form, prompts, options).run(scatter)
+        return await scatter.run(self._one(scatter, index, prompt, options) for index, prompt in enumerate(prompts))
 
-    async def _one(
-        self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, options: CallOptions
-    ) -> None:
+    async def _one(self, scatter: Scatter, index: int, prompt: str, options: CallOptions) -> None:
         agent_index, own = self.turn(index), options.alone(index)
         if options.n > 1:
-            responses = await self.ask(agent_index, prompt, max_tokens, own)
-        elif own is options:  # no options: a subclass may accept none
-            responses = [await self.post(agent_index, prompt, *([] if max_tokens is None else [max_tokens]))]
-        else:
-            responses = [await self.post(agent_index, prompt, max_tokens, **own.as_keywords())]
+            responses = await self.ask(agent_index, prompt, own, self.form)
+        else:  # a subclass may accept neither a token limit nor options
+            tokens = [] if own.max_tokens is None else [own.max_tokens]
+            responses = [await self.post(agent_index, prompt, *tokens, **own.as_keywords())]
         await scatter.put(index, responses)
 
     def _scatter(self, prompts: Sequence[str], options: CallOptions, sink: Sink | None = None) -> Scatter:
         options.check_lengths(len(prompts))
         return Scatter(len(prompts), self.turn, options, sink)
 
-    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
+    def facts(self, form: Form, options: CallOptions) -> JsonObject:
         """Return what an answer depends on beside its prompt and its seed."""
-        return {"path": path, **replace(options, seed=None).fields()}
+        return {"path": form.path, **replace(options, seed=None).fields()}
 
     async def ask(
-        self, agent_index: int, prompt: str, max_tokens: int | None, options: CallOptions, *, once: bool = False
+        self, agent_index: int, prompt: str, options: CallOptions, form: Form, *, once: bool = False
     ) -> list[Response]:
         """Return ``options.n`` answers to one prompt, over this pool's wire. ``/generate`` has no token limit."""
         if options.is_chat:
             raise SpecError("/generate supports neither chat nor a system prompt: use a VLLMPool")
         if missing := self._missing(agent_index):
             return [Response.failed(missing, agent_index) for _ in range(options.n)]
-        server, body = self._servers[agent_index], {"prompt": prompt, **replace(options, n=1).fields()}
-        ask = self._net.ask_once if once else self._net.ask
-        exchanges = await asyncio.gather(*(ask(server, self._path, body, self.timeout) for _ in range(options.n)))
-        return [options.read(read_generated(exchange, agent_index)) for exchange in exchanges]
+        server = self._servers[agent_index]
+        body = {form.field: form.write([prompt], None), **replace(options, n=1).fields()}
+        asking = [self._net.ask(server, form.path, body, self.timeout, once=once) for _ in range(options.n)]
+        exchanges = await asyncio.gather(*asking)
+        read = [read_answers(exchange, agent_index, [prompt], 1, form)[0] for exchange in exchanges]
+        return [options.read(response) for response in read]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A call as a run. Each prompt has ``options.n`` rows. Answers that were recorded with other facts (``facts`` of
+    the pool) are not used."""
+
+    pool: AgentPool
+    form: Form
+    prompts: Sequence[str]
+    options: CallOptions
+
+    def home(self, row: int) -> int:
+        return self.pool.turn(row // self.options.n)
+
+    async def answer(self, agent_index: int, row: int) -> Response:
+        index, sample = divmod(row, self.options.n)
+        own, once = self.options.sample(index, sample), self.options.is_balanced  # then the engine retries elsewhere
+        (response,) = await self.pool.ask(agent_index, self.prompts[index], own, self.form, once=once)
+        return response
+
+    async def run(self, scatter: Scatter) -> list[Response]:
+        return await scatter.run([self._run(scatter)])
+
+    async def _run(self, scatter: Scatter) -> None:
+        """Run the rows and put an answer for each."""
+        options, n = self.options, self.options.n
+        rows = [options.row(prompt, index, sample) for index, prompt in enumerate(self.prompts) for sample in range(n)]
+        spec = BatchSpec(
+            task="{prompt}",
+            inputs=rows,
+            backend=self._backend(),
+            model=MODEL,
+            extra_body={"swarm": self.pool.facts(self.form, options)},
+            no_hoist=True,
+            timeout_per_turn=None,
+            affinity=None if options.affinity is None else "affinity",
+            hedge=options.hedge,
+            run_dir=options.run_dir,
+            resume=options.run_dir is not None,
+            on_change=None if options.run_dir is None else "resend",  # calls with other options share the directory
+        )
+        left = set(range(len(rows)))
+        why = "the run ended before this prompt finished"
+        try:
+            async with Run[object](prepare(spec), worker=_answer) as run:
+                dispatcher, most = run.shared.dispatcher, self.pool.concurrency
+                dispatcher.grow(min(most, dispatcher.scheduler.max_inflight or most))
+                async for result in run.results():
+                    left.discard(result.index)
+                    response = _response(result, -1 if options.is_balanced else self.home(result.index))
+                    await scatter.put(result.index // n, [options.read(response)], result.index % n)
+        except (RunRejected, RunUnreachable) as error:
+            why = str(error)
+        for row in sorted(left):
+            await scatter.put(row // n, [Response.failed(Unavailable(why))], row % n)
+
+    def _backend(self) -> Backend:
+        if not self.options.is_balanced:
+            return _Seat(self, None, self.pool.concurrency)
+        seats = [_Seat(self, place, self.options.inflight) for place in range(self.pool.size)]
+        return Fleet(seats, name=f"swarm of {len(seats)}")
+
+
+async def _answer(row: object, context: Dialogue) -> object:
+    """Return the answer with all its details, so that the record has them too."""
+    value: object = orjson.loads((await context.ask()).text)
+    return value
+
+
+def _response(result: AgentResult[object], home: int) -> Response:
+    if not result.ok:
+        return Response.failed(result.error.exception(), home, result.attempts)
+    response = Response(True, **cast("dict[str, object]", result.output))  # type: ignore[arg-type]
+    response.usage, response.attempts = result.usage, result.attempts
+    return response
+
+
+class _Seat(Backend):
+    """One agent as a backend; the engine handles its failures. Without a ``place`` it stands for all agents: each row
+    goes to its own agent, and a failure there is final."""
+
+    def __init__(self, call: RecordedCall, place: int | None, inflight: int | None) -> None:
+        self._call, self._place = call, place
+        self._capabilities = Capabilities(streaming=False, default_inflight=inflight)
+
+    @property
+    def name(self) -> str:
+        """Return the agent's address: keys stay with it when other agents join or leave."""
+        pool = self._call.pool
+        return f"swarm of {pool.size}" if self._place is None else pool.url(self._place)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def models(self) -> list[str]:
+        return [MODEL]
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return Probe("unknown") if self._place is None else await self._call.pool.probe(self._place)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        place = self._call.home(request.agent) if self._place is None else self._place
+        response = await self._call.answer(place, request.agent)
+        if response.fault is not None:
+            raise JobError(str(response.error)) if self._place is None else response.fault
+        said = {"text": response.text, "finish_reason": response.finish_reason, "agent_index": place}
+        text = orjson.dumps(said | {"latency": response.latency}).decode()
+        return Reply(text, usage=response.usage or Usage(), finish_reason=response.finish_reason or "stop")

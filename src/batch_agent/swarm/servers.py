@@ -1,7 +1,7 @@
 """The servers of a pool: their connections, one dispatcher for a tree of pools, and the selection of sub-pools.
 
 ``Servers.ask`` sends one request to one server. The dispatcher grants its slot, applies the time limit, counts and
-judges its attempts, and knows which servers are down. The outcome, including errors, is an Exchange.
+judges its attempts, and knows which servers are down. The outcome, errors included, is an Exchange.
 
 A sub-pool counts its servers from 0 and shares everything else with its pool: connections, the request limit, and what
 is known about each server. Closing the pool closes them; leaving a sub-pool closes nothing.
@@ -12,16 +12,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from math import inf
 from typing import Self
 
 from batch_agent.backends.base import Probe
 from batch_agent.backends.http.backend import HttpClient, Route, probe_server
-from batch_agent.backends.http.wire import Faults, written
+from batch_agent.backends.http.wire import written
 from batch_agent.backends.openai.model_list import read_entries
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer, Policy, Question
@@ -49,11 +47,13 @@ class PoolServer:
 
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
+        self.lane: Endpoint  # of the dispatcher, while the pool is open
         self.answered_at = -inf  # on the event loop's clock
         self.waiting: set[Ticket] = set()  # requests that wait for a slot or are in flight
         self.takes_chat_lists = True  # until it answers that it has no such route
         self.context: int | None = None  # in tokens, once it is known
         self.context_asked = 0  # how often it was asked for
+        self.context_lock: asyncio.Lock  # held while it is asked for
         self._transport, self._api_key = transport, api_key
         self.route = cache(self._route)  # by method and path
 
@@ -67,39 +67,44 @@ class PoolServer:
         return self.client.route(method, path.removeprefix("/v1"), beside=not path.startswith("/v1"))
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """The outcome of one request: a body or an error. ``faults`` creates the error for an unreadable body."""
-
-    faults: Faults
-    body: bytes = b""
-    error: BackendError | None = None
-    latency: float = 0.0
-    attempts: int = 1
-
-
-class _PoolRequest(Question, Observer):
-    """One request to one server; without a ``body`` a GET. As its observer it counts its attempts."""
+class Exchange(Question, Observer):
+    """One request to one server and its outcome: ``body``, or ``error``. Without a body to send it is a GET. ``limit``
+    is the seconds of one attempt. It observes its own attempts."""
 
     def __init__(self, slots: Slots, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> None:
         self._slots, self._server, self._limit = slots, server, limit
-        self.route = server.route("GET" if body is None else "POST", path)
+        self._route = server.route("GET" if body is None else "POST", path)
         self._data = None if body is None else written(body)
+        self._timed_out = False
+        self.faults = self._route.faults  # creates the error for an unreadable body
         self.body = b""
         self.error: BackendError | None = None
-        self.attempts = 0
         self.latency = 0.0
-        self.timed_out = False
+        self.attempts = 0
+
+    async def run(self, dispatcher: Dispatcher, policy: Policy, ticket: Ticket) -> Self:
+        """Send it. An error is an outcome; only a cancellation is raised."""
+        try:
+            await dispatcher.ask(self, policy, ticket=ticket, observer=self)
+        except BackendError as raised:
+            self.error = raised
+        except Interrupted as closed:
+            self.error = Unavailable(str(closed))
+        if self.error is not None:
+            self.attempts = max(1, self.attempts)
+            if self.faults.where not in str(self.error):  # an error of the dispatcher, which names no address
+                self.error.args = (f"{self.faults.where}: {self.error}",)
+        return self
 
     async def send(self, endpoint: str) -> Reply:
         server, clock = self._server, asyncio.get_running_loop().time
         sent_at = clock()
         try:
-            self.body = await server.client.send(self.route, self._data) or b""
+            self.body = await server.client.send(self._route, self._data) or b""
         except (asyncio.CancelledError, Timeout) as error:
             # The dispatcher cancels it at its time limit, or earlier to send it again.
-            self.timed_out = isinstance(error, Timeout) or clock() - sent_at >= 0.99 * self._limit
-            if self.timed_out and self._data is not None and server.answered_at < sent_at:
+            self._timed_out = isinstance(error, Timeout) or clock() - sent_at >= 0.99 * self._limit
+            if self._timed_out and self._data is not None and server.answered_at < sent_at:
                 self._give_up()
             raise
         server.answered_at = clock()
@@ -107,13 +112,13 @@ class _PoolRequest(Question, Observer):
 
     def _give_up(self) -> None:
         """Fail the requests that wait for the server: it has answered nothing since this one was sent."""
-        why = f"{self.route.faults.where}: not sent, because the server gave no complete answer in {self._limit:g} s"
+        why = f"{self.faults.where}: not sent, because the server gave no complete answer in {self._limit:g} s"
         for ticket in tuple(self._server.waiting):
             self._slots.reject(ticket, Timeout(why, unreached=True))
 
     def is_worth_retrying(self, error: BackendError) -> bool:
         """Return whether to retry at the same server: it is starting or overloaded, or the connection broke."""
-        if self.timed_out or (error.retry_after or 0.0) > LONGEST_PAUSE:
+        if self._timed_out or (error.retry_after or 0.0) > LONGEST_PAUSE:
             return False
         broken = isinstance(error, Timeout | Unavailable) and (error.unreached or error.status is None)
         return broken or error.overload
@@ -125,7 +130,7 @@ class _PoolRequest(Question, Observer):
         self.latency = seconds
 
 
-class _Unjudged(_PoolRequest):
+class _Unjudged(Exchange):
     """A request whose caller judges the outcome, such as a run of the engine. The dispatcher learns nothing from it."""
 
     async def send(self, endpoint: str) -> Reply:
@@ -133,7 +138,7 @@ class _Unjudged(_PoolRequest):
             async with asyncio.timeout(self._limit):
                 await super().send(endpoint)
         except TimeoutError:
-            self.error = Timeout(f"{self.route.faults.where}: no complete answer in {self._limit:g} s")
+            self.error = Timeout(f"{self.faults.where}: no complete answer in {self._limit:g} s")
         except BackendError as error:
             self.error = error
         return Reply("", saved=Usage())
@@ -151,9 +156,7 @@ class Servers:
         self._all: list[PoolServer] = []
         self._loop = OneLoop("pool", self._forget)
         self._dispatcher: Dispatcher | None = None  # while it is open
-        self._endpoints: dict[PoolServer, Endpoint] = {}
         self._unjudged: Endpoint  # for requests that are judged elsewhere
-        self._context_locks: defaultdict[PoolServer, asyncio.Lock]
 
     @property
     def name(self) -> str:
@@ -172,9 +175,8 @@ class Servers:
             servers = {str(place): Server(server.endpoint.url) for place, server in enumerate(self._all)}
             self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": Server()}, max_outage=inf)
             *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
-            self._endpoints = dict(zip(self._all, endpoints, strict=True))
-            self._context_locks = defaultdict(asyncio.Lock)
-            for endpoint in endpoints:
+            for server, endpoint in zip(self._all, endpoints, strict=True):
+                server.lane, server.context_lock = endpoint, asyncio.Lock()
                 endpoint.health.patient = True  # prompts differ in length: how long others took is no evidence
         return self._dispatcher
 
@@ -190,35 +192,33 @@ class Servers:
             dispatcher.close()
         self._loop.release()
 
-    async def ask(self, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> Exchange:
+    async def ask(
+        self, server: PoolServer, path: str, body: JsonObject | None, limit: float, *, once: bool = False
+    ) -> Exchange:
         """Post the body, or GET without one. ``limit`` is the seconds of one attempt.
 
         A server that refuses connections is retried for ``PATIENCE_SECONDS``, or for ``limit`` if that is less; a
-        broken connection and an overloaded server a few times; other failures are final.
+        broken connection and an overloaded server a few times; other failures are final. ``once``: it is sent once, for
+        a caller that judges failures itself, and does not affect the server's health here.
         """
         dispatcher = await self.open()
-        request = _PoolRequest(dispatcher.slots, server, path, body, limit)
+        if once:
+            ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._unjudged)
+            return await _Unjudged(dispatcher.slots, server, path, body, limit).run(dispatcher, Policy(0), ticket)
+        exchange = Exchange(dispatcher.slots, server, path, body, limit)
         policy = Policy(
             ATTEMPTS - 1,
             max_attempts=ATTEMPTS,
             wait_until=asyncio.get_running_loop().time() + min(limit, PATIENCE_SECONDS),
             timeout=limit,
-            wanted=request.is_worth_retrying,
+            wanted=exchange.is_worth_retrying,
         )
-        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._endpoints[server])
+        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=server.lane)
         server.waiting.add(ticket)
         try:
-            return await _exchange(dispatcher, request, policy, ticket)
+            return await exchange.run(dispatcher, policy, ticket)
         finally:
             server.waiting.discard(ticket)
-
-    async def ask_once(self, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> Exchange:
-        """Send the request once, for a caller that judges failures itself. The outcome does not affect the server's
-        health here."""
-        dispatcher = await self.open()
-        ticket = dispatcher.slots.claim(AgentForecast(LAST), LAST, pinned=self._unjudged)
-        request = _Unjudged(dispatcher.slots, server, path, body, limit)
-        return await _exchange(dispatcher, request, Policy(0), ticket)
 
     async def context_of(self, server: PoolServer, model: str, limit: float) -> int:
         """Return the context of a server in tokens. Concurrent callers share one question, which is repeated after the
@@ -226,7 +226,7 @@ class Servers:
         if the pool is closed meanwhile."""
         if server.context is None:
             dispatcher, asked = await self.open(), server.context_asked
-            async with self._context_locks[server]:
+            async with server.context_lock:
                 if server.context_asked == asked:  # no other caller has asked meanwhile
                     server.context = await self._ask_context(server, model, min(limit * CONTEXT_SHARE, CONTEXT_SECONDS))
                     server.context_asked += 1
@@ -236,7 +236,7 @@ class Servers:
 
     async def _ask_context(self, server: PoolServer, model: str, limit: float) -> int | None:
         """Request the context. Returns None if the server was unreachable."""
-        exchange = await self.ask_once(server, "/v1/models", None, limit)
+        exchange = await self.ask(server, "/v1/models", None, limit, once=True)
         if exchange.error is not None:
             silent = isinstance(exchange.error, Timeout) and not exchange.error.unreached
             return DEFAULT_CONTEXT if exchange.error.status is not None or silent else None
@@ -254,22 +254,6 @@ class Servers:
         if found.state == "down" and dispatcher.scheduler.inflight >= self._sockets:
             return Probe("unknown", "no connection was free for a probe")
         return found
-
-
-async def _exchange(dispatcher: Dispatcher, request: _PoolRequest, policy: Policy, ticket: Ticket) -> Exchange:
-    faults, error = request.route.faults, request.error
-    try:
-        await dispatcher.ask(request, policy, ticket=ticket, observer=request)
-        error = request.error
-    except BackendError as raised:
-        error = raised
-    except Interrupted as closed:
-        error = Unavailable(str(closed))
-    if error is None:
-        return Exchange(faults, request.body, None, request.latency, request.attempts)
-    if faults.where not in str(error):  # an error of the dispatcher, which names no address
-        error.args = (f"{faults.where}: {error}",)
-    return Exchange(faults, error=error, attempts=max(1, request.attempts))
 
 
 class Members:

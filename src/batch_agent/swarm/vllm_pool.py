@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Unpack
-
-from pydantic import JsonValue
 
 from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
-from batch_agent.swarm.answers import Item, TextOf, chat_text, completion_text, halves, read_choices
-from batch_agent.swarm.call import RecordedCall, Scatter
+from batch_agent.swarm.answers import CHAT, CHAT_LIST, COMPLETIONS, Form, Item, halves, read_answers
 from batch_agent.swarm.options import (
     CallOptions,
     Response,
@@ -31,7 +27,7 @@ from batch_agent.swarm.options import (
     whole,
     whole_from_environment,
 )
-from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.pool import AgentPool, RecordedCall, Scatter
 
 DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
 DEFAULT_PER_SEQUENCE = 60.0  # seconds
@@ -39,32 +35,10 @@ CHARACTERS_PER_TOKEN = 4
 NOT_THERE = (404, 405, 501)  # statuses of a server without a route for lists of conversations
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How prompts are written in a request: in which field, and how one choice is read."""
-
-    path: str
-    field: str
-    write: Callable[[Sequence[str], str | None], JsonValue]  # of the prompts and the system prompt
-    text_of: TextOf
-
-
-def _messages(prompt: str, system: str | None) -> list[JsonValue]:
-    said: list[JsonValue] = [] if system is None else [{"role": "system", "content": system}]
-    return [*said, {"role": "user", "content": prompt}]
-
-
-CHAT = Form("/v1/chat/completions", "messages", lambda prompts, system: _messages(prompts[0], system), chat_text)
-CHAT_LIST = Form(
-    f"{CHAT.path}/batch", "messages", lambda prompts, system: [_messages(each, system) for each in prompts], chat_text
-)
-COMPLETIONS = Form("/v1/completions", "prompt", lambda prompts, _: list(prompts), completion_text)
-
-
 class VLLMPool(AgentPool):
     """A missing argument gets the value of its ``AURORA_SWARM_…`` variable, else its default."""
 
-    _path = CHAT.path
+    form = CHAT
     answer_tokens: int
     aggregation_tokens: int
 
@@ -106,64 +80,52 @@ class VLLMPool(AgentPool):
     ) -> list[Response]:
         """Send a list of prompts to one agent in one request. Prompts with different token limits or seeds need
         separate lists; a prompt that the server refuses fails alone."""
-        asked, prompts = self._options.having(options), texts_of(prompts)
+        asked, prompts = self._options.having(options, max_tokens), texts_of(prompts)
         if not prompts:
             return []
         scatter = self._scatter(prompts, asked)
-        return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), max_tokens, asked)])
+        return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), asked)])
 
     async def send_all_batched(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[SwarmOptions]
     ) -> list[Response]:
         """Send each agent one list, of the prompts i mod size. Returns the responses in the order of the prompts."""
-        asked, prompts = self._options.having(options), texts_of(prompts)
+        asked, prompts = self._options.having(options, max_tokens), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
         scatter = self._scatter(prompts, asked)
         if asked.runs and self.size:
             form = CHAT if asked.is_chat else COMPLETIONS
-            ask, facts = partial(self.ask, form=form), self._facts(form.path, max_tokens, asked)
-            return await RecordedCall(self, ask, prompts, max_tokens, asked, facts).run(scatter)
+            return await RecordedCall(self, form, prompts, asked).run(scatter)
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             groups[self.turn(index)].append((index, prompt))
         return await scatter.run(
-            self._post_list(scatter, agent_index, items, max_tokens, asked) for agent_index, items in groups.items()
+            self._post_list(scatter, agent_index, items, asked) for agent_index, items in groups.items()
         )
 
     async def ask(
-        self,
-        agent_index: int,
-        prompt: str,
-        max_tokens: int | None,
-        options: CallOptions,
-        *,
-        once: bool = False,
-        form: Form = CHAT,
+        self, agent_index: int, prompt: str, options: CallOptions, form: Form, *, once: bool = False
     ) -> list[Response]:
         """Send the prompt as a chat request, or as a list of one without the chat template."""
         try:
-            (tokens,) = await self._token_limits(agent_index, [prompt], max_tokens, options)
+            (tokens,) = await self._token_limits(agent_index, [prompt], options)
         except BackendError as error:
             return [Response.failed(error, agent_index) for _ in range(options.n)]
-        server = self._servers[agent_index]
         limit = self.timeout if form is CHAT else self._list_limit(1)
-        send = self._net.ask_once if once else self._net.ask
-        exchange = await send(server, form.path, self._body(form, [prompt], tokens, options), limit)
-        responses = read_choices(exchange, agent_index, [prompt], options.n, form.text_of)
-        return [options.read(response) for response in responses]
+        body = self._body(form, [prompt], replace(options, max_tokens=tokens))
+        exchange = await self._net.ask(self._servers[agent_index], form.path, body, limit, once=once)
+        return [options.read(each) for each in read_answers(exchange, agent_index, [prompt], options.n, form)]
 
-    def _body(self, form: Form, prompts: Sequence[str], tokens: int, options: CallOptions) -> JsonObject:
+    def _body(self, form: Form, prompts: Sequence[str], options: CallOptions) -> JsonObject:
         written = form.write(prompts, options.system)
-        return {"model": self._model, form.field: written, "max_tokens": tokens, **options.fields()}
+        return {"model": self._model, form.field: written, "max_tokens": options.max_tokens, **options.fields()}
 
-    async def _post_list(
-        self, scatter: Scatter, agent_index: int, items: Sequence[Item], max_tokens: int | None, options: CallOptions
-    ) -> None:
+    async def _post_list(self, scatter: Scatter, agent_index: int, items: Sequence[Item], options: CallOptions) -> None:
         """Send one agent its prompts, in as few requests as possible: those with equal token limits and seeds together.
         The halves of a refused list are sent again."""
         try:
-            limits = await self._token_limits(agent_index, [prompt for _, prompt in items], max_tokens, options)
+            limits = await self._token_limits(agent_index, [prompt for _, prompt in items], options)
         except BackendError as error:
             for index, _ in items:
                 await scatter.put(index, [Response.failed(error, agent_index) for _ in range(options.n)])
@@ -171,40 +133,38 @@ class VLLMPool(AgentPool):
         server, n, seconds = self._servers[agent_index], options.n, self._list_limit(len(items))
         form = CHAT_LIST if options.is_chat else COMPLETIONS
 
-        async def send(items: Sequence[Item], tokens: int, own: CallOptions) -> None:
+        async def send(items: Sequence[Item], own: CallOptions) -> None:
             if form is CHAT_LIST and (not server.takes_chat_lists or n > 1 or len(items) == 1):
-                await asyncio.gather(*(chat(index, prompt, tokens, own) for index, prompt in items))
+                await asyncio.gather(*(chat(index, prompt, own) for index, prompt in items))
                 return
             prompts = [prompt for _, prompt in items]
-            exchange = await self._net.ask(server, form.path, self._body(form, prompts, tokens, own), seconds)
+            exchange = await self._net.ask(server, form.path, self._body(form, prompts, own), seconds)
             if form is CHAT_LIST and exchange.error is not None and exchange.error.status in NOT_THERE:
                 server.takes_chat_lists = False
-                await send(items, tokens, own)
+                await send(items, own)
             elif parts := halves(items, exchange.error):
-                await asyncio.gather(*(send(part, tokens, own) for part in parts))
+                await asyncio.gather(*(send(part, own) for part in parts))
             else:
-                responses = read_choices(exchange, agent_index, prompts, n, form.text_of)
+                responses = read_answers(exchange, agent_index, prompts, n, form)
                 for place, (index, _) in enumerate(items):
                     await scatter.put(index, [own.read(each) for each in responses[place * n : (place + 1) * n]])
 
-        async def chat(index: int, prompt: str, tokens: int, own: CallOptions) -> None:
-            await scatter.put(index, await self.ask(agent_index, prompt, tokens, own))
+        async def chat(index: int, prompt: str, own: CallOptions) -> None:
+            await scatter.put(index, await self.ask(agent_index, prompt, own, CHAT))
 
         alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
         for item, tokens in zip(items, limits, strict=True):
             alike[tokens, options.seed_of(item[0])].append(item)
-        lists = [(some, tokens, options.alone(some[0][0])) for (tokens, _), some in alike.items()]
+        lists = [(some, replace(options.alone(some[0][0]), max_tokens=tokens)) for (tokens, _), some in alike.items()]
         await asyncio.gather(*(send(*each) for each in lists))
 
-    async def _token_limits(
-        self, agent_index: int, prompts: Sequence[str], max_tokens: int | None, options: CallOptions
-    ) -> list[int]:
+    async def _token_limits(self, agent_index: int, prompts: Sequence[str], options: CallOptions) -> list[int]:
         """Return how many tokens each answer may have: what the server's context leaves beside its prompt. Raises
         BackendError if there is no such agent, or the pool is closed."""
         if missing := self._missing(agent_index):
             raise missing
-        if max_tokens is not None:
-            return [max_tokens] * len(prompts)
+        if options.max_tokens is not None:
+            return [options.max_tokens] * len(prompts)
         context = self._context or await self._net.context_of(self._servers[agent_index], self._model, self.timeout)
         beside = len(options.system or "")
         room = [context - (beside + len(prompt)) // CHARACTERS_PER_TOKEN - self._buffer for prompt in prompts]
@@ -215,7 +175,7 @@ class VLLMPool(AgentPool):
         limit = max(self.timeout, waves * self._timeout_per_sequence)
         return limit if self._batch_timeout_cap is None else min(limit, self._batch_timeout_cap)
 
-    def _facts(self, path: str, max_tokens: int | None, options: CallOptions) -> JsonObject:
-        tokens = max_tokens or self.answer_tokens
+    def facts(self, form: Form, options: CallOptions) -> JsonObject:
+        tokens = options.max_tokens or self.answer_tokens
         own: JsonObject = {"model": self._model, "max_tokens": tokens, "system": options.system}
-        return super()._facts(path, max_tokens, options) | own
+        return super().facts(form, options) | own

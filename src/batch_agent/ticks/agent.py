@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -18,7 +18,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, OutputError, SpecError, WorkerFailed
 from batch_agent.outputs.validate import parse_output
 from batch_agent.ticks.action import Action, ActionSpace, AnswerForm, Observation, fault_of, idle
-from batch_agent.ticks.backends import GeneratesOne, arguments_for, result_of
+from batch_agent.ticks.backends import arguments_for, method_of, result_of
 from batch_agent.ticks.plain import guarded, text_of
 
 LAST_RESULT = "last_tool_result"
@@ -155,22 +155,18 @@ class Agent:
         """Ask this agent's backend now, for this agent alone, and wait for the answer. If overridden, the runtime calls
         it instead of sending a request; it may be async."""
         try:
-            action = self._ask_alone()
+            generate = method_of(self.backend, "generate")
+            if generate is None:
+                raise WorkerFailed(f"{self.agent_id} has no backend of its own")
+            prompt, options = arguments_for(generate, self._build_context(), self.system_text(None))
+            said = result_of(guarded("generate", lambda: generate(prompt, **options)))
+            if said.error:
+                raise WorkerFailed(said.error)
+            action = cast(Action, self.read(said.text))
         except BatchAgentError as error:
-            fallback = self.fallback_for(str(error))
-            return fallback if isinstance(fallback, Action) else idle(str(error))
+            return cast(Action, self.fallback_for(str(error)))
         self.remember(action)
         return action
-
-    def _ask_alone(self) -> Action:
-        backend = self.backend
-        if not isinstance(backend, GeneratesOne):
-            raise WorkerFailed(f"{self.agent_id} has no backend of its own")
-        prompt, options = arguments_for(backend.generate, self._build_context(), self.system_text(None))
-        said = result_of(guarded("generate", lambda: backend.generate(prompt, **options)))
-        if said.error:
-            raise WorkerFailed(said.error)
-        return _action_in(self._parse_action(said.text))
 
     def add_goal(self, goal: str) -> None:
         self.state.goals.append(goal)
@@ -234,7 +230,17 @@ class Agent:
 
     def read(self, text: str) -> object:
         """Return the action in an answer. Raises OutputError if there is none."""
-        return _action_in(self._parse_action(text))
+        return self.chosen(self._parse_action(text), "_parse_action", "the answer contains no action")
+
+    def chosen(self, action: object, method: str, nothing: str) -> object:
+        """Return what the user's method chose. Raises Invalid if that is nothing, WorkerFailed if it is no action."""
+        if isinstance(action, Action) and action.source == "fallback":
+            raise Invalid(text_of(action.reasoning or nothing))
+        if action is None:
+            raise Invalid(nothing)
+        if fault := self.fault_of(action):
+            raise WorkerFailed(f"{method} returned {fault}")
+        return action
 
     def fallback_for(self, why: str) -> object:
         """Return the action for when there is no answer. If the user's fallback fails too, the agent idles."""
@@ -313,18 +319,6 @@ class TypedAgent(Agent):
 
     def _idle(self, why: str) -> object:
         return None
-
-
-def _action_in(action: object) -> Action:
-    """Return what ``_parse_action`` found. Raises Invalid if that is not an action."""
-    if isinstance(action, Action) and action.source == "fallback":
-        raise Invalid(text_of(action.reasoning or "the answer contains no action"))
-    if action is None:
-        raise Invalid("the answer contains no action")
-    if fault := fault_of(action):
-        raise WorkerFailed(f"_parse_action returned {fault}")
-    assert isinstance(action, Action)
-    return action
 
 
 def _is_overridden(method: object, original: object) -> bool:

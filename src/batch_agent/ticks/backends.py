@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Any, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -385,7 +385,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         if len(systems) != len(prompts):
             raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")
         asked = list(map(_conversation, prompts, systems))
-        return self._ask_all(asked, temperature, max_tokens=max_tokens)
+        return self._ask_all(asked, temperature=temperature, max_tokens=max_tokens)
 
     def generate_with_tools(
         self, prompt: str, tools: Iterable[object], temperature: float | None = None
@@ -393,7 +393,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         """Return a call of one of the tools as JSON: ``{"tool": …, "params": {…}}``."""
         space = ActionSpace(tools)
         asked = [_conversation(prompt, space.instructions)]
-        return self._ask_all(asked, temperature, form=space.form)[0]
+        return self._ask_all(asked, temperature=temperature, form=space.form)[0]
 
     def is_available(self) -> bool:
         """Return whether the backend can be opened and answers."""
@@ -411,13 +411,9 @@ class TextBackend(AbstractContextManager["TextBackend"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask_all(
-        self, asked: Sequence[Conversation], temperature: float | None, **options: Any
-    ) -> list[GenerationResult]:
+    def _ask_all(self, asked: Sequence[Conversation], **options: Any) -> list[GenerationResult]:
         async def ask(backend: TickBackend) -> list[GenerationResult]:
-            return await asyncio.gather(
-                *(_generate(backend, each, {"temperature": temperature, **options}) for each in asked)
-            )
+            return await asyncio.gather(*(_generate(backend, each, options) for each in asked))
 
         return self._run(ask)
 
@@ -488,16 +484,10 @@ class GenerationResult:
         return (self.text if why is None else text_of(why)) or "no reason was given"
 
 
-@runtime_checkable
-class GeneratesOne(Protocol):
-    @property
-    def generate(self) -> Callable[..., object]: ...
-
-
-@runtime_checkable
-class GeneratesMany(Protocol):
-    @property
-    def generate_batch(self) -> Callable[..., object]: ...
+def method_of(generator: object, name: str) -> Callable[..., object] | None:
+    """Return a method of the user's object; None if it has none of this name."""
+    method: object = getattr(generator, name, None)
+    return method if callable(method) else None
 
 
 def result_of(value: object) -> GenerationResult:
@@ -554,12 +544,17 @@ class UsersBackend(Backend):
 
     def __init__(self, generator: object, workers: int) -> None:
         self._generator = generator
-        self._one = generator.generate if isinstance(generator, GeneratesOne) else None
-        self._many = generator.generate_batch if isinstance(generator, GeneratesMany) else None
+        self._one, self._many = method_of(generator, "generate"), method_of(generator, "generate_batch")
         is_async = inspect.iscoroutinefunction(self._one or self._many)
         inflight = Capabilities().default_inflight if is_async else workers
         self._capabilities = Capabilities(streaming=False, default_inflight=inflight, batch=self._many is not None)
         self._threads = Threads()
+
+    @staticmethod
+    def accepts(given: object) -> bool:
+        """Return whether it is an object of the user's with a method that generates."""
+        is_theirs = not isinstance(given, Backend | type)
+        return is_theirs and any(method_of(given, name) for name in ("generate", "generate_batch"))
 
     @property
     def name(self) -> str:

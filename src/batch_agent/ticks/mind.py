@@ -18,11 +18,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from batch_agent.errors import JobError
 from batch_agent.messages import Usage
 from batch_agent.ticks.action import ActionSource, Decision
 from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.plain import guarded
+from batch_agent.ticks.plain import tried
 
 DEADLINES = 3  # minimum wait, in tick deadlines
 USUALLY = 2  # minimum wait, in usual request times
@@ -161,7 +160,8 @@ class Mind:
             if not latest.left:
                 latest.tick, latest.due, self._observed = tick, due, observation
             return latest
-        if self._skips and self._last is not None and _same(observation, self._observed):
+        # Observations that cannot be compared, such as arrays, count as changed.
+        if self._skips and self._last is not None and tried(lambda: bool(observation == self._observed), False):
             return _again(self._last, "nothing has changed"), None
         return self._begin(tick, observation, now, due)
 
@@ -200,11 +200,3 @@ class Mind:
 
 def _again(last: Decision[object], why: str) -> Decision[object]:
     return replace(last, source="last", usage=Usage(), latency=None, reason=why)
-
-
-def _same(one: object, other: object) -> bool:
-    """Return whether nothing has changed. Values that cannot be compared, such as arrays, count as changed."""
-    try:
-        return guarded("==", lambda: bool(one == other))
-    except JobError:
-        return False

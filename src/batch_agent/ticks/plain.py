@@ -2,7 +2,7 @@
 
 Observations are user objects. They may be deep, cyclic, huge, not UTF-8, or raise when read. All code that writes one
 (a prompt, a memory, a trace, an HTTP response) uses ``plain``, ``json_of`` or ``text_of``, which are bounded and do not
-raise. All code that calls a user's function uses ``guarded`` or ``called``.
+raise. All code that calls a user's function uses ``guarded``, ``tried`` or ``called``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from batch_agent.dispatch.cancellation import worker_boundary
 from batch_agent.errors import JobError, WorkerFailed
-from batch_agent.foreign import describe, encodable
+from batch_agent.foreign import boundary, describe, encodable
 from batch_agent.tools.threads import Threads
 
 DEPTH = 32
@@ -130,12 +130,16 @@ def guarded(name: str, function: Callable[[], T]) -> T:
 
     A JobError passes unchanged, because it has a message of its own. So does Ctrl-C.
     """
-    try:
+    with boundary(lambda raised: WorkerFailed(f"{name} raised {raised}"), JobError):
         return function()
-    except (KeyboardInterrupt, JobError):
-        raise
-    except BaseException as raised:
-        raise WorkerFailed(f"{name} raised {describe(raised)}") from raised
+
+
+def tried(function: Callable[[], T], otherwise: T) -> T:
+    """Return what ``function`` returns, or ``otherwise`` if it raises."""
+    try:
+        return guarded("", function)
+    except JobError:
+        return otherwise
 
 
 async def called(threads: Threads, name: str, method: Callable[[], object]) -> object:

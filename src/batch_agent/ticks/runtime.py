@@ -38,8 +38,6 @@ from batch_agent.ticks.action import Action, Decision, idle, text_of_reply
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
 from batch_agent.ticks.backends import (
     TIMEOUT,
-    GeneratesMany,
-    GeneratesOne,
     Sampling,
     TextBackend,
     TickBackend,
@@ -50,7 +48,7 @@ from batch_agent.ticks.backends import (
     read_config,
 )
 from batch_agent.ticks.mind import LONG, Given, Mind, Patience, Thought
-from batch_agent.ticks.plain import called, guarded, text_of
+from batch_agent.ticks.plain import called, guarded, text_of, tried
 from batch_agent.ticks.trace import Replay, Trace
 from batch_agent.tools.threads import Threads
 
@@ -197,8 +195,8 @@ class TickRuntime(Generic[A]):
         thinker = await self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
-        # A world may reuse the same objects while its agents think.
-        seen = {agent_id: _snapshot(observation) for agent_id, observation in observations.items()}
+        # A world may reuse the same objects while its agents think. What cannot be copied stays as it is.
+        seen = {agent_id: tried(partial(deepcopy, each), each) for agent_id, each in observations.items()}
         now = thinker.loop.time()
         due = math.inf if self.deadline is None else now + self.deadline
         given: dict[str, Given] = {}
@@ -350,8 +348,7 @@ class TickRuntime(Generic[A]):
         """Return the backend, created once, and its model. Raises SpecError if it is not a backend."""
         key = backend_key(given)
         if key not in self._backends:
-            is_theirs = isinstance(given, GeneratesOne | GeneratesMany) and not isinstance(given, Backend | type)
-            if is_theirs:
+            if UsersBackend.accepts(given):
                 self._backends[key] = UsersBackend(given, self.max_workers), self._model
             else:
                 model = self._model if key == backend_key(self.backend) else None
@@ -363,14 +360,6 @@ def _cancel(thoughts: Iterable[Thought]) -> None:
     for thought in thoughts:
         if thought.task is not None:
             thought.task.cancel()
-
-
-def _snapshot(observation: object) -> object:
-    """Return a copy of the observation, or the observation itself if it cannot be copied."""
-    try:
-        return guarded("deepcopy", lambda: deepcopy(observation))
-    except BatchAgentError:
-        return observation
 
 
 def _priority(agent: Agent, observation: object) -> float:
@@ -463,8 +452,8 @@ def seed_of(base: int, agent_id: str, tick: int) -> int:
 class Thinker:
     """The thoughts of a runtime in one event loop, and what they have open there. Open from its creation.
 
-    One keeper task closes all of it on ``close``, or when it is cancelled, as ``asyncio.run`` does at its end. So a
-    program that does not stop its runtime leaves nothing open.
+    One keeper task closes all of it when it is cancelled: by ``close``, or by ``asyncio.run`` at its end. So a program
+    that does not stop its runtime leaves nothing open.
     """
 
     def __init__(self, runtime: TickRuntime[Any]) -> None:
@@ -476,13 +465,13 @@ class Thinker:
         self._threads = Threads()
         self._free_workers = asyncio.Semaphore(runtime.max_workers)
         self._thoughts: set[asyncio.Task[None]] = set()
-        self._closing: asyncio.Future[None] = self.loop.create_future()
+        self._is_closing = False
         self._keeper = self.loop.create_task(self._keep(), name="batch-agent ticks")
 
     @property
     def is_open(self) -> bool:
         """Return whether it is open in the running event loop."""
-        return running_loop() is self.loop and not self._closing.done()
+        return running_loop() is self.loop and not self._is_closing
 
     @property
     def is_open_elsewhere(self) -> bool:
@@ -546,13 +535,7 @@ class Thinker:
         async with self._free_workers:
             thought.left = True
             action = await called(self._threads, "decide_action", agent.decide_action)
-        if action is None:
-            raise WorkerFailed("decide_action chose nothing")
-        if fault := agent.fault_of(action):
-            raise WorkerFailed(f"decide_action returned {fault}")
-        if isinstance(action, Action) and action.source == "fallback":
-            raise WorkerFailed(text_of(action.reasoning or "decide_action fell back"))
-        return action
+        return agent.chosen(action, "decide_action", "decide_action chose nothing")
 
     async def _ask(self, mind: Mind, thought: Thought, backend: TickBackend) -> object:
         clock = self.loop.time
@@ -606,24 +589,19 @@ class Thinker:
 
     def close(self) -> None:
         """Start closing, from any thread. ``wait_closed`` waits for the end."""
-        if running_loop() is self.loop:
-            self._close_now()
-        elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._close_now)
+        if not self._is_closing and not self.loop.is_closed():
+            self._is_closing = True
+            self.loop.call_soon_threadsafe(self._keeper.cancel)
 
     async def wait_closed(self) -> None:
         if running_loop() is self.loop:
             await outlast(self._keeper)
 
-    def _close_now(self) -> None:
-        if not self._closing.done():
-            self._closing.set_result(None)
-
     async def _keep(self) -> None:
         try:
-            await self._closing
+            await self.loop.create_future()
         finally:
-            self._closing.cancel()
+            self._is_closing = True
             try:
                 await self._close()
             except asyncio.CancelledError:  # the event loop ends: finish first

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from aiohttp import web
@@ -17,8 +16,7 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from batch_agent.dispatch.request_numbers import RequestNumbers
-from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, check_nesting, read_body, routes
-from batch_agent.errors import SpecError
+from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, json_response, read_body, read_object, routes
 from batch_agent.foreign import encodable
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
@@ -33,21 +31,19 @@ AGENTS_KEYS = ("agents", "perceptions")
 
 
 class TickServer:
-    """``stop`` ends ``serve``. Running ticks are answered with what is there. With a ``key`` clients must send it."""
+    """Serves until it is cancelled. Running ticks are then answered with what is there. With a ``key`` clients must
+    send it."""
 
     def __init__(self, runtime: AgentRuntime, key: str = "") -> None:
         self._runtime, self._key = runtime, key
         self._ticks = 0
         self._newest: dict[str, int] = {}  # tick by agent, for observations without a tick
-        self._stopping = asyncio.Event()
+        self._is_stopping = False
         self._requests = runtime.observer = RequestNumbers()
         self._decisions = Counter(
             "batch_agent_tick_actions_total", "Actions by source: an answer, a fallback.", ("source",)
         )
         self._tick_time = Histogram("batch_agent_tick_duration_seconds", "Time of a tick.")
-
-    def stop(self) -> None:
-        self._stopping.set()
 
     async def serve(self, host: str, port: int, ready: Callable[[str], None]) -> None:
         table = {
@@ -60,13 +56,13 @@ class TickServer:
         handler, health = routes(table), ("/", "/health")
         # A tick continues when its client leaves: it has changed the agents.
         door = Door(handler, _refused, host=host, port=port, key=self._key, keyless=health, cancels=False)
-        try:
-            await door.__aenter__()
-            ready(door.url)
-            await self._stopping.wait()
-        finally:
-            await self._runtime.stop()
-            await door.__aexit__()
+        async with door:
+            try:
+                ready(door.url)
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._is_stopping = True
+                await self._runtime.stop()
 
     async def _health(self, request: web.BaseRequest) -> web.Response:
         return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
@@ -79,21 +75,19 @@ class TickServer:
 
     async def _tick(self, request: web.BaseRequest) -> web.Response:
         body = await _body(request)
-        with _explained():
-            tick, observations = _tick_of(body), _observations(body)
-            actions = await self._decide(tick, observations)
+        tick = _tick_of(body)
+        actions = await self._decide(tick, _observations(body))
         return _json({"tick": tick, "actions": [_entry(name, action) for name, action in actions.items()]})
 
     async def _observe(self, request: web.BaseRequest) -> web.Response:
         body = await _body(request)
-        with _explained():
-            agent_id = _agent_id(body, "the observation")
-            tick = _tick_of(body) if "tick" in body else self._newest.get(agent_id, 0) + 1
-            entry = _entry(agent_id, (await self._decide(tick, {agent_id: _observation(body)}))[agent_id])
+        agent_id = _agent_id(body, "the observation")
+        tick = _tick_of(body) if "tick" in body else self._newest.get(agent_id, 0) + 1
+        entry = _entry(agent_id, (await self._decide(tick, {agent_id: _observation(body)}))[agent_id])
         return _json({**entry, **cast(JsonObject, entry["action"]), "tick": tick})
 
     async def _decide(self, tick: int, observations: Mapping[str, JsonValue]) -> dict[str, Action]:
-        if self._stopping.is_set():
+        if self._is_stopping:
             raise RequestRefused(503, "the server is stopping")
         known = self._runtime.agents
         self._newest.update({agent_id: tick for agent_id in observations if agent_id in known})
@@ -107,28 +101,13 @@ class TickServer:
         return actions
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except SpecError as error:
-        raise RequestRefused(400, str(error)) from None
-
-
 def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
     return _json({"error": encodable(str(refused))}, refused.status)
 
 
 async def _body(request: web.BaseRequest) -> JsonObject:
     data = await read_body(request, PATIENCE_SECONDS, MAX_BODY_BYTES)
-    try:
-        body = json.loads(data)  # also reads lone surrogates and NaN
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestRefused(400, "the body must be a JSON object")
-    check_nesting(body, data)
-    return body
+    return read_object(data, json.loads)  # which also reads lone surrogates and NaN
 
 
 def _tick_of(body: JsonObject) -> int:
@@ -136,19 +115,19 @@ def _tick_of(body: JsonObject) -> int:
     if isinstance(tick, float) and tick.is_integer():  # some game engines have only floats
         tick = int(tick)
     if isinstance(tick, bool) or not isinstance(tick, int):
-        raise SpecError(f"tick must be a whole number, not {tick!r}")
+        raise RequestRefused(400, f"tick must be a whole number, not {tick!r}")
     return tick
 
 
 def _observations(body: JsonObject) -> dict[str, JsonValue]:
     agents = next((body[key] for key in AGENTS_KEYS if key in body), None)
     if not isinstance(agents, list):
-        raise SpecError('agents must be a list, of {"agent_id": …, "observations": {…}} each')
+        raise RequestRefused(400, 'agents must be a list, of {"agent_id": …, "observations": {…}} each')
     found: dict[str, JsonValue] = {}
     for place, agent in enumerate(agents):
         agent_id = _agent_id(agent, f"agents[{place}]")
         if agent_id in found:
-            raise SpecError(f"agents[{place}]: {agent_id!r} is listed twice")
+            raise RequestRefused(400, f"agents[{place}]: {agent_id!r} is listed twice")
         found[agent_id] = _observation(cast(JsonObject, agent))
     return found
 
@@ -156,7 +135,7 @@ def _observations(body: JsonObject) -> dict[str, JsonValue]:
 def _agent_id(value: JsonValue, where: str) -> str:
     agent_id = value.get("agent_id") if isinstance(value, dict) else None
     if not isinstance(agent_id, str) or not agent_id:
-        raise SpecError(f"{where} must be an object with an agent_id, as text")
+        raise RequestRefused(400, f"{where} must be an object with an agent_id, as text")
     return agent_id
 
 
@@ -176,5 +155,4 @@ def _entry(agent_id: str, action: Action) -> JsonObject:
 
 
 def _json(value: JsonObject, status: int = 200) -> web.Response:
-    body = to_json(value, inf_nan_mode="null")
-    return web.Response(body=body, status=status, content_type="application/json")
+    return json_response(to_json(value, inf_nan_mode="null"), status)

@@ -103,7 +103,7 @@ def opened(sealed: Sealed | None) -> Opened:
 
 
 _CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
-_ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
+ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
 _FILTERED = {"content_filter"}
 _COMPLETE = ("stop", "tool_calls")
 _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_tokens")
@@ -124,11 +124,11 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     if not isinstance(message, dict):
         raise faults.bad("the answer's choice has no message")
     content, model = message.get("content"), document.get("model")
-    text = (content if isinstance(content, str) else _text(content, faults)) or string_of(message.get("refusal"))
+    text = (content if isinstance(content, str) else text_in(content, faults)) or string_of(message.get("refusal"))
     finish = choice.get("finish_reason")
     if finish not in _COMPLETE and (finish := _reason(finish)) is None:
         raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
-    usage = _usage(document.get("usage"))
+    usage = read_usage(document.get("usage"))
     items = _call_items(message, faults)
     if finish != "stop":
         check_finish(finish, text, bool(items), usage, faults)
@@ -156,7 +156,7 @@ class AnswerStream(EventReader):
         self._close()
         if self._finish is None:
             raise self._unfinished()
-        usage = _usage(self._usage)
+        usage = read_usage(self._usage)
         check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
         calls = tuple(self._settle(call) for call in self._started)
         sealed = sealed_calls(calls, [begun.signature for begun in self._started]) if calls else None
@@ -191,7 +191,7 @@ class AnswerStream(EventReader):
         if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
             self._said.append(content)  # the most common event
             return
-        text = _text(content, self._faults) or string_of(delta.get("refusal"))
+        text = text_in(content, self._faults) or string_of(delta.get("refusal"))
         reasoning = _reasoning(delta)
         items = _call_items(delta, self._faults)
         if text or reasoning or items:
@@ -312,7 +312,7 @@ def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: 
             usage=usage,
             in_call=has_calls,
         )
-    if finish in _ABORTED:
+    if finish in ABORTED:
         raise faults.bad(f"the server aborted the answer (finish_reason {finish})", text=text)
     if finish in _FILTERED:
         message = f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})"
@@ -325,7 +325,8 @@ def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
     return document.get("error") or (dict(document) if document.get("object") == "error" else None)
 
 
-def _text(content: JsonValue, faults: Faults) -> str:
+def text_in(content: JsonValue, faults: Faults) -> str:
+    """Return the text of a message's content."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -379,7 +380,7 @@ def _signature(item: JsonValue) -> JsonValue:
     return item.get(SIGNATURES) if isinstance(item, dict) else None
 
 
-def _usage(value: JsonValue) -> Usage:
+def read_usage(value: JsonValue) -> Usage:
     if not isinstance(value, dict):
         return Usage()
     prompt, completion = value.get("prompt_tokens"), value.get("completion_tokens")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import inspect
-import signal
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from batch_agent.backends.address import check_known
-from batch_agent.cli.interrupts import serve, stop_signals
+from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.numbers import add_address, add_key, key_of
 from batch_agent.cli.spec.specfile import SpecFile, read_mapping
@@ -46,19 +43,11 @@ def ticks_command(options: argparse.Namespace) -> int:
         read_mapping(options.agents), {name: value for name, value in given.items() if value is not None}
     )
     key, words = key_of(options)
-    return serve(_serve(TickServer(runtime, key), runtime, options, words))
-
-
-async def _serve(server: TickServer, runtime: AgentRuntime, options: argparse.Namespace, words: str) -> None:
-    loop = asyncio.get_running_loop()
-    with suppress(NotImplementedError):  # Windows
-        for number in (signal.SIGINT, *stop_signals()):
-            loop.add_signal_handler(number, server.stop)
     count = len(runtime.agents)
-    await server.serve(
+    serving = TickServer(runtime, key).serve(
         options.host, options.port, lambda url: say(f"{count} agents at {url}{words}; Ctrl-C stops them")
     )
-    say("stopped")
+    return serve(serving)
 
 
 def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:

@@ -48,7 +48,7 @@ class Blackboard:
             for section, agents in sections.items():
                 if agents.size:
                     prompt = self._prompt_fn(section, self.board)
-                    responses = await agents.broadcast_prompt(prompt, **steps.first())
+                    responses = await agents.broadcast_prompt(prompt, **steps.options(first=True))
                     self.board[section] += [response.text for response in responses if response.success]
             self.round += 1
             if convergence_fn is not None and convergence_fn(self.board):

@@ -19,5 +19,5 @@ async def broadcast_and_reduce(
 ) -> Response:
     """Return one agent's answer to ``reduce_prompt``, with all answers in place of ``{responses}``."""
     steps = Steps(options)
-    responses = await pool.broadcast_prompt(prompt, **steps.first())
+    responses = await pool.broadcast_prompt(prompt, **steps.options(first=True))
     return await collect(pool, reducer_agent_index, reduce_prompt, responses, steps)

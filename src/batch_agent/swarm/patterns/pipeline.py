@@ -40,7 +40,7 @@ async def run_pipeline(
     current = initial_input
     for place, agents in enumerate(_agents(pool, stages, reuse_agents)):
         stage = stages[place]
-        own = steps.last() if place == len(stages) - 1 else steps.between()
+        own = steps.options(last=place == len(stages) - 1)
         responses = await agents.broadcast_prompt(filled(stage.prompt_template, input=current), **own)
         if stage.output_filter is not None:
             responses = [response for response in responses if stage.output_filter(response)]
@@ -54,7 +54,7 @@ async def fan_out_fan_in(
     """Return agent 0's answer to ``collect_prompt``; the first ``n_workers`` give ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     steps = Steps(options)
-    responses = await workers.broadcast_prompt(prompt, **steps.first())
+    responses = await workers.broadcast_prompt(prompt, **steps.options(first=True))
     return await collect(pool, 0, collect_prompt, responses, steps)
 
 

@@ -12,12 +12,11 @@ from batch_agent.swarm.pool import AgentPool
 
 BETWEEN = "\n---\n"
 LEAST_SECONDS = 0.001  # for a step after the deadline, which fails with a message about it
-# SwarmOptions of the first step only, if a pattern has several: the number of samples, and the record.
-_FIRST = ("n", "run_dir")
 
 
 class Steps:
-    """The options of each step of a pattern. ``schema`` applies to the last step, the pattern's own answer."""
+    """The options of each step of a pattern. ``n`` and ``run_dir`` apply to the first step, and ``schema`` to the last,
+    which is the pattern's own answer. The deadline is one for all."""
 
     def __init__(self, options: SwarmOptions) -> None:
         self._options = options
@@ -25,26 +24,15 @@ class Steps:
         seconds = None if deadline is None else above_zero("deadline", deadline)
         self._ends = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
-    def first(self) -> SwarmOptions:
-        return self._timed({name: value for name, value in self._options.items() if name != "schema"})
-
-    def between(self) -> SwarmOptions:
-        """Return the options of a step that is neither the first nor the last."""
-        own = {name: value for name, value in self._options.items() if name not in (*_FIRST, "schema")}
-        if isinstance(own.get("seed"), Sequence):
+    def options(self, *, first: bool = False, last: bool = False) -> SwarmOptions:
+        """Return the options of the next step."""
+        dropped = ([] if first else ["n", "run_dir"]) + ([] if last else ["schema"])
+        own = {name: value for name, value in self._options.items() if name not in dropped}
+        if not first and isinstance(own.get("seed"), Sequence):  # one for each prompt of the first step
             del own["seed"]
-        return self._timed(own)
-
-    def last(self) -> SwarmOptions:
-        own = dict(self.between())
-        if "schema" in self._options:
-            own["schema"] = self._options["schema"]
-        return cast(SwarmOptions, own)
-
-    def _timed(self, options: dict[str, object]) -> SwarmOptions:
         if self._ends is not None:
-            options["deadline"] = max(LEAST_SECONDS, self._ends - asyncio.get_running_loop().time())
-        return cast(SwarmOptions, options)
+            own["deadline"] = max(LEAST_SECONDS, self._ends - asyncio.get_running_loop().time())
+        return cast(SwarmOptions, own)
 
 
 def filled(template: str, **values: object) -> str:
@@ -61,7 +49,7 @@ async def collect(
     if not texts:
         why = responses[0].error if responses else "no agent was asked"
         return Response(False, "", f"all {len(responses)} requests failed, so there is nothing to summarise: {why}")
-    prompt, options = filled(template, responses=BETWEEN.join(texts)), steps.last()
+    prompt, options = filled(template, responses=BETWEEN.join(texts)), steps.options(last=True)
     if options.get("dispatch") == "balanced":
         (response,) = await pool.send_all([prompt], pool.aggregation_tokens, **options)
         return response

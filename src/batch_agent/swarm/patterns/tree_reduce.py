@@ -39,7 +39,7 @@ class Reduced(Response):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    text: str
+    response: Response
     leaves: tuple[int, ...]
 
 
@@ -62,9 +62,9 @@ async def tree_reduce(
     steps = Steps(options)
     room = None if max_context is None else _room(max_context, reduce_prompt, pool)
     if items is None:
-        leaves = await pool.broadcast_prompt(prompt, **steps.first())
+        leaves = await pool.broadcast_prompt(prompt, **steps.options(first=True))
     else:
-        leaves = await pool.send_all([filled(prompt, item=item) for item in items], **steps.first())
+        leaves = await pool.send_all([filled(prompt, item=item) for item in items], **steps.options(first=True))
     tree = _Tree(leaves)
     while len(tree.nodes) > 1:
         groups = list(_groups(tree.nodes, fanin, room))
@@ -72,7 +72,7 @@ async def tree_reduce(
             return tree.result(f"no two of {len(groups)} answers fit max_context, {max_context} tokens", keep_levels)
         alone = [] if room is None else [group for group in groups if len(group) == 1]
         together = [group for group in groups if group not in alone]
-        own = steps.last() if len(groups) == 1 else steps.between()
+        own = steps.options(last=len(groups) == 1)
         responses = await pool.send_all([tree.prompt(reduce_prompt, group) for group in together], **own)
         tree.grow(together, responses, alone)
     return tree.result("no answer was left to summarise", keep_levels)
@@ -87,7 +87,7 @@ class _Tree:
             self._keep(leaf, (number,), "")
 
     def prompt(self, template: str, group: Sequence[_Node]) -> str:
-        together = BETWEEN.join(node.text for node in group)
+        together = BETWEEN.join(node.response.text for node in group)
         return filled(template, responses=together, level=len(self.levels))
 
     def grow(
@@ -103,29 +103,26 @@ class _Tree:
 
     def _keep(self, response: Response, leaves: tuple[int, ...], where: str) -> None:
         if response.success and response.text.strip():
-            self.nodes.append(_Node(response.text, leaves))
+            self.nodes.append(_Node(response, leaves))
         else:
             why = "the answer was blank" if response.success else response.error
             self._lost.update(dict.fromkeys(leaves, f"{where}{why}"))
 
     def result(self, problem: str, keep_levels: bool) -> Reduced:
         """Return the remaining answer, or a failed one with ``problem``."""
-        whole = self.nodes[0] if len(self.nodes) == 1 else None
-        for node in self.nodes if whole is None else ():
-            self._lost.update(dict.fromkeys(node.leaves, problem))
+        included: tuple[int, ...] = ()
+        if len(self.nodes) == 1:
+            last, included = self.nodes[0].response, self.nodes[0].leaves
+            reduced = Reduced(True, last.text, finish_reason=last.finish_reason, parsed=last.parsed)
+            reduced.latency, reduced.attempts = last.latency, last.attempts
+        else:
+            self._lost.update({leaf: problem for node in self.nodes for leaf in node.leaves})
+            why = next(iter(self._lost.values()), problem)
+            reduced = Reduced(False, "", problem if why == problem else f"{problem}: {why}")
+        reduced.coverage = Coverage(len(self.levels[0]), included, dict(sorted(self._lost.items())))
         usages = [response.usage for level in self.levels for response in level if response.usage is not None]
-        coverage = Coverage(len(self.levels[0]), whole.leaves if whole else (), dict(sorted(self._lost.items())))
-        reduced = Reduced(whole is not None, whole.text if whole else "", coverage=coverage)
         reduced.usage = reduce(add, usages, Usage()) if usages else None
         reduced.levels = self.levels if keep_levels else []
-        if whole is None:
-            why = next(iter(self._lost.values()), problem)
-            reduced.error = problem if why == problem else f"{problem}: {why}"
-            return reduced
-        made = (response for level in reversed(self.levels) for response in level)
-        last = next(response for response in made if response.success and response.text == whole.text)
-        reduced.finish_reason, reduced.parsed = last.finish_reason, last.parsed
-        reduced.latency, reduced.attempts = last.latency, last.attempts
         return reduced
 
 
@@ -142,7 +139,7 @@ def _groups(nodes: Sequence[_Node], fanin: int, room: int | None) -> Iterator[li
     group: list[_Node] = []
     length = 0
     for node in nodes:
-        more = len(node.text) + len(BETWEEN)
+        more = len(node.response.text) + len(BETWEEN)
         if group and (len(group) == fanin or (room is not None and length + more > room)):
             yield group
             group, length = [], 0
