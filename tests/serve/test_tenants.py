@@ -115,6 +115,16 @@ async def test_too_many_queued_lines_fail_the_batch(tmp_path: Path) -> None:
         assert (await small.wait((await small.create([chat("a")]))["id"], "in_progress"))["status"] == "in_progress"
 
 
+async def test_batches_that_come_at_once_do_not_pass_the_limit_of_queued_lines_together(tmp_path: Path) -> None:
+    async with backend(lambda request: Hang()) as model, serving(tmp_path, model) as client:
+        small, files = add(client, "small", max_queued=4), add(client, "other", max_queued=4)
+        told = await asyncio.gather(*(small.send("POST", ROUTE, {"requests": [ask("a")]}) for _ in range(12)))
+        assert sorted(status for status, _ in told) == [200] * 4 + [429] * 8
+        made = await asyncio.gather(*(files.create([chat("a"), chat("b")]) for _ in range(6)))
+        states = [(await files.wait(batch["id"], "in_progress"))["status"] for batch in made]
+        assert sorted(states) == ["failed"] * 4 + ["in_progress"] * 2
+
+
 async def test_a_limit_holds_from_the_first_line_of_a_new_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from batch_agent.record.redis.reading import delete_run, run_names
 from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
-from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, status_of
+from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, for_clients, status_of
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, LineRequest, check_lines, has_index
 from batch_agent.serve.models import ServedModels
@@ -52,6 +52,7 @@ PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
 AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory
+QUEUE_LIMIT = "queue_limit_exceeded"
 RUN = "run"
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
 LEASE = 10.0  # seconds after which rows of a worker in another process, or the batch of a server, are taken over
@@ -207,7 +208,7 @@ class RunningBatch(Entrant):
                 return
             error: JobError = result.error.exception()
             name = self._name(result.index)
-            answer = failed_line(self.batch.endpoint, name, status_of(error), result.error.message)
+            answer = failed_line(self.batch.endpoint, name, status_of(error), for_clients(result.error.message))
         elif isinstance(result.output, LineAnswer):
             answer = result.output
         else:
@@ -355,14 +356,17 @@ class ServedBatches:
         left = self._turnstile.seconds_left(running)
         return None if isinf(left) else self._now() + left
 
-    def queued(self, tenant: str) -> int:
-        """Return the number of lines of a tenant that are not done. Blocks."""
-        left = 0
+    def over_limit(self, tenant: Tenant, lines: int) -> str:
+        """Return why ``lines`` more of a tenant would be too many, or "". Blocks. Two batches at once are both counted
+        if it is called in the transaction that adds the lines."""
+        queued = 0
         for batch in self._catalog.unfinished():
-            if batch.tenant == tenant and batch.status in ("in_progress", "finalizing"):
+            if batch.tenant == tenant.name and batch.status in ("in_progress", "finalizing"):
                 batch = self.progress(batch)
-                left += batch.total - batch.completed - batch.failed
-        return left
+                queued += batch.total - batch.completed - batch.failed
+        if queued + lines <= tenant.max_queued:
+            return ""
+        return f"{queued} lines are queued, and {tenant.max_queued} may be; this batch has {lines}."
 
     # One batch
 
@@ -392,24 +396,23 @@ class ServedBatches:
             await self._models.models()  # so that ``knows`` knows
             folder = self.folder(batch.id)
             checked = await in_thread(partial(check_lines, folder, batch.endpoint, self._models.knows, self._max_lines))
-        errors = checked.errors
         tenant = await in_thread(partial(self._tenant, batch.tenant))
-        if not errors and tenant is not None:
-            queued = await in_thread(partial(self.queued, batch.tenant))
-            if queued + checked.total > tenant.max_queued:
-                told = f"{queued} lines are queued, and {tenant.max_queued} may be; this batch has {checked.total}."
-                errors = [{"code": "queue_limit_exceeded", "message": told, "param": None, "line": None}]
 
         def change(now: ServedBatch) -> ServedBatch | None:
             if now.status != "validating":
                 return None
+            errors = checked.errors
+            if not errors and tenant is not None and (over := self.over_limit(tenant, checked.total)):
+                errors = [{"code": QUEUE_LIMIT, "message": over, "param": None, "line": None}]
             if errors:
                 return now.at("failed", self._now(), errors=errors, total=0)
             return now.at("in_progress", self._now(), total=checked.total, model=checked.model)
 
-        changed = await in_thread(partial(self._catalog.change_batch, batch.id, change))
-        if changed is not None and changed.status == "failed":
-            await self._put(changed)
+        def notice(changed: ServedBatch) -> JsonObject | None:
+            return notice_of(changed, self._now())
+
+        await in_thread(partial(self._catalog.change_batch, batch.id, change, notice))
+        self._notify()
 
     def _tenant(self, name: str) -> Tenant | None:
         return next((tenant for tenant in self._catalog.tenants() if tenant.name == name), None)
@@ -515,7 +518,7 @@ class ServedBatches:
         begun = await in_thread(partial(self._catalog.change_batch, batch.id, change))
         assert begun is not None
         stop = begun.stop
-        left = await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
+        await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
         end, now = stop or "completed", self._now()
         files: dict[str, StoredFile] = {}
         for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
@@ -537,8 +540,8 @@ class ServedBatches:
             now,
             completed=tallied.completed,
             failed=tallied.failed,
-            cancelled=begun.cancelled + (left if stop == "cancelled" else 0),
-            expired=begun.expired + (left if stop == "expired" else 0),
+            cancelled=tallied.not_done.get("cancelled", 0),
+            expired=tallied.not_done.get("expired", 0),
             usage=dict(tallied.usage),
             output_file=files[OUTPUT].id if OUTPUT in files else "",
             error_file=files[ERRORS].id if ERRORS in files else "",
