@@ -185,13 +185,17 @@ def test_keys_are_added_listed_and_revoked_by_the_command(tmp_path: Path, capsys
 
 def test_without_tenants_it_listens_on_loopback_only_with_a_key_that_stays(tmp_path: Path) -> None:
     models = open_models("http://127.0.0.1:9", {})
-    key = BatchService(ServeOptions(tmp_path), models).key
-    assert BatchService(ServeOptions(tmp_path), models).key == key
+    keys = set()
+    for _ in range(2):
+        service = BatchService(ServeOptions(tmp_path), models)
+        keys.add(service.key)
+        service.close()
+    assert len(keys) == 1
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     with pytest.raises(SpecError, match="keys add"):
         BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
     Catalog(tmp_path).add_tenant(Tenant("one"))
-    BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
+    BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models).close()
 
 
 class Lines(Entrant):

@@ -146,8 +146,8 @@ def hashed(key: str) -> str:
 
 
 class Catalog:
-    def __init__(self, data: Path, *, shared: bool = False, clock: Callable[[], float] = time.time) -> None:
-        """``shared``: processes of several machines use it."""
+    def __init__(self, data: Path, *, shared: bool | None = None, clock: Callable[[], float] = time.time) -> None:
+        """``shared``: processes of several machines use it; None: as its servers have opened it."""
         self.data, self._clock, self._lock = data, clock, RLock()
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = data / "serve.db"
@@ -157,7 +157,8 @@ class Catalog:
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
             )
             # A write-ahead log needs memory that the processes share, which two machines do not have.
-            self._db.execute(f"PRAGMA journal_mode={'DELETE' if shared else 'WAL'}")
+            if shared is not None:
+                self._db.execute(f"PRAGMA journal_mode={'DELETE' if shared else 'WAL'}")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(SCHEMA)
         except (sqlite3.Error, OSError) as error:
