@@ -419,7 +419,7 @@ class ServedBatches:
 
     def _check(self, batch: ServedBatch) -> Checked | None:
         """Check the lines of a batch; None if another process has done it. The lock is released here, so that it is
-        held until the end of this call also if nobody waits for it any more."""
+        held until the end of this call also if its caller was cancelled."""
         lock = self._lock(batch.id)
         try:
             now = self._catalog.batch(batch.id)
@@ -431,7 +431,7 @@ class ServedBatches:
 
     def _lock(self, id: str) -> Lock:
         """Take the lock of a batch's folder. Raises StoreError if another process works on the batch: it may have lost
-        the batch to this one because it was slow or stopped for a while, and would go on."""
+        the batch to this one because it was slow or stopped for a while, and would continue."""
         return Lock(self.folder(id) / LOCK, "another server works on it")
 
     def _tenant(self, name: str) -> Tenant | None:
