@@ -63,7 +63,7 @@ def test_a_model_that_loads_and_a_server_that_is_silent_are_named() -> None:
     assert "loading the model" in progress_line(loading)
     silent = dataclasses.replace(loading, backend="vllm://gpu", started=3, running=3, elapsed=9.0)
     assert "no answer yet; the server may be loading the model" in drawn(silent, 80)
-    assert "waiting for the server" in drawn(dataclasses.replace(loading, backend="vllm://gpu"), 80)
+    assert "waiting for the first answer" in drawn(dataclasses.replace(loading, backend="vllm://gpu"), 80)
     assert "loading" not in drawn(dataclasses.replace(silent, turns=1), 80)
 
 

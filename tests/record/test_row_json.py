@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, computed_field, field_serializer, field_validator
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, StoreError
 from batch_agent.files.results import result_line
 from batch_agent.job import AgentError, Failure, Success
 from batch_agent.messages import Message, ToolCall
-from batch_agent.record.row_json import decode_result, decode_row, encode_result, line_of
+from batch_agent.outputs.validate import parse_output
+from batch_agent.record.row_json import decode_result, decode_row, encode_result, encode_row, line_of
 
 
 class Point(BaseModel):
@@ -29,6 +30,51 @@ class Unwritable(BaseModel):
     @field_serializer("x")
     def write(self, _: int) -> int:
         raise ValueError("it stays here")
+
+
+class Renamed(BaseModel):
+    rating: int = Field(default=0, alias="Rating")
+
+
+class Hundredfold(BaseModel):
+    price: int
+
+    @field_validator("price")
+    @classmethod
+    def in_cents(cls, value: int) -> int:
+        return value * 100
+
+
+class FromText(BaseModel):
+    stars: int
+
+    @field_validator("stars", mode="before")
+    @classmethod
+    def counted(cls, value: object) -> int:
+        if not isinstance(value, str):
+            raise ValueError("a text is required")
+        return int(value.split()[0])
+
+
+class Derived(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    a: int
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def next(self) -> int:
+        return self.a + 1
+
+
+class Hidden(BaseModel):
+    a: int
+    why: str = Field(default="", exclude=True)
+
+
+@dataclass
+class Seeded:
+    a: int
+    seed: InitVar[int]
 
 
 REJECTED = AgentError("infer", "Rejected", "no")
@@ -54,6 +100,50 @@ def test_a_result_comes_back_with_its_input_and_its_output_as_an_instance_of_the
     assert line_of(data) == result_line(done, OutputSchema.of(Point))
     result, worker = decode_result(data, 3, OutputSchema.of(Point), resumed=True, value=("a",))
     assert (result, worker) == (replace(done, input=("a",), resumed=True), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Renamed, '{"Rating": 5}'),
+        (Hundredfold, 'Sure: ```json\n{"price": 5}\n```'),
+        (FromText, '{"stars": "5 of 5"}'),
+        (Derived, '{"a": 1}'),
+        (Hidden, '{"a": 1, "why": "because"}'),
+        (Seeded, '{"a": 1, "seed": 2}'),
+        (dict[str, Renamed], '{"one": {"Rating": 5}}'),
+    ],
+)
+def test_an_output_is_the_same_in_another_process_although_its_schema_reads_what_it_writes_differently(
+    kind: object, text: str
+) -> None:
+    schema = OutputSchema.of(kind)
+    assert schema is not None and not schema.reads_back
+    done = Success(3, "3", "a", True, parse_output(text, schema).value, raw_text=text)
+    data = encode_result(done, schema, worker=2, messages=False)
+    result, _ = decode_result(data, 3, schema, resumed=False)
+    assert result == done and json.loads(line_of(data))["output"] == schema.to_plain(done.output)
+
+
+def test_an_output_that_no_other_process_could_read_is_a_failure_everywhere() -> None:
+    schema = OutputSchema.of(Hundredfold)
+    merged = Success(3, "3", "a", True, Hundredfold(price=7), raw_text='{"price": 3}')  # of two parts: 4 and 3
+    data = encode_result(merged, schema, worker=2, messages=False)
+    result, _ = decode_result(data, 3, schema, resumed=False)
+    assert not json.loads(line_of(data))["ok"] and not result.ok and result.error is not None
+    assert (result.error.type, "own output" in result.error.message) == ("Invalid", True)
+
+
+@pytest.mark.parametrize("kind", [Point, list[Point], dict[str, int | None]])
+def test_a_plain_schema_is_read_without_the_text_of_the_model(kind: object) -> None:
+    schema = OutputSchema.of(kind)
+    assert schema is not None and schema.reads_back
+
+
+def test_a_row_that_its_schema_would_change_on_the_way_is_refused() -> None:
+    assert decode_row(encode_row(Renamed(Rating=5)), OutputSchema.of(Renamed))[0] == Renamed(Rating=5)
+    with pytest.raises(InputError, match="another value"):
+        decode_row(encode_row(Hundredfold(price=5)), OutputSchema.of(Hundredfold))
 
 
 def test_an_output_that_cannot_be_written_makes_the_row_a_failure() -> None:

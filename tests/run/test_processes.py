@@ -24,10 +24,11 @@ from batch_agent.agent.prepare import prepare, with_model
 from batch_agent.errors import RunRejected
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
+from batch_agent.run.crew import STARTS, STEADY_SECONDS, ProcessCrew
 from batch_agent.run.joining import prepare_worker
 from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.run.trust import Trust
-from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse, virtual_clock
 
 ROOT = Path(__file__).parents[2]
 USAGE = Usage(60, completion_tokens=30)
@@ -394,3 +395,30 @@ def test_a_worker_has_the_embedded_model_that_the_feeder_found(monkeypatch: pyte
     feeders = with_model(prepare(BatchSpec(task="Sum up {input}", inputs=["a"])), "smollm2")
     facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), "model": feeders.model}
     assert prepare_worker({**facts, **facts_for_workers(feeders, "a")}, None, Trust()).model == "smollm2"
+
+
+class MortalCrew(ProcessCrew):
+    """A crew whose processes are killed, each after some seconds."""
+
+    def __init__(self, *lives: float) -> None:
+        super().__init__(1)
+        self.lives = list(lives)
+
+    async def _run_one(self, number: int) -> tuple[int, str]:
+        await asyncio.sleep(self.lives.pop(0))
+        return -9, ""
+
+
+class Wanting:
+    wants_workers = True
+
+    def serve(self) -> Path:
+        return Path("socket")
+
+
+@virtual_clock
+async def test_only_processes_that_end_soon_after_one_another_are_given_up() -> None:
+    crew = MortalCrew(*[1.0] * STARTS, *[STEADY_SECONDS] * 20, *[1.0] * STARTS, 3600.0)
+    with pytest.raises(RunRejected, match="signal 9"):
+        await crew._watch(Wanting())
+    assert crew.lives == [3600.0]

@@ -7,11 +7,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
 import orjson
+import pytest
 from tests.serve.served import Client, chat, serving
 from tests.serve.test_openai_batches import backend
 from tests.warm import start
@@ -139,3 +141,25 @@ async def test_a_batch_whose_index_is_damaged_does_not_stop_the_server(tmp_path:
             assert (await client.wait(other["id"]))["status"] == "completed"
             assert (await client.get(f"/v1/batches/{damaged['id']}"))["status"] == "in_progress"
             await client.get("/serve/status")
+
+
+@pytest.mark.parametrize("stop", ["cancelled", "expired"])
+async def test_a_kill_after_the_files_were_completed_changes_no_number(tmp_path: Path, stop: str) -> None:
+    """As after a kill between the renaming of the files and the last transaction of the catalog."""
+    route = "/v1/messages/batches"
+    params = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "wait"}]}
+    window = 86400.0 if stop == "cancelled" else 0.5
+    async with backend(lambda request: Hang()) as model:
+        async with serving(tmp_path, model, anthropic_window=window) as client:
+            batch = await client.post(route, {"requests": [{"custom_id": each, "params": params} for each in "ab"]})
+            if stop == "cancelled":
+                await client.post(f"{route}/{batch['id']}/cancel")
+            ended = await client.wait_messages(batch["id"])
+            kind = "canceled" if stop == "cancelled" else "expired"
+            assert ended["request_counts"][kind] == 2 and ended["request_counts"]["errored"] == 0
+            before: Any = {"status": "cancelling" if stop == "cancelled" else "finalizing", "completed": 0}
+            before |= {"failed": 0, "cancelled": 0, "expired": 0}
+            client.server.catalog.change_batch(batch["id"], lambda now: replace(now, **before))
+        async with serving(tmp_path, model) as client:
+            again = await client.wait_messages(batch["id"])
+            assert again["request_counts"] == ended["request_counts"]

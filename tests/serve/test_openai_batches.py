@@ -41,6 +41,26 @@ async def test_every_line_has_its_outcome_in_one_of_the_two_files(tmp_path: Path
         assert error["response"]["body"]["error"]["message"]
 
 
+async def test_the_files_can_be_split_at_every_line_end_of_unicode(tmp_path: Path) -> None:
+    text = "one\x85two\u2028three\u2029four and “five”"
+    async with backend(lambda request: Say(text)) as model, serving(tmp_path, model) as client:
+        done = await client.wait((await client.create([chat("a\u2028b"), chat("c")]))["id"])
+        _, content = await client.send("GET", f"/v1/files/{done['output_file_id']}/content")
+        lines = [orjson.loads(line) for line in content.decode().splitlines()]
+        assert {line["custom_id"] for line in lines} == {"a\u2028b", "c"}
+        assert {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines} == {text}
+
+
+async def test_a_client_does_not_see_the_address_of_the_backend(tmp_path: Path) -> None:
+    async with backend() as model, serving(tmp_path, model) as client:
+        done = await client.wait((await client.create([chat("a", "refuse this")]))["id"])
+        _, (error,) = await client.outcomes(done)
+        _, told = await client.send("POST", CHAT, chat("a", "refuse this")["body"])
+        for document in (error["response"]["body"], told):
+            message = document["error"]["message"]
+            assert message.startswith("the server of the model answered 400: ") and "http" not in message
+
+
 @pytest.mark.parametrize(
     ("content", "code", "line"),
     [

@@ -115,6 +115,16 @@ async def test_too_many_queued_lines_fail_the_batch(tmp_path: Path) -> None:
         assert (await small.wait((await small.create([chat("a")]))["id"], "in_progress"))["status"] == "in_progress"
 
 
+async def test_batches_that_come_at_once_do_not_pass_the_limit_of_queued_lines_together(tmp_path: Path) -> None:
+    async with backend(lambda request: Hang()) as model, serving(tmp_path, model) as client:
+        small, files = add(client, "small", max_queued=4), add(client, "other", max_queued=4)
+        told = await asyncio.gather(*(small.send("POST", ROUTE, {"requests": [ask("a")]}) for _ in range(12)))
+        assert sorted(status for status, _ in told) == [200] * 4 + [429] * 8
+        made = await asyncio.gather(*(files.create([chat("a"), chat("b")]) for _ in range(6)))
+        states = [(await files.wait(batch["id"], "in_progress"))["status"] for batch in made]
+        assert sorted(states) == ["failed"] * 4 + ["in_progress"] * 2
+
+
 async def test_a_limit_holds_from_the_first_line_of_a_new_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,13 +185,17 @@ def test_keys_are_added_listed_and_revoked_by_the_command(tmp_path: Path, capsys
 
 def test_without_tenants_it_listens_on_loopback_only_with_a_key_that_stays(tmp_path: Path) -> None:
     models = open_models("http://127.0.0.1:9", {})
-    key = BatchService(ServeOptions(tmp_path), models).key
-    assert BatchService(ServeOptions(tmp_path), models).key == key
+    keys = set()
+    for _ in range(2):
+        service = BatchService(ServeOptions(tmp_path), models)
+        keys.add(service.key)
+        service.close()
+    assert len(keys) == 1
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     with pytest.raises(SpecError, match="keys add"):
         BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
     Catalog(tmp_path).add_tenant(Tenant("one"))
-    BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models)
+    BatchService(ServeOptions(tmp_path, host="0.0.0.0"), models).close()
 
 
 class Lines(Entrant):

@@ -15,6 +15,7 @@ from tests.serve.served import chat, serving
 from tests.serve.test_openai_batches import backend
 
 from batch_agent.door import Door, json_response
+from batch_agent.errors import StoreError
 from batch_agent.serve import webhooks
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.webhooks import new_secret
@@ -71,3 +72,15 @@ async def test_a_notice_survives_a_restart(tmp_path: Path, monkeypatch: pytest.M
         again = Door(receive, lambda request, refused: json_response({}, refused.status), port=port)
         async with again, serving(tmp_path, model):
             await came.wait()
+
+
+async def test_the_notice_of_a_wrong_file_is_written_with_the_state_of_its_batch(tmp_path: Path) -> None:
+    def killed(*_: object) -> None:
+        raise StoreError("nothing is written any more")
+
+    async with backend() as model, serving(tmp_path, model) as client:
+        catalog = client.server.catalog
+        key = catalog.add_tenant(Tenant("one", webhook="http://127.0.0.1:9/hook", secret=new_secret()))
+        catalog.put_batch = killed  # type: ignore[method-assign]
+        batch = await client.with_key(key).wait((await client.with_key(key).create(b"{"))["id"])
+        assert batch["status"] == "failed" and catalog.next_notice() is not None

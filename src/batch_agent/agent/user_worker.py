@@ -370,12 +370,12 @@ def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple
     with boundary(lambda raised: Invalid(f"the output cannot be written as JSON: {raised}")):  # the user's serializers
         plain = schema.to_plain(value)
     text = _to_text(plain)
-    return text, schema.validate_json(text), repaired
+    return text, schema.read_back(text), repaired
 
 
 def read_output(text: str, schema: OutputSchema[object] | None) -> object:
     """Return a recorded output. Raises Invalid if the schema no longer accepts it."""
-    return json.loads(text) if schema is None else schema.validate_json(text)
+    return json.loads(text) if schema is None else schema.read_written(text)
 
 
 def _valid(returned: object, schema: OutputSchema[object]) -> tuple[object, bool]:

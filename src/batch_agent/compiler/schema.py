@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NoReturn, TypeVar, cast
 
 import typing_extensions
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import VERSION, JsonValue, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import from_json, to_json
 
@@ -38,6 +38,13 @@ ALLOWED = "a pydantic model class, a dataclass, a TypedDict, a type such as list
 ERRORS_SHOWN = 10
 INPUT_SHOWN = 100  # characters
 MASK = "the value"
+# What makes a part of a schema of pydantic write another thing than it reads, or run the user's code.
+UNLIKE = (
+    *("validation_alias", "serialization_alias", "serialization_exclude", "serialization_exclude_if", "serialization"),
+    *("computed_fields", "init_only", "custom_init", "post_init"),
+)
+# Arguments with which pydantic accepts fields by their names beside their aliases; it has them since 2.11.
+BY_NAME: typing.Any = {"by_alias": True, "by_name": True} if tuple(map(int, VERSION.split(".")[:2])) >= (2, 11) else {}
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
 
@@ -83,6 +90,34 @@ class OutputSchema(ABC, Generic[T_co]):
         """Validate a parsed value exactly. Raises Invalid."""
         return _guarded(self._from_python, value)
 
+    def read_written(self, text: str | bytes) -> T_co:
+        """Return the value of JSON that ``to_plain`` wrote: fields have their own names there, not their aliases.
+        Raises NotJSON or Invalid."""
+        return _guarded(self._from_written, text.encode() if isinstance(text, str) else text)
+
+    def read_back(self, text: str | bytes) -> T_co:
+        """Return the same value of which ``to_plain`` wrote the text. Raises Invalid if the schema rejects its own
+        output, or makes another value of it."""
+        if self.reads_back:
+            return self.validate_json(text)
+        try:
+            value = self.read_written(text)
+        except OutputError as error:
+            raise Invalid(f"the schema rejects its own output when it is read again: {error}") from None
+        if not self.is_written_as(value, from_json(text)):
+            raise Invalid("the schema makes another value of its own output when it is read again")
+        return value
+
+    def is_written_as(self, value: object, plain: object) -> bool:
+        """Return whether ``to_plain`` writes a value so. Raises Invalid."""
+        with boundary(lambda raised: Invalid(f"the output cannot be written as JSON: {raised}"), OutputError):
+            return to_json(self.to_plain(value)) == to_json(plain)
+
+    @property
+    def reads_back(self) -> bool:
+        """Return whether a value that was written is certainly the same when it is read again."""
+        return True
+
     @abstractmethod
     def to_plain(self, value: object) -> object:
         """Return a value of this schema as plain JSON data. Raises whatever the user's own serializers raise."""
@@ -95,6 +130,9 @@ class OutputSchema(ABC, Generic[T_co]):
     @abstractmethod
     def _from_python(self, value: object) -> T_co: ...
 
+    def _from_written(self, data: bytes) -> T_co:
+        return self._from_json(data)
+
 
 class _TypeSchema(OutputSchema[object]):
     def __init__(self, kind: object) -> None:
@@ -106,6 +144,13 @@ class _TypeSchema(OutputSchema[object]):
 
     def _from_python(self, value: object) -> object:
         return self._adapter.validate_python(value)
+
+    def _from_written(self, data: bytes) -> object:
+        return self._adapter.validate_json(data, **BY_NAME)
+
+    @functools.cached_property
+    def reads_back(self) -> bool:
+        return _reads_back(self._adapter.core_schema)
 
     def to_plain(self, value: object) -> object:
         # A validator may have returned another type than declared; it is then written as it is.
@@ -175,6 +220,16 @@ def _is_scalar(schema: JsonValue) -> bool:
 
 def no_retrieval(uri: str) -> NoReturn:
     raise ValueError(f"a schema may only refer to itself, not to {uri}")
+
+
+def _reads_back(node: object) -> bool:
+    """Return whether no part of a schema of pydantic runs the user's code, or writes fields in another way than it
+    reads them."""
+    if isinstance(node, Mapping):
+        if str(node.get("type", "")).startswith("function") or node.get("init") is False:
+            return False
+        return not any(map(node.get, UNLIKE)) and all(_reads_back(node[name]) for name in node if name != "metadata")
+    return all(map(_reads_back, node)) if isinstance(node, list | tuple) else True
 
 
 def _guarded(read: Callable[[V], T], value: V) -> T:

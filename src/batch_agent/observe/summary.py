@@ -329,7 +329,7 @@ def phase(statistics: Statistics) -> str:
         return "reading the rows"
     if not statistics.started:
         local = statistics.backend.startswith("local://")
-        return "loading the model" if local else "waiting for the server"
+        return "loading the model" if local else "waiting for the first answer"
     waiting = statistics.running and statistics.elapsed >= SLOW_START
     return "no answer yet; the server may be loading the model" if waiting else ""
 

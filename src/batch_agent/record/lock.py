@@ -1,4 +1,5 @@
-"""Lets only one process work on a run directory. The operating system holds the lock, so it ends with the process.
+"""Lets only one process work in a directory, on a run or a batch. The operating system holds the lock, so it ends with
+the process.
 
 A forked child shares its parent's lock, and would keep it after the parent's death. So the child closes the descriptor
 at once, and the parent unlocks before it closes its own.
@@ -27,6 +28,9 @@ if sys.platform == "win32":
 
     _look = _take
 
+    def _share(descriptor: int) -> None:
+        """Do nothing: a lock of this system cannot be shared."""
+
     def _free(descriptor: int) -> None:
         os.lseek(descriptor, 1 << 20, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
@@ -40,29 +44,31 @@ else:
         """Take a shared lock for a moment. Many processes may do so at once, but not while a process holds the lock."""
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
+    _share = _look
+
     def _free(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
+ADVICE = "wait for it, stop it, or use another run directory"
 LOOKS = 50  # number of attempts while other processes only look, some milliseconds each
 
 
 class Lock:
-    def __init__(self, path: Path) -> None:
-        """Take the lock. Raises StoreError if another process, or another run of this process, holds it."""
+    def __init__(self, path: Path, advice: str = ADVICE, *, shared: bool = False) -> None:
+        """Take the lock. Raises StoreError if another process, or another run of this process, holds it; ``advice`` is
+        part of its message. ``shared``: others may share it too."""
         self._descriptor = private(path, os.O_RDWR | os.O_CREAT)
         try:
-            _take_patiently(self._descriptor)
+            (_share if shared else _take_patiently)(self._descriptor)
         except OSError:
             holder = os.read(self._descriptor, 200).decode(errors="replace").strip()
             os.close(self._descriptor)
-            raise StoreError(
-                f"{path.parent} is in use by {holder or 'another process'}; wait for it, stop it, or use another "
-                "run directory"
-            ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            raise StoreError(f"{path.parent} is in use by {holder or 'another process'}; {advice}") from None
+        if not shared:
+            os.ftruncate(self._descriptor, 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         _held.add(self)
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from batch_agent.files.results import from_json, result_line, to_json, unwritten
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
 from batch_agent.messages import Image, Message, Usage
+from batch_agent.outputs.validate import parse_output
 from batch_agent.record.codec import from_message, to_message
 
 # A line that orjson wrote, and can read: what it cannot write exactly, the slow encoder writes with spaces.
@@ -47,8 +49,8 @@ def decode_row(data: bytes, schema: OutputSchema[object] | None = None) -> tuple
     head, named, value = data.rpartition(NAMED)
     name = head.decode("utf-8", "surrogatepass") if named else None
     try:
-        return (from_json(value) if schema is None else schema.validate_json(value)), name
-    except OutputError as error:  # the schema's validators may reject their own output
+        return (from_json(value) if schema is None else schema.read_back(value)), name
+    except OutputError as error:
         raise InputError(f"this input cannot be sent to other processes: {error}") from None
     except ValueError:  # the reason why the feeder could not send it
         raise InputError(value.decode(errors="replace")[:LONGEST_REASON]) from None
@@ -81,6 +83,12 @@ def encode_result(
     except Invalid as error:  # the user's worker function can return anything
         result = unwritten(result, error)
         line = result_line(result)
+    if schema is not None and result.ok and result.output is not None and not schema.reads_back:
+        try:
+            instance_of(schema.to_plain(result.output), schema, result)
+        except OutputError as error:  # no other process could read it: it is no result there and here
+            result = result.as_failure(AgentError.of(error))
+            line = result_line(result)
     texts = [result.raw_text, [from_message(message) for message in result.messages] if messages else ()]
     return line + to_json([worker, result.resumed]) + b"\n" + to_json(texts)
 
@@ -104,10 +112,22 @@ def decode_result(
     if schema is None or not typed.ok or typed.output is None:
         return typed, worker
     try:
-        typed.output = schema.validate_json(to_json(typed.output))  # type: ignore[misc]
-    except OutputError as refused:  # the schema's validators may reject their own output
+        typed.output = instance_of(typed.output, schema, typed)  # type: ignore[misc]
+    except OutputError as refused:
         return typed.as_failure(AgentError.of(refused)), worker
     return typed, worker
+
+
+def instance_of(plain: object, schema: OutputSchema[object], result: AgentResult[object]) -> object:
+    """Return the output of a result, of which ``plain`` is the JSON, as an instance of the schema. A schema may write
+    its values in another way than it reads them, so that the model's text is read again, as the worker has read it.
+    Raises OutputError if neither gives an output that is written so."""
+    if not schema.reads_back and result.raw_text:
+        with suppress(OutputError):
+            value = parse_output(result.raw_text, schema).value
+            if schema.is_written_as(value, plain):
+                return value
+    return schema.read_back(to_json(plain))
 
 
 def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[object], int]:

@@ -25,7 +25,8 @@ from batch_agent.spec import BatchSpec
 logger = logging.getLogger("batch_agent")
 
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended
-STARTS = 5  # times that one process is started again
+STARTS = 5  # times in a row that one process is started again
+STEADY_SECONDS = 60.0  # a process that has worked for so long was no failed start: it is counted from the beginning
 PAUSE = 0.5  # seconds before that
 REFUSED = 2  # exit status of a worker that cannot work on the run
 LINES = 20  # latest lines of a worker's messages that are kept
@@ -101,12 +102,15 @@ class ProcessCrew:
     async def _keep(self, number: int, run: Served, give_up: Callable[[str], None]) -> None:
         """Keep one process running while the run wants workers. ``give_up`` is called with the reason if it is not
         started again."""
-        for attempt in range(1 + STARTS):
+        clock, failed = asyncio.get_running_loop().time, 0
+        while True:
+            began = clock()
             status, said = await self._run_one(number)
             if self._ending or (status == 0 and not run.wants_workers):
                 return
             why = said or (f"it was ended by signal {-status}" if status < 0 else f"its exit status was {status}")
-            if status == REFUSED or attempt == STARTS:
+            failed = 1 if clock() - began >= STEADY_SECONDS else failed + 1
+            if status == REFUSED or failed > STARTS:
                 logger.warning("worker process %d has ended: %s", number, why)
                 give_up(why)
                 return

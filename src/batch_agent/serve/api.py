@@ -28,7 +28,7 @@ from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
-from batch_agent.serve.batches import ServedBatches
+from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, new_id
 from batch_agent.serve.dialects import CHAT, DIALECTS, MESSAGES
 from batch_agent.serve.interactive import Interactive
@@ -285,7 +285,7 @@ class Api:
             await in_thread(partial(_link_input, self.path_of(file), folder))
         except FileNotFoundError:
             raise RequestRefused(404, f"No such File object: {file.id}", param="input_file_id") from None
-        return self._batch_response(await self._add(request, tenant, batch, folder))
+        return self._batch_response(await self._add(request, batch, folder))
 
     async def _before(self, request: web.BaseRequest, tenant: Tenant, digest: str) -> ServedBatch | None:
         """Return the batch that was created with the same Idempotency-Key. Raises RequestRefused for another body."""
@@ -297,10 +297,16 @@ class Api:
             raise _reused()
         return batch
 
-    async def _add(self, request: web.BaseRequest, tenant: Tenant, batch: ServedBatch, folder: Path) -> ServedBatch:
+    async def _add(
+        self,
+        request: web.BaseRequest,
+        batch: ServedBatch,
+        folder: Path,
+        admit: Callable[[], None] = lambda: None,
+    ) -> ServedBatch:
         key = request.headers.get("Idempotency-Key")
         try:
-            added = await in_thread(partial(self._catalog.add_batch, batch, key))
+            added = await in_thread(partial(self._catalog.add_batch, batch, key, admit))
         except BaseException as error:
             await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
             if isinstance(error, KeyReused):
@@ -352,16 +358,17 @@ class Api:
             if (before := await self._before(request, tenant, digest)) is not None:
                 return self._message_batch(request, before)
             total, model = await in_thread(partial(_read_messages, body, folder))
-            queued = await in_thread(partial(self._batches.queued, tenant.name))
-            if queued + total > tenant.max_queued:
-                told = f"queue_limit_exceeded: {queued} requests are queued, and {tenant.max_queued} may be"
-                raise RequestRefused(429, told)
+
+            def admit() -> None:
+                if over := self._batches.over_limit(tenant, total):
+                    raise RequestRefused(429, f"{QUEUE_LIMIT}: {over}")
+
             batch = ServedBatch(
                 id, tenant.name, "anthropic", "/v1/messages", f"{window:g}s", now, now + window, "in_progress",
                 times={"in_progress": now}, total=total, model=model, digest=digest,
             )  # fmt: skip
             kept = True  # from here on, the catalog says whether it is there
-            added = await self._add(request, tenant, batch, folder)
+            added = await self._add(request, batch, folder, admit)
             return self._message_batch(request, added)
         finally:
             if not kept:
@@ -579,4 +586,6 @@ def _card(name: str) -> JsonObject:
 
 
 def _anthropic_card(name: str) -> JsonObject:
-    return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    known: JsonObject = {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    unknown = ("capabilities", "line", "max_input_tokens", "max_tokens", "deprecated_at", "retires_at")
+    return {**known, "lifecycle": "active", **dict.fromkeys(unknown)}

@@ -6,6 +6,7 @@ client do not stop the requests of others.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -31,6 +32,7 @@ from batch_agent.serve.models import ServedModels
 
 REFUSED = "refusal"  # the finish reason and the seal of an answer that is a refusal
 OPERATORS = frozenset({401, 402, 403, 407, 408, 409, 425, 429})  # statuses that the operator must deal with
+_ADDRESS = re.compile(r"\b[A-Z]+ https?://\S*[^\s:]")
 PRIORITY = 1000  # of lines, on an engine that schedules by priority: above any number of turns
 
 
@@ -67,10 +69,15 @@ class ClientCall(ModelCall):
             overflow = isinstance(error, ContextOverflow)
             if not overflow and (status is None or status in OPERATORS or not 400 <= status < 500):
                 raise
-            return refusal(status or 400, str(error))
+            return refusal(status or 400, for_clients(str(error)))
 
     def again(self) -> ClientCall:
         return ClientCall(self.backend, super().again().request)
+
+
+def for_clients(message: str) -> str:
+    """Return the message of an error without the addresses of the operator's servers."""
+    return _ADDRESS.sub("the server of the model", message)
 
 
 def refusal(status: int, message: str) -> Reply:

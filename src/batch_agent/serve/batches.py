@@ -31,13 +31,14 @@ from batch_agent.errors import Interrupted, JobError, StoreError
 from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.address import StoreAddress
+from batch_agent.record.lock import Lock
 from batch_agent.record.redis.reading import delete_run, run_names
 from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
-from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, status_of
+from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, for_clients, status_of
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, LineRequest, check_lines, has_index
+from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, LineRequest, check_lines, has_index
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
 from batch_agent.serve.turnstile import Entrant, Turnstile
@@ -52,6 +53,8 @@ PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
 AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory
+LOCK = "lock"  # in the folder of a batch, held by the process that works on it
+QUEUE_LIMIT = "queue_limit_exceeded"
 RUN = "run"
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
 LEASE = 10.0  # seconds after which rows of a worker in another process, or the batch of a server, are taken over
@@ -207,7 +210,7 @@ class RunningBatch(Entrant):
                 return
             error: JobError = result.error.exception()
             name = self._name(result.index)
-            answer = failed_line(self.batch.endpoint, name, status_of(error), result.error.message)
+            answer = failed_line(self.batch.endpoint, name, status_of(error), for_clients(result.error.message))
         elif isinstance(result.output, LineAnswer):
             answer = result.output
         else:
@@ -355,14 +358,17 @@ class ServedBatches:
         left = self._turnstile.seconds_left(running)
         return None if isinf(left) else self._now() + left
 
-    def queued(self, tenant: str) -> int:
-        """Return the number of lines of a tenant that are not done. Blocks."""
-        left = 0
+    def over_limit(self, tenant: Tenant, lines: int) -> str:
+        """Return why ``lines`` more of a tenant would be too many, or "". Blocks. Two batches at once are both counted
+        if it is called in the transaction that adds the lines."""
+        queued = 0
         for batch in self._catalog.unfinished():
-            if batch.tenant == tenant and batch.status in ("in_progress", "finalizing"):
+            if batch.tenant == tenant.name and batch.status in ("in_progress", "finalizing"):
                 batch = self.progress(batch)
-                left += batch.total - batch.completed - batch.failed
-        return left
+                queued += batch.total - batch.completed - batch.failed
+        if queued + lines <= tenant.max_queued:
+            return ""
+        return f"{queued} lines are queued, and {tenant.max_queued} may be; this batch has {lines}."
 
     # One batch
 
@@ -390,57 +396,83 @@ class ServedBatches:
             return
         async with self._validating:
             await self._models.models()  # so that ``knows`` knows
-            folder = self.folder(batch.id)
-            checked = await in_thread(partial(check_lines, folder, batch.endpoint, self._models.knows, self._max_lines))
-        errors = checked.errors
+            checked = await in_thread(partial(self._check, batch))
+        if checked is None:
+            return
         tenant = await in_thread(partial(self._tenant, batch.tenant))
-        if not errors and tenant is not None:
-            queued = await in_thread(partial(self.queued, batch.tenant))
-            if queued + checked.total > tenant.max_queued:
-                told = f"{queued} lines are queued, and {tenant.max_queued} may be; this batch has {checked.total}."
-                errors = [{"code": "queue_limit_exceeded", "message": told, "param": None, "line": None}]
 
         def change(now: ServedBatch) -> ServedBatch | None:
             if now.status != "validating":
                 return None
+            errors = checked.errors
+            if not errors and tenant is not None and (over := self.over_limit(tenant, checked.total)):
+                errors = [{"code": QUEUE_LIMIT, "message": over, "param": None, "line": None}]
             if errors:
                 return now.at("failed", self._now(), errors=errors, total=0)
             return now.at("in_progress", self._now(), total=checked.total, model=checked.model)
 
-        changed = await in_thread(partial(self._catalog.change_batch, batch.id, change))
-        if changed is not None and changed.status == "failed":
-            await self._put(changed)
+        def notice(changed: ServedBatch) -> JsonObject | None:
+            return notice_of(changed, self._now())
+
+        await in_thread(partial(self._catalog.change_batch, batch.id, change, notice))
+        self._notify()
+
+    def _check(self, batch: ServedBatch) -> Checked | None:
+        """Check the lines of a batch; None if another process has done it. The lock is released here, so that it is
+        held until the end of this call also if its caller was cancelled."""
+        lock = self._lock(batch.id)
+        try:
+            now = self._catalog.batch(batch.id)
+            if now is None or now.status != "validating":
+                return None
+            return check_lines(self.folder(batch.id), batch.endpoint, self._models.knows, self._max_lines)
+        finally:
+            lock.release()
+
+    def _lock(self, id: str) -> Lock:
+        """Take the lock of a batch's folder. Raises StoreError if another process works on the batch: it may have lost
+        the batch to this one because it was slow or stopped for a while, and would continue."""
+        return Lock(self.folder(id) / LOCK, "another server works on it")
 
     def _tenant(self, name: str) -> Tenant | None:
         return next((tenant for tenant in self._catalog.tenants() if tenant.name == name), None)
 
     async def _work(self, batch: ServedBatch) -> None:
         """Run the lines of a batch that are left, and finalize it."""
-        stop, folder = batch.stop, self.folder(batch.id)
-        if not has_index(folder):  # it was cancelled while it was validated
+        if not has_index(self.folder(batch.id)):  # it was cancelled while it was validated
             await self._put(batch.at("cancelled", self._now()))
             return
-        if batch.status == "in_progress" and not stop:
+        if batch.status == "in_progress" and not batch.stop:
             await self._wait_open(batch)
-        opened: list[BatchLines] = []
+        locks: list[Lock] = []
         try:
-            try:
-                await in_whole_thread(lambda: opened.append(BatchLines(folder, batch)))
-                (lines,) = opened
-                if batch.status != "finalizing" and lines.left and not stop:
-                    running = self.running[batch.id] = RunningBatch(
-                        batch, lines, self._models, self._turnstile, travels=bool(self._store)
-                    )
-                    stop = await self._run(running)
-                    if self._turnstile.resting and not stop and lines.left:
-                        await asyncio.get_running_loop().create_future()  # until this process ends
-                await self._finalize(batch, lines, stop)
-            finally:
-                self.running.pop(batch.id, None)
-                for lines in opened:
-                    await in_thread(lines.close)
+            await in_whole_thread(lambda: locks.append(self._lock(batch.id)))
+            now = await in_thread(partial(self._catalog.batch, batch.id))
+            if now is not None and not now.is_over:  # else another process has finished it
+                await self._work_alone(now)
         finally:
+            for lock in locks:
+                lock.release()
             self._leave_open(batch)
+
+    async def _work_alone(self, batch: ServedBatch) -> None:
+        """Run and finalize a batch whose lock is held."""
+        stop, opened = batch.stop, list[BatchLines]()
+        try:
+            await in_whole_thread(lambda: opened.append(BatchLines(self.folder(batch.id), batch)))
+            (lines,) = opened
+            if batch.status != "finalizing" and lines.left and not stop:
+                running = self.running[batch.id] = RunningBatch(
+                    batch, lines, self._models, self._turnstile, travels=bool(self._store)
+                )
+                stop = await self._run(running)
+                if self._turnstile.resting and not stop and lines.left:
+                    await asyncio.get_running_loop().create_future()  # until this process ends
+            await self._finalize(batch, lines, stop)
+        finally:
+            self.running.pop(batch.id, None)
+            for lines in opened:
+                await in_thread(lines.close)
 
     async def _run(self, running: RunningBatch) -> str:
         """Ask lines until none is left, or until the batch is cancelled or expires. Returns which, or ""."""
@@ -515,7 +547,7 @@ class ServedBatches:
         begun = await in_thread(partial(self._catalog.change_batch, batch.id, change))
         assert begun is not None
         stop = begun.stop
-        left = await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
+        await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
         end, now = stop or "completed", self._now()
         files: dict[str, StoredFile] = {}
         for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
@@ -537,8 +569,8 @@ class ServedBatches:
             now,
             completed=tallied.completed,
             failed=tallied.failed,
-            cancelled=begun.cancelled + (left if stop == "cancelled" else 0),
-            expired=begun.expired + (left if stop == "expired" else 0),
+            cancelled=tallied.not_done.get("cancelled", 0),
+            expired=tallied.not_done.get("expired", 0),
             usage=dict(tallied.usage),
             output_file=files[OUTPUT].id if OUTPUT in files else "",
             error_file=files[ERRORS].id if ERRORS in files else "",

@@ -146,8 +146,8 @@ def hashed(key: str) -> str:
 
 
 class Catalog:
-    def __init__(self, data: Path, *, shared: bool = False, clock: Callable[[], float] = time.time) -> None:
-        """``shared``: processes of several machines use it."""
+    def __init__(self, data: Path, *, shared: bool | None = None, clock: Callable[[], float] = time.time) -> None:
+        """``shared``: processes of several machines use it; None: as its servers have opened it."""
         self.data, self._clock, self._lock = data, clock, RLock()
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = data / "serve.db"
@@ -157,7 +157,8 @@ class Catalog:
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
             )
             # A write-ahead log needs memory that the processes share, which two machines do not have.
-            self._db.execute(f"PRAGMA journal_mode={'DELETE' if shared else 'WAL'}")
+            if shared is not None:
+                self._db.execute(f"PRAGMA journal_mode={'DELETE' if shared else 'WAL'}")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(SCHEMA)
         except (sqlite3.Error, OSError) as error:
@@ -292,9 +293,11 @@ class Catalog:
 
     # Batches
 
-    def add_batch(self, batch: ServedBatch, key: str | None = None) -> ServedBatch:
+    def add_batch(
+        self, batch: ServedBatch, key: str | None = None, admit: Callable[[], None] = lambda: None
+    ) -> ServedBatch:
         """Add a batch. If the Idempotency-Key ``key`` was used before, return the batch of then. Raises KeyReused if
-        that one had another body."""
+        that one had another body, and what ``admit`` raises: it is called in the same transaction."""
         with self._writing() as db:
             if key is not None:
                 known = db.execute(
@@ -306,6 +309,8 @@ class Catalog:
                     if known[0] != batch.digest:
                         raise KeyReused
                     return _batch(known[1])
+            admit()
+            if key is not None:
                 db.execute(
                     "INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)",
                     (batch.tenant, key, batch.digest, batch.id),
@@ -328,15 +333,23 @@ class Catalog:
             _put_batch(db, batch)
             for file in files:
                 _insert_file(db, file)
-            if notice is not None:
-                db.execute(
-                    "INSERT OR REPLACE INTO notice (id, tenant, body, due) VALUES (?, ?, ?, ?)",
-                    (notice["id"], batch.tenant, orjson.dumps(notice).decode(), self._clock()),
-                )
+            self._put_notice(db, batch, notice)
 
-    def change_batch(self, id: str, change: Callable[[ServedBatch], ServedBatch | None]) -> ServedBatch | None:
-        """Apply ``change`` to the newest version of a batch, in one transaction. None leaves it as it is. Returns the
-        batch after that; None if there is no such batch."""
+    def _put_notice(self, db: sqlite3.Connection, batch: ServedBatch, notice: JsonObject | None) -> None:
+        if notice is not None:
+            db.execute(
+                "INSERT OR REPLACE INTO notice (id, tenant, body, due) VALUES (?, ?, ?, ?)",
+                (notice["id"], batch.tenant, orjson.dumps(notice).decode(), self._clock()),
+            )
+
+    def change_batch(
+        self,
+        id: str,
+        change: Callable[[ServedBatch], ServedBatch | None],
+        notice: Callable[[ServedBatch], JsonObject | None] = lambda changed: None,
+    ) -> ServedBatch | None:
+        """Apply ``change`` to the newest version of a batch, in one transaction with the notice of its new state.
+        None leaves it as it is. Returns the batch after that; None if there is no such batch."""
         with self._writing() as db:
             found = db.execute("SELECT document FROM batch WHERE id = ?", (id,)).fetchone()
             if found is None:
@@ -345,6 +358,7 @@ class Catalog:
             changed = change(batch)
             if changed is not None:
                 _put_batch(db, changed)
+                self._put_notice(db, changed, notice(changed))
             return changed or batch
 
     def batch(self, id: str, tenant: str | None = None, wire: Wire | None = None) -> ServedBatch | None:

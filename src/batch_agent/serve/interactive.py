@@ -23,6 +23,7 @@ from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.asking import (
     ClientCall,
     envelope,
+    for_clients,
     model_request,
     read_request,
     refused,
@@ -101,7 +102,7 @@ class Interactive:
             ticket = self._dispatcher.slots.claim(progress, FIRST)
             reply = await self._dispatcher.ask(call, policy, ticket=ticket)
         except JobError as error:
-            raise RequestRefused(status_of(error), str(error)) from None
+            raise RequestRefused(status_of(error), for_clients(str(error))) from None
         except BatchAgentError as error:
             raise RequestRefused(400, str(error)) from None
         finally:

@@ -39,6 +39,9 @@ BUFFER_BYTES = 64 * 1024  # of outcomes that are written at once
 DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
     "This request could not be executed before the completion window expired."
 )}  # fmt: skip
+STOPS = {"batch_cancelled": "cancelled", "canceled": "cancelled", "batch_expired": "expired", "expired": "expired"}
+# Line ends of Unicode beside \n. Many programs split the files at these too, inside of texts.
+_LINE_ENDS = re.compile("\x85|\u2028|\u2029".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Tallied:
 
     completed: int = 0
     failed: int = 0
+    not_done: dict[str, int] = field(default_factory=dict)  # part of ``failed``, by what ended the batch before them
     usage: dict[str, int] = field(default_factory=dict)
 
     def add(self, usage: JsonValue) -> None:
@@ -420,16 +424,18 @@ class BatchLines:
                 whole += len(raw)
                 query = "SELECT number, digest FROM line WHERE id = ?"
                 for number, digest in self._index.execute(query, (digest_of_id(outcome["custom_id"]),)).fetchall():
-                    self._count(number, ok=ok)
+                    self._count(number, ok=ok, stop=_stop_in(outcome))
                     if not (self.dedupes and self._is_copy(number, digest)):
                         self.tallied.add(_usage_in(outcome))
             if whole != os.fstat(file.fileno()).st_size:
                 file.truncate(whole)
 
-    def _count(self, number: int, *, ok: bool) -> None:
+    def _count(self, number: int, *, ok: bool, stop: str = "") -> None:
         self._done[number >> 3] |= 1 << (number & 7)
         self.tallied.completed += ok
         self.tallied.failed += not ok
+        if stop:
+            self.tallied.not_done[stop] = self.tallied.not_done.get(stop, 0) + 1
 
     def left_in_order(self) -> Iterator[BatchLine]:
         """Yield the lines that are not done, those with the same system prompt and tools one after another."""
@@ -477,7 +483,9 @@ class BatchLines:
                 if not self.is_done(same.number):
                     self._write(same.number, self.read(same).custom_id, outcome, ok=ok)
 
-    def _write(self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool) -> None:
+    def _write(
+        self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool, stop: str = ""
+    ) -> None:
         head: JsonObject = {"custom_id": custom_id}
         if self._wire == "openai":
             head = {"id": f"{self._id_head}{number:08x}", **head}
@@ -485,20 +493,19 @@ class BatchLines:
         if file is None:
             path = self.folder / ((OUTPUT if ok else ERRORS) + PART)
             file = self._files[ok] = open(path, "ab", BUFFER_BYTES, opener=private)  # noqa: SIM115
-        file.write(orjson.dumps({**head, **outcome}, option=orjson.OPT_APPEND_NEWLINE))
-        self._count(number, ok=ok)
+        line = orjson.dumps({**head, **outcome}, option=orjson.OPT_APPEND_NEWLINE)
+        file.write(_LINE_ENDS.sub(_escaped, line) if b"\xc2\x85" in line or b"\xe2\x80" in line else line)
+        self._count(number, ok=ok, stop=stop)
 
     def flush(self) -> None:
         for file in self._files.values():
             file.flush()
 
-    def finish(self, stop: str) -> int:
+    def finish(self, stop: str) -> None:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a
-        batch calls it. Returns the number of these lines. May be repeated."""
-        left = 0
+        batch calls it. May be repeated, also by another process: the files say what an earlier one has written."""
         for line in self._unfinished():
-            left += 1
-            self._write(line.number, self.read(line).custom_id, not_done(self._wire, stop), ok=False)
+            self._write(line.number, self.read(line).custom_id, not_done(self._wire, stop), ok=False, stop=stop)
         for name, ok in ((OUTPUT, True), (ERRORS, False)):
             file = self._files.pop(ok, None)
             if file is not None:
@@ -508,7 +515,6 @@ class BatchLines:
                 _sync(part)
                 part.replace(self.folder / name)
         _sync(self.folder)
-        return left
 
     def _unfinished(self) -> Iterator[BatchLine]:
         number = -1
@@ -524,6 +530,19 @@ def not_done(wire: Wire, stop: str) -> JsonObject:
     if wire == "anthropic":
         return {"result": {"type": "canceled" if stop == "cancelled" else "expired"}}
     return {"response": None, "error": {"code": f"batch_{stop}", "message": DONE_BY[stop]}}
+
+
+def _stop_in(outcome: JsonValue) -> str:
+    """Return why a line was not done, if its outcome is one of ``not_done``; else ""."""
+    if not isinstance(outcome, dict):
+        return ""
+    found = outcome.get("error") or outcome.get("result")
+    told = (found.get("code") or found.get("type")) if isinstance(found, dict) else None
+    return STOPS.get(told, "") if isinstance(told, str) else ""
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
 
 
 def _usage_in(outcome: JsonValue) -> JsonValue:

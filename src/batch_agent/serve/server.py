@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -27,6 +27,7 @@ from batch_agent.events import TypedSink
 from batch_agent.observe.metrics import Clock
 from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.record.address import StoreAddress
+from batch_agent.record.lock import Lock
 from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
 from batch_agent.run.spec_json import spec_json
@@ -51,6 +52,7 @@ DAY = 86400.0
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
 LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
+LOCK = "serve.lock"
 OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
 
 
@@ -79,24 +81,33 @@ class BatchService:
     def __init__(self, options: ServeOptions, models: ServedModels) -> None:
         self.options, self.models = replace(options, shared=options.shared or bool(options.store)), models
         options = self.options
-        self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
-        for name in ("files", "batches"):
-            (options.data / name).mkdir(mode=0o700, exist_ok=True)
-        self.key = self.catalog.operator_key()
-        if not is_loopback(options.host) and len(self.catalog.tenants()) < 2:
-            raise SpecError(
-                f"--host {options.host} can be reached from other machines, and there is no tenant: add one with "
-                f"batch-agent serve keys add NAME --data {options.data}"
-            )
-        if options.store and not models.url:
-            raise SpecError("with --store, workers open the models too: give URLs, and keys in their environment")
+        self._lock = self._take_data()
+        with ExitStack() as undone:
+            undone.callback(self._lock.release)
+            self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
+            for name in ("files", "batches"):
+                (options.data / name).mkdir(mode=0o700, exist_ok=True)
+            self.key = self.catalog.operator_key()
+            if not is_loopback(options.host) and len(self.catalog.tenants()) < 2:
+                raise SpecError(
+                    f"--host {options.host} can be reached from other machines, and there is no tenant: add one with "
+                    f"batch-agent serve keys add NAME --data {options.data}"
+                )
+            if options.store and not models.url:
+                raise SpecError("with --store, workers open the models too: give URLs, and keys in their environment")
+            undone.pop_all()
         self.room = True  # the disk has more than the reserve free
+
+    def close(self) -> None:
+        """Close the catalog, and release the data. ``serve`` does it at its end."""
+        self.catalog.close()
+        self._lock.release()
 
     async def serve(self, ready: Callable[[str, str], Awaitable[None]]) -> None:
         """Serve until cancelled. A port in use raises SpecError."""
         options = self.options
         async with AsyncExitStack() as extent:
-            extent.callback(self.catalog.close)
+            extent.callback(self.close)
             await extent.enter_async_context(self.models)
             shared = self._share()
             self.dispatcher = dispatcher = shared.dispatcher
@@ -142,6 +153,20 @@ class BatchService:
                         await self.batches.drain(self.options.drain)
                         with suppress(StoreError):
                             await self._keep_books()
+
+    def _take_data(self) -> Lock:
+        """Take the lock of the data. Raises SpecError if a process serves it already, unless all share it."""
+        try:
+            self.options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return Lock(
+                self.options.data / LOCK,
+                "stop it, or give --shared to all servers of this data",
+                shared=self.options.shared,
+            )
+        except StoreError as error:
+            raise SpecError(str(error)) from None
+        except OSError as error:
+            raise SpecError(f"cannot open {self.options.data}: {error}") from None
 
     def _share(self) -> Shared:
         """Return the slots that all batches and interactive requests share."""

@@ -29,6 +29,7 @@ REFUSALS = (
     *("BUSY ", "NOREPLICAS", "MISCONF", "LOADING", "READONLY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN"),
     "UNBLOCKED",  # a blocking command at a server that became a replica
 )
+DELETED = "no longer exists"  # in the answer to a command that waited at a stream, when it is deleted
 MISSING = "a run in Redis needs the package redis (the extra redis)"
 
 
@@ -182,7 +183,8 @@ def _refusal(error: Exception) -> str:
         return "is full: its memory has reached maxmemory"
     if isinstance(error, exceptions.BusyLoadingError):
         return f"is loading its data: {error}"
-    if isinstance(error, exceptions.ReadOnlyError) or str(error).startswith(REFUSALS):
+    gone = DELETED in str(error)
+    if not gone and (isinstance(error, exceptions.ReadOnlyError) or str(error).startswith(REFUSALS)):
         return f"refuses for now: {error}"
     return ""
 

@@ -39,8 +39,13 @@ local time = redis.call('TIME')
 local found = redis.call('HMGET', KEYS[1], 'version', 'table')
 return {found[1] or '0', found[2] or '{}', time[1], time[2]}
 """
-# ARGV: version, table, the worker that changed it ("" for none), and the end of its membership ("" if it left)
+# ARGV: version, table, the worker that changed it ("" for none), and the end of its membership ("" if it left).
+# A worker that leaves a run which was deleted meanwhile leaves no key behind.
 WRITE = """
+if ARGV[3] ~= '' and ARGV[4] == '' and redis.call('EXISTS', KEYS[3]) == 0 then
+  redis.call('DEL', KEYS[1], KEYS[2])
+  return 1
+end
 if (redis.call('HGET', KEYS[1], 'version') or '0') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'version', tonumber(ARGV[1]) + 1, 'table', ARGV[2])
 if ARGV[3] ~= '' then
@@ -145,7 +150,7 @@ class RedisShares:
             answer = change(table, now)
             until = "" if lasts is None else repr(now + lasts)
             args = [version, json.dumps(table.to_json()), worker, until]
-            if self._share_script(WRITE, ["lent", "alive"], args):
+            if self._share_script(WRITE, ["lent", "alive", "run"], args):
                 return answer
 
     def _read_table(self) -> tuple[str, Table, float]:

@@ -362,8 +362,19 @@ while i <= #ARGV do
     end
   end
 end
-redis.call('HSET', own, 'commit', number, 'lost', #lost > 0 and cjson.encode(lost) or '[]')
+if session then  -- else the run was deleted, and the key would stay forever
+  redis.call('HSET', own, 'commit', number, 'lost', #lost > 0 and cjson.encode(lost) or '[]')
+end
 return lost
+"""
+)
+
+# Returns the number of a new worker; 0 if there is no run.
+JOIN = (
+    _HEAD
+    + """
+if redis.call('EXISTS', run) == 0 then return 0 end
+return redis.call('HINCRBY', run, 'workers', 1)
 """
 )
 

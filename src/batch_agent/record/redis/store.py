@@ -18,7 +18,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.directory import KEEPS
 from batch_agent.record.redis import scripts
-from batch_agent.record.redis.connection import Client, RedisConnection, Script, entries
+from batch_agent.record.redis.connection import DELETED, Client, RedisConnection, Script, entries
 from batch_agent.record.redis.lent import RedisShares
 from batch_agent.record.store import (
     GROUP,
@@ -211,7 +211,9 @@ class RedisRunStore(RedisShares):
             return _standing(self._script(scripts.STANDING))
 
     def join(self, description: JsonObject) -> int:
-        worker = int(self._command("HINCRBY", self.key("run"), "workers", 1))
+        worker = int(self._script(scripts.JOIN))
+        if not worker:
+            raise StoreError(f"{self.address} holds no run; it may have been deleted")
         lease = self._command("HGET", self.key("run"), "lease")
         self._lease = int(lease) / 1000 if lease else LEASE
         key = self.key(f"worker:{worker}")
@@ -340,7 +342,7 @@ class RedisRunStore(RedisShares):
         try:
             yield
         except StoreError as error:
-            if "NOGROUP" in str(error) or "no such key" in str(error):
+            if any(each in str(error) for each in ("NOGROUP", "no such key", DELETED)):
                 raise StoreError(f"{self.address} holds no run; it may have been deleted") from None
             raise
 
