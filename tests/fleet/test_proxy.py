@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from batch_agent import BatchAgent
-from batch_agent.backends.engines.exposition import Exposition
+from batch_agent.backends.engines.engine import Exposition
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.fleet.proxy import serve_proxy

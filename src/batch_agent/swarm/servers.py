@@ -20,9 +20,8 @@ from math import inf
 from typing import Self
 
 from batch_agent.backends.base import Probe
-from batch_agent.backends.http.backend import HttpClient, Route, probe_server
+from batch_agent.backends.http.backend import HttpClient, Route, probe_server, read_entries
 from batch_agent.backends.http.wire import Faults, written
-from batch_agent.backends.openai.model_list import read_entries
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.dispatch.slots import Slots
