@@ -18,9 +18,8 @@ from redis_servers import needs_redis
 
 from batch_agent import BatchAgent, Pipeline, Tool
 from batch_agent.cli.main import main
-from batch_agent.record.lock import Lock
 from batch_agent.record.reader import DirectoryReader, look, open_run
-from batch_agent.record.rundir import FAILURES, LOCK, RESULTS, RUN
+from batch_agent.record.rundir import FAILURES, LOCK, RESULTS, RUN, Lock
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 

@@ -25,9 +25,8 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import Usage
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import OVERDUE
-from batch_agent.record.lock import Lock, is_locked
 from batch_agent.record.reader import look
-from batch_agent.record.rundir import JOURNAL, LOCK, RunDir, _overwrite, read_run
+from batch_agent.record.rundir import JOURNAL, LOCK, Lock, RunDir, _overwrite, is_locked, read_run
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import Resuming
 from batch_agent.run.recording import open_to_feed
@@ -60,7 +59,7 @@ def test_a_lock_is_held_by_one_and_free_when_it_is_released(tmp_path: Path) -> N
 
 
 def test_a_killed_process_leaves_no_lock_behind(tmp_path: Path) -> None:
-    code = "import sys; from batch_agent.record.lock import *; Lock(Path(sys.argv[1])); print(0, flush=True); input()"
+    code = "import sys; from batch_agent.record.rundir import *; Lock(Path(sys.argv[1])); print(0, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -356,7 +355,7 @@ async def test_another_process_that_keeps_the_journal_to_itself_costs_nothing_bu
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_process_that_was_forked_off_does_not_keep_the_lock_of_one_that_was_killed(tmp_path: Path) -> None:
     code = (
-        "import os, sys, time; from batch_agent.record.lock import *\n"
+        "import os, sys, time; from batch_agent.record.rundir import *\n"
         "lock = Lock(Path(sys.argv[1])); child = os.fork()\n"
         "os.write(1, b'%d\\n' % child)\n"  # both do, each in one write: the child has let go of the lock then
         "time.sleep(60)"

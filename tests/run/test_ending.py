@@ -12,7 +12,7 @@ from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Reply
-from batch_agent.record.lock import is_locked
+from batch_agent.record.rundir import is_locked
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 AGENTS, TURNS, SLOTS = 16, 7, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from batch_agent.serve.governor import QUIET_SECONDS, Governor
+from batch_agent.serve.turnstile import QUIET_SECONDS, Governor
 
 
 def idle(governor: Governor, seconds: float = 0.5, tokens: int = 100) -> None:

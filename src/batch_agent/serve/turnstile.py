@@ -17,12 +17,168 @@ from math import inf, isinf
 from batch_agent.backends.base import Load
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.scheduler.server import Endpoint
-from batch_agent.serve.governor import Governor
+
+# How many lines may be in flight while people use the same engines. Pure: no await, no clock. A step of an engine
+# takes longer the more requests are in its batch. So the latency of an interactive request grows with the lines in
+# flight, even if it never waits. The target is a multiple of the latency on an idle engine. Requests differ in
+# length; so the latency of one is compared with that of an idle engine for as many tokens. While people are there,
+# each answer that took longer than the target lowers the limit by a small part, and each that took less raises it by
+# the same part, so that half of the answers are below the target. One that is far above it lowers the limit in
+# proportion, and one far below it raises it faster. When no request has come for several times the usual gap between
+# two, there is no limit; the latest one is where it begins when people return. If the latency of an idle engine is
+# not known when people come, no line starts until one of their requests was answered without lines.
+
+QUIET_SECONDS = 5.0  # without an interactive request after which lines fill the engine again, at most
+SHORT_QUIET_SECONDS = 1.0  # the same, at least
+GAPS = 6.0  # times the usual gap between two interactive requests: then people have gone
+FEW = 2  # requests in flight that leave an engine almost idle
+MEASURE_SECONDS = 30.0  # for which no line starts, at most, until the latency of an idle engine is known
+LEARN = 0.2  # the weight of the latest answer
+AIM = 0.97  # part of the target that the median is held at: each answer above it lowers the limit, each below raises it
+STEP = 0.01  # by this part
+COMFORT, RAISE = 0.8, 1.05  # part of the target below which an answer raises it faster, and by how much
+FAR = 1.2  # times the target: an answer above it lowers the limit in proportion
+OVER = 1.25  # times the limit: with more lines in flight, those of an earlier limit are still there
+LOWER = 0.5  # the limit is never lowered more than this by one answer
+FIRST_PART = 0.25  # of the lines in flight, when people come and nothing is known
+OVERHEAD_TOKENS = 8.0  # the time before the first token, in tokens
+
+
+@dataclass(slots=True)
+class TokenPace:
+    """Seconds per token of an answer. ``idle`` is that of an almost idle engine."""
+
+    idle: float = 0.0
+    certain: bool = False  # measured on an idle engine, and not only the best of a busy one
+
+    def learn(self, seconds: float, tokens: float, lines: int, beside: int) -> None:
+        """Learn from an answer. ``lines`` were in flight beside it, and ``beside`` requests in all, at any time."""
+        pace = seconds / (tokens + OVERHEAD_TOKENS)
+        if beside <= FEW:
+            self.idle = pace if not self.certain else self.idle + LEARN * (pace - self.idle)
+            self.certain = True
+        elif not self.certain and (not self.idle or pace < self.idle):
+            self.idle = pace
+            self.certain = not lines  # only people were there: their latency without lines
+
+
+class Governor:
+    """``target`` is the multiple of the idle latency; None for no limit."""
+
+    def __init__(self, target: float | None) -> None:
+        self.target = target
+        self.pace = TokenPace()
+        self.waiting = 0  # interactive requests that wait for a slot, or for the engine to begin
+        self.active = 0  # interactive requests that have not ended
+        self.ratio = 0.0  # latency over that of an idle engine, smoothed
+        self.reason = ""  # why the target is given up, for people
+        self._limit: float | None = None
+        self._kept = 0.0  # the limit when people were there last
+        self._busy = (0, 0.0)  # the latest pace beside many lines, and their number
+        self._came = -inf  # when the latest interactive request came
+        self._gap = QUIET_SECONDS  # the usual one between two of them: long ones count more
+        self._asked = -inf  # when the latest one came or ended
+        self._changed = -inf
+
+    @property
+    def waits(self) -> bool:
+        """Return whether an interactive request waits for admission."""
+        return self.waiting > 0
+
+    def people_there(self, now: float) -> bool:
+        quiet = min(QUIET_SECONDS, max(SHORT_QUIET_SECONDS, GAPS * self._gap))
+        return self.active > 0 or now - self._asked < quiet
+
+    def limit(self, now: float) -> int | None:
+        """Return how many lines may be in flight; None: any number."""
+        if self.target is None:
+            return None
+        if not self.people_there(now):
+            if self._limit is not None:
+                self._kept, self._limit, self.reason = self._limit, None, ""
+            return None
+        if self._limit is None:
+            return None
+        if not self._limit and now - self._changed < MEASURE_SECONDS:
+            return 0
+        return max(1, round(self._limit or self._busy[0] * FIRST_PART))
+
+    def give_up(self, reason: str) -> None:
+        self.reason = f"the latency target is given up: {reason}"
+
+    def began(self, now: float, lines: int) -> None:
+        """An interactive request came while ``lines`` were in flight."""
+        gap = now - self._came
+        if gap < QUIET_SECONDS:  # else they came back
+            self._gap += (LEARN if gap < self._gap else 2 * LEARN) * (gap - self._gap)
+        self._came = now
+        self.waiting += 1
+        self.active += 1
+        if self.target is not None and self._limit is None:
+            if lines > FEW and not self._busy[0]:
+                self._busy = lines, 0.0
+            self._limit = self._kept or self._first()
+            self._changed = now
+        self._asked = now
+
+    def _first(self) -> float:
+        """Return the limit for the first people: 0 while the pace of an idle engine is to be measured. The pace grows
+        with the lines in proportion, as far as is known."""
+        lines, pace = self._busy
+        if not self.pace.certain:
+            return 0.0
+        if not pace or self.target is None:
+            return max(1.0, lines * FIRST_PART)
+        share = (self.target - 1) / max(pace / self.pace.idle - 1, self.target - 1)
+        return max(1.0, COMFORT * share * lines)
+
+    def admitted(self) -> None:
+        """The engine has begun with an interactive request."""
+        self.waiting -= 1
+
+    def ended(self, now: float) -> None:
+        self.active -= 1
+        self._asked = now
+
+    def learn_line(self, seconds: float, tokens: int, beside: int) -> None:
+        """A line was answered; at most ``beside`` other requests were in flight at its start and at its end."""
+        if tokens:
+            if not self.pace.certain:
+                self.pace.learn(seconds, tokens, beside, beside)
+            if beside > FEW:
+                self._busy = beside, seconds / (tokens + OVERHEAD_TOKENS)
+
+    def answered(self, seconds: float, tokens: int, before: int, lines: int, now: float) -> None:
+        """An interactive request was answered, and is not active any more. ``before`` lines were in flight at its
+        start, and ``lines`` are now."""
+        most = max(before, lines)
+        self.pace.learn(seconds, tokens, most, most + self.active)
+        if not self.pace.idle:
+            return
+        ratio = seconds / (self.pace.idle * (tokens + OVERHEAD_TOKENS))
+        self.ratio = ratio if not self.ratio else self.ratio + LEARN * (ratio - self.ratio)
+        limit, target = self._limit, self.target
+        if limit is None or target is None or not self.pace.certain:
+            return
+        if not limit:
+            self._limit, self._changed = self._first(), now
+        elif ratio > FAR * target:
+            if most > limit * OVER or now - self._changed < seconds / 2:
+                return  # it was slow because of lines that started before the limit
+            self._limit = max(1.0, min(limit, max(lines, 1)) * max(LOWER, AIM * target / ratio))
+            self._changed = now
+        elif ratio > AIM * target:
+            if most <= limit * OVER:
+                self._limit = max(1.0, limit * (1 - STEP))
+        elif most >= COMFORT * limit:
+            self._limit = limit * RAISE + 0.5 if ratio < COMFORT * target else limit * (1 + STEP)
+            self.reason = ""
+
 
 PENDING = 32  # lines that were started and have not asked for a slot yet
 TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
-LEARN = 0.2  # the weight of the latest line in the tokens per line
+LINE_WEIGHT = 0.2  # the weight of the latest line in the tokens per line
 QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
 FRESH_SECONDS = 0.25  # that a request may wait for the engine's next step
 MOST_FRESH = 1024  # times of requests that are kept
@@ -190,7 +346,7 @@ class Turnstile:
         account.pledged -= expected
         if tokens:
             entrant.answered += 1
-            entrant.per_line += (tokens - entrant.per_line) * max(LEARN, 1 / entrant.answered)
+            entrant.per_line += (tokens - entrant.per_line) * max(LINE_WEIGHT, 1 / entrant.answered)
             self.spend(entrant.tenant, tokens)
         self.touch()
 

@@ -26,8 +26,8 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.dispatch.slots import Slots
 from batch_agent.errors import BackendError, Interrupted, Rejected, SpecError, Timeout, Unavailable
+from batch_agent.fleet.backend import OneLoop
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket

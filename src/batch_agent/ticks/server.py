@@ -21,8 +21,7 @@ from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, check_nesti
 from batch_agent.errors import SpecError
 from batch_agent.foreign import encodable
 from batch_agent.messages import JsonObject
-from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
-from batch_agent.observe.metrics_server import metrics_response
+from batch_agent.observe.exposition import Counter, Gauge, Histogram, metrics_response, page
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.plain import plain
 from batch_agent.ticks.runtime import AgentRuntime

@@ -19,8 +19,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.anthropic.answer import AnswerStream, MessageAnswer, OpenBlock, arguments_of
-from batch_agent.backends.anthropic.request import Head, MessagesView, model_of, told_schema
-from batch_agent.backends.anthropic.schema import format_schema
+from batch_agent.backends.anthropic.request import Head, MessagesView, format_schema, model_of, told_schema
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
 from batch_agent.backends.http.wire import Naming, Wording, mapping, object_of, objects_of

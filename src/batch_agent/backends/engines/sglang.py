@@ -20,10 +20,10 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.advice import EngineState
 from batch_agent.backends.engines.engine import (
     ABLE,
     EngineBackend,
+    EngineState,
     Sharing,
     at,
     infer_in_lists,

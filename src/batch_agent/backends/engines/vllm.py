@@ -30,10 +30,10 @@ from batch_agent.backends.base import (
     RequestShape,
     conversation_of,
 )
-from batch_agent.backends.engines.advice import EngineState
 from batch_agent.backends.engines.engine import (
     ABLE,
     EngineBackend,
+    EngineState,
     Exposition,
     Sharing,
     at,
