@@ -28,7 +28,7 @@ import aiohttp
 
 from batch_agent import BatchAgent, Fleet, Tool
 from batch_agent.backends.base import Backend, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.exposition import Exposition
+from batch_agent.backends.engines.engine import Exposition
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.events import Event, TurnFinished
 from batch_agent.messages import Conversation, Message, ToolCall, ToolSpec, Usage

@@ -86,7 +86,7 @@ START_TASKS = {
     "serve": "batches, the lines that are granted, and what is written to a client that streams",
     "api.py": "run_sync inside a running loop",
     "backends/base.py": "many requests as one call, which awaits them",
-    "backends/engines/lists.py": "many requests as one call, which awaits them",
+    "backends/engines/engine.py": "many requests as one call, which awaits them",
     "testing/contract/backend.py": "requests that a test cancels, or holds",
     "testing/contract/wire.py": "the connections of a test server, which end with it",
     "conformance/serving.py": "requests at once, and one that is cancelled; each question awaits its own",

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, Interrupted, Invalid
-from batch_agent.files.columns import Column, Record
-from batch_agent.files.extras import extra
+from batch_agent.files.compression import extra
 from batch_agent.files.results import result_line, unwritten
-from batch_agent.files.tables import columns_of, complete_file, record_of
+from batch_agent.files.tables import Column, Record, columns_of, complete_file, record_of
 from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Statistics

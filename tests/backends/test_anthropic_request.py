@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from batch_agent.backends.anthropic.check import check_shape
+from batch_agent.backends.anthropic.messages import check_shape
 from batch_agent.backends.anthropic.request import MessagesView, build_head
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import Rejected, SpecError

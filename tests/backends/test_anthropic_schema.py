@@ -9,9 +9,8 @@ import jsonschema_rs
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
-from batch_agent.backends.anthropic.schema import MOST_OPTIONAL, MOST_UNIONS, format_schema
-from batch_agent.testing.messages_server import wrong_with
-from batch_agent.testing.messages_wire import MessagesRequest
+from batch_agent.backends.anthropic.request import MOST_OPTIONAL, MOST_UNIONS, format_schema
+from batch_agent.testing.messages_server import MessagesRequest, wrong_with
 
 
 class Colour(Enum):

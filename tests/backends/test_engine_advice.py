@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batch_agent.backends.engines.advice import FLAGS, EngineState, advice
+from batch_agent.backends.engines.engine import FLAGS, EngineState, advice
 
 
 @pytest.mark.parametrize("engine", FLAGS)

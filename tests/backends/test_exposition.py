@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from batch_agent.backends.engines.exposition import Exposition
+from batch_agent.backends.engines.engine import Exposition
 
 TEXT = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.

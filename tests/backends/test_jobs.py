@@ -20,12 +20,12 @@ from batch_agent.backends.batch.services import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, StoreError, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
-from batch_agent.record.base import RunProgress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.reader import open_run
 from batch_agent.record.rundir import JOBS as FILE
 from batch_agent.record.rundir import RunDir
 from batch_agent.record.sqlite import SqliteJournal
+from batch_agent.record.store import RunProgress
 from batch_agent.run.copying import copy_to_directory
 from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing import (

@@ -14,8 +14,7 @@ import jsonschema_rs
 
 from backends.local.ebnf_sampler import sampler
 from batch_agent.backends.base import RequestShape
-from batch_agent.backends.local.backend import EngineAnswer, EngineDied, LocalBackend, encode_line
-from batch_agent.backends.local.options import EngineOptions
+from batch_agent.backends.local.backend import EngineAnswer, EngineDied, EngineOptions, LocalBackend, encode_line
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
 from batch_agent.testing.contract.backend import SCHEMA, BackendContract

@@ -8,7 +8,7 @@ from backends.chat_contract import whole
 from backends.responses_wire import document
 from batch_agent import BatchAgent
 from batch_agent.backends.base import Backend, RequestShape
-from batch_agent.backends.openai.models import needs_responses, reasons
+from batch_agent.backends.openai.providers import needs_responses, reasons
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import Conversation, Message

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.compiler.oversized import head, split
+from batch_agent.compiler.plan import head, split
 from batch_agent.compiler.tokens import estimate_tokens
 
 texts = st.text(st.sampled_from("ab \n#é漢🙂"), max_size=400) | st.text(max_size=200)

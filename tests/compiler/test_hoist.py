@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from batch_agent.compiler.hoist import constants_of
 from batch_agent.compiler.plan import Plan, compile_plan
+from batch_agent.compiler.system import constants_of
 from batch_agent.errors import InputError
 from batch_agent.spec import BatchSpec
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from tests.documents.made_documents import SCAN, paragraph, table, write_docx, write_pdf
 
-from batch_agent.documents.content import MOST_PICTURES, DocumentContent, read_document
-from batch_agent.documents.failure import DocumentError
-from batch_agent.documents.process import open_document
+from batch_agent.documents import DocumentError
+from batch_agent.documents.content import MOST_PICTURES, DocumentContent, open_document, read_document
 from batch_agent.errors import InputError
 from batch_agent.messages import Document
 

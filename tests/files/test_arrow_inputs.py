@@ -8,7 +8,7 @@ import pytest
 
 from batch_agent.errors import SpecError
 from batch_agent.files import LazyRows, read_inputs
-from batch_agent.files.arrow import BATCH_ROWS
+from batch_agent.files.read import BATCH_ROWS
 
 pa = pytest.importorskip("pyarrow", reason="Parquet and datasets need the package pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

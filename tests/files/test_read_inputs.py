@@ -6,7 +6,7 @@ import pytest
 
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files import LazyRows, read_inputs
-from batch_agent.files.table import CELL_CHARACTERS
+from batch_agent.files.read import CELL_CHARACTERS
 from batch_agent.job import UnreadableRow
 
 

@@ -12,11 +12,10 @@ import aiohttp
 import pytest
 
 from batch_agent import BatchAgent
-from batch_agent.backends.engines.exposition import Exposition
+from batch_agent.backends.engines.engine import Exposition
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
-from batch_agent.fleet.proxy import serve_proxy
-from batch_agent.fleet.upstreams import LOOK_SECONDS
+from batch_agent.fleet.proxy import LOOK_SECONDS, serve_proxy
 from batch_agent.testing import Cut, Fail, Hang, Say, ScriptedServer, virtual_clock
 from fleet.proxies import chat, get, nobody, post, proxy, raw, servers
 

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from batch_agent.fleet.upstreams import LOOK_SECONDS
+from batch_agent.fleet.proxy import LOOK_SECONDS
 from batch_agent.testing import Hang, Say, ScriptedServer, virtual_clock
 from fleet.proxies import chat, get, post, proxy, raw, servers
 

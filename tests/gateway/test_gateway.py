@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 
 from batch_agent.errors import ContextOverflow, Interrupted, Rejected, SpecError, Unavailable
-from batch_agent.gateway.gateway import Gateway
-from batch_agent.gateway.waiting import EVERY_SECONDS, FIRST_SECONDS
+from batch_agent.gateway.gateway import EVERY_SECONDS, FIRST_SECONDS, Gateway
 from batch_agent.messages import Reply
 from batch_agent.testing import virtual_clock
 from gateway.rows import FixedRow, post

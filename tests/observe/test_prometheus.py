@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from batch_agent import BatchAgent, Pipeline, SpecError, Tool
 from batch_agent.events import Event, RunFinished, ToolFinished
-from batch_agent.observe.exposition import MOST_SERIES, Counter, Gauge, Histogram, page
-from batch_agent.observe.metrics_server import read_place
+from batch_agent.observe.exposition import MOST_SERIES, Counter, Gauge, Histogram, page, read_place
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock

@@ -18,11 +18,11 @@ from test_run_stores import NAMES, Clock
 from toy_store import RECORD, Kept, ToyStore
 
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Outlay
 from batch_agent.record.store import (
     KeptStep,
     LeasedRow,
     NewRow,
+    Outlay,
     Resuming,
     RowChange,
     RowLease,

@@ -13,7 +13,6 @@ import pytest
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult, Success
 from batch_agent.messages import Reply, Usage
-from batch_agent.record.base import Account, Entry, Outlay
 from batch_agent.record.journal import (
     AT_ONCE,
     BACKLOG,
@@ -26,7 +25,7 @@ from batch_agent.record.journal import (
     Trail,
 )
 from batch_agent.record.steps import Done, Spent
-from batch_agent.record.store import KeptStep, RowChange, RowLease
+from batch_agent.record.store import Account, Entry, KeptStep, Outlay, RowChange, RowLease
 from batch_agent.testing import virtual_clock
 
 

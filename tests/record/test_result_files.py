@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.record.resultfiles import ResultFiles
+from batch_agent.record.rundir import ResultFiles
 
 
 def line(index: int, text: str) -> bytes:

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply
-from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import FORMAT, encode
 from batch_agent.record.sqlite import TABLE, SqliteJournal, glance, lost_commits
 from batch_agent.record.steps import Done, Ended, Failed, Past, Spent, Step, Turn
-from batch_agent.record.store import KeptStep
+from batch_agent.record.store import Identity, KeptStep, RunProgress
 
 Opened = Callable[[], SqliteJournal]
 

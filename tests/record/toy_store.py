@@ -20,15 +20,16 @@ from typing import Any
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
     NUMBERS,
     Counts,
     FeederReplaced,
     FeederSession,
+    Identity,
     KeptStep,
     LeasedRow,
     NewRow,
+    Outlay,
     Phase,
     Resuming,
     RowChange,

@@ -16,11 +16,10 @@ from pydantic import BaseModel
 from batch_agent import AgentResult, BatchAgent, Tool
 from batch_agent.agent.dialogue import MOST_CALLS
 from batch_agent.errors import SpecError
-from batch_agent.record.base import RunProgress
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.lock import is_locked
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import KeptStep
+from batch_agent.record.store import KeptStep, RunProgress
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 

@@ -13,7 +13,7 @@ from tests.warm import start
 from batch_agent.errors import AgentTimeout, SpecError, WorkerFailed
 from batch_agent.messages import Usage
 from batch_agent.runtimes import OpenCodeRuntime
-from batch_agent.runtimes.events import Transcript, read_opencode
+from batch_agent.runtimes.base import Transcript, read_opencode
 from runtimes.agents import KINDS, Context, context, git, repository, runtime
 
 each = pytest.mark.parametrize("kind", KINDS)

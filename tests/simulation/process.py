@@ -35,14 +35,13 @@ from batch_agent.dispatch.control import CONTROL_JOB
 from batch_agent.errors import SpecError, StoreError, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
-from batch_agent.record.base import RunProgress
 from batch_agent.record.codec import decode
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.served import Answer as Answered
 from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import KeptStep, LeasedRow
+from batch_agent.record.store import KeptStep, LeasedRow, RunProgress
 from batch_agent.run.crew import REFUSED, ProcessCrew, Served
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.topology.tree import Part, Row, Shape, Tree
+from batch_agent.topology.reduce import Part, Row, Shape, Tree
 
 
 def row(index: int, tokens: int = 1) -> Row:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch_agent.record.reader import DirectoryReader
-from batch_agent.view.index import RowIndex
-from batch_agent.view.query import Query
+from batch_agent.view.record import Query, RowIndex
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from batch_agent.agent.transcript import transcript
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.blocking import clock_of
-from batch_agent.compiler.pictures import content_of
+from batch_agent.compiler.attachments import content_of
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import (
     AgentTimeout,

@@ -20,8 +20,7 @@ from batch_agent.agent.shapes import Shapes, build_shapes
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import BACKEND_VARIABLE, at_backend, open_backend, resolved
 from batch_agent.backends.schemes import PROVIDERS
-from batch_agent.compiler.documents import Read
-from batch_agent.compiler.pictures import Look
+from batch_agent.compiler.attachments import Look, Read
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batch_agent.compiler.pictures import content_of
+from batch_agent.compiler.attachments import content_of
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError
 from batch_agent.job import Job

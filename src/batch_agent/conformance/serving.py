@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from batch_agent.backends.base import Load
-from batch_agent.backends.engines.advice import SHARED
-from batch_agent.backends.engines.engine import EngineBackend
+from batch_agent.backends.engines.engine import SHARED, EngineBackend
 from batch_agent.conformance.answers import STORY
 from batch_agent.conformance.finding import Finding, emulated, missing, not_asked, unclear, works
 from batch_agent.conformance.subject import Subject, flag

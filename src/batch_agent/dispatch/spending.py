@@ -28,7 +28,7 @@ from batch_agent.compiler.prices import Prices
 from batch_agent.dispatch.prompt_sizes import NOT_MEASURED, PromptSizes, RequestSize
 from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
-from batch_agent.record.base import Account, Outlay
+from batch_agent.record.store import Account, Outlay
 from batch_agent.scheduler.budget import (
     ADVANCE_TEMPLATE_TOKENS,
     NOTHING,

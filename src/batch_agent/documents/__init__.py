@@ -1,8 +1,8 @@
 """Reads PDF, Word and HTML files as text, as page pictures, or as the file itself.
 
-``content`` decides what is sent to the model. ``process`` reads each document in a separate process, because PDFium is
+``content`` decides what is sent to the model. It reads each document in a separate process, because PDFium is
 not thread-safe, and so that a parser that crashes or hangs affects only that document. ``child`` is the program of that
-process; it reads Word and HTML files itself, and PDF files with ``pdf``.
+process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,15 @@ MEDIA_TYPES = {
     "docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
     "html": "text/html",
 }
+
+
+class DocumentError(Exception):
+    """A document cannot be read. The message continues a sentence that starts with the path of the file. If ``missing``
+    is true, a package is not installed, and the file itself may be valid."""
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 def format_of_document(path: str | PathLike[str]) -> str | None:

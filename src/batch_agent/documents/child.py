@@ -7,6 +7,8 @@ If it fails, the last line is ``{"error": …, "missing": …}``. The parent clo
 from __future__ import annotations
 
 import codecs
+import importlib
+import io
 import json
 import os
 import re
@@ -18,9 +20,14 @@ from contextlib import suppress
 from html.parser import HTMLParser
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from batch_agent.documents.failure import DocumentError
+from batch_agent.documents import DocumentError
+
+if TYPE_CHECKING:
+    from pypdfium2 import PdfDocument, PdfPage
+
 
 FILE = "/dev/fd/0"
 MEMORY_BYTES = 4 * 2**30  # limit of the address space: stops a file that unpacks to an unlimited size
@@ -60,8 +67,6 @@ def main() -> None:
 
 def _read(what: str, kind: str, first: int) -> None:
     if kind == "pdf":
-        from batch_agent.documents.pdf import open_pdf, page_pictures, page_texts
-
         document = open_pdf(FILE)
         _write({"pages": len(document)})
         if what == "images":
@@ -239,3 +244,60 @@ class _TextParser(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._hidden:
             self._parts.append(data if self._kept else re.sub(r"\s+", " ", data))
+
+
+PICTURE_PIXELS = 1568  # length of the longer side: providers scale larger pictures down
+JPEG_QUALITY = 85
+WRONG_PASSWORD = 4  # FPDF_ERR_PASSWORD
+_LINE_BREAKS = {"\r\n": "\n", "\r": "\n", "\x02\n": "", "\ufffe\n": "", "\x02": "", "\ufffe": "", "\0": ""}
+
+
+def open_pdf(path: str) -> PdfDocument:
+    """Open a PDF file. Raises DocumentError if it is broken or encrypted."""
+    try:
+        pdfium = importlib.import_module("pypdfium2")
+    except ModuleNotFoundError:
+        raise DocumentError(
+            "reading PDF needs the package pypdfium2; install it with: pip install pypdfium2 pillow", missing=True
+        ) from None
+    try:
+        document: PdfDocument = pdfium.PdfDocument(path)
+    except pdfium.PdfiumError as error:
+        if getattr(error, "err_code", None) == WRONG_PASSWORD or "password" in str(error).lower():
+            raise DocumentError("is encrypted: save a copy without a password") from None
+        raise DocumentError("is not a PDF file, or is damaged") from None
+    if not len(document):
+        raise DocumentError("is a PDF file without pages")
+    return document
+
+
+def page_texts(document: PdfDocument, first: int) -> Iterator[str]:
+    for number in range(first - 1, len(document)):
+        page = document[number]
+        text = page.get_textpage().get_text_range()
+        page.close()
+        for mark, replacement in _LINE_BREAKS.items():  # this also removes marks of hyphenated line ends
+            text = text.replace(mark, replacement)
+        yield text
+
+
+def page_pictures(document: PdfDocument, first: int) -> Iterator[bytes]:
+    try:
+        importlib.import_module("PIL")
+    except ModuleNotFoundError:
+        raise DocumentError(
+            "page pictures need the package pillow; install it with: pip install pillow", missing=True
+        ) from None
+    for number in range(first - 1, len(document)):
+        page = document[number]
+        yield _jpeg(page)
+        page.close()
+
+
+def _jpeg(page: PdfPage) -> bytes:
+    longer = max(page.get_size()) or 1.0
+    bitmap = page.render(scale=PICTURE_PIXELS / longer)
+    out = io.BytesIO()
+    bitmap.to_pil().convert("RGB").save(out, "JPEG", quality=JPEG_QUALITY)
+    bitmap.close()
+    return out.getvalue()

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from batch_agent.errors import SpecError
-from batch_agent.files.folder import is_pattern
-from batch_agent.files.read import KNOWN, read_inputs
+from batch_agent.files.read import KNOWN, is_pattern, plain, read_inputs, refuse_twice
 from batch_agent.files.rows import Row
-from batch_agent.files.table import plain, refuse_twice
 from batch_agent.job import cut
 
 AT_ONCE_CELLS = 500_000

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,10 +36,52 @@ from batch_agent.backends.base import (
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint, Hostfile, Select, Traits, changes, free_name
-from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
 from batch_agent.scheduler.server import Server
+
+
+class OneLoop:
+    """The event loop in which ``what`` is used. ``forget`` drops its state if that loop was closed."""
+
+    def __init__(self, what: str, forget: Callable[[], None]) -> None:
+        self._what, self._forget = what, forget
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()  # two threads may call at the same time
+
+    def bind(self) -> None:
+        """Bind to the running loop. Raises SpecError if another uses it."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._release_from(loop)
+            self._loop = loop
+
+    def check(self) -> bool:
+        """Check like ``bind`` without binding, also without a running loop. Returns True if the state was dropped."""
+        with self._lock:
+            return self._release_from(running_loop())
+
+    def release(self) -> None:
+        self._loop = None
+
+    def _release_from(self, running: asyncio.AbstractEventLoop | None) -> bool:
+        if self._loop is None or self._loop is running:
+            return False
+        if not self._loop.is_closed():
+            raise SpecError(
+                f"the {self._what} is in use in another event loop: close it there first, or make one for each loop"
+            )
+        self._loop = None
+        self._forget()
+        return True
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
 
 logger = logging.getLogger("batch_agent")
 

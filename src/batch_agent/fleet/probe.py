@@ -13,7 +13,7 @@ from typing import Self
 
 from batch_agent.backends.base import Load, Probe
 from batch_agent.backends.engines import dynamo, sglang, vllm
-from batch_agent.backends.engines.exposition import Exposition
+from batch_agent.backends.engines.engine import Exposition
 from batch_agent.backends.http.backend import PROBE_SECONDS, Entries, HttpClient, probe_models
 from batch_agent.backends.schemes import KEY_VARIABLE
 from batch_agent.errors import BackendError, SpecError

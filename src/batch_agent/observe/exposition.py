@@ -1,4 +1,4 @@
-"""Writes Prometheus text, version 0.0.4: counters, gauges and histograms, and the page with them. Pure.
+"""Writes Prometheus text, version 0.0.4: counters, gauges and histograms, and the page with them. Serves that page.
 
 Each family has at most ``MOST_SERIES`` combinations of labels. Further ones are counted under the label value
 ``other``: names of models and tools come from outside and must not fill a time-series database.
@@ -7,8 +7,17 @@ Each family has at most ``MOST_SERIES`` combinations of labels. Further ones are
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Literal
+
+from batch_agent.errors import SpecError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from batch_agent.door import RequestRefused
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_SERIES = 100
@@ -133,3 +142,47 @@ def _escaped(value: str) -> str:
 
 def _number(value: float) -> str:
     return str(int(value)) if value == value // 1 and abs(value) < 1e15 else repr(float(value))
+
+
+LOOPBACK = "127.0.0.1"
+MOST_PORT = 65535
+
+
+def read_place(value: int | str) -> tuple[str, int]:
+    """Return host and port of ``metrics_port``. Raises SpecError."""
+    host, _, port = str(value).rpartition(":")
+    if not port.isdecimal() or int(port) > MOST_PORT or (isinstance(value, str) and ":" in value and not host):
+        raise SpecError(f"metrics_port: must be a port from 0 to {MOST_PORT}, or HOST:PORT (got {value!r})")
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+@asynccontextmanager
+async def serve_metrics(place: int | str, page: Callable[[], str]) -> AsyncIterator[str]:
+    """Serve the page while entered; yields the URL. Raises SpecError if the port is in use."""
+    from batch_agent.door import Door, routes  # it imports aiohttp, which only a run with metrics needs
+
+    async def metrics(request: web.BaseRequest) -> web.Response:
+        return metrics_response(page())
+
+    host, port = read_place(place)
+    door = Door(routes({"/metrics": {"GET": metrics}}), _refused, host=host, port=port)
+    try:
+        await door.__aenter__()
+    except SpecError as error:
+        raise SpecError(f"metrics_port: {error}") from None
+    try:
+        yield f"{door.url}/metrics"
+    finally:
+        await door.__aexit__()
+
+
+def metrics_response(text: str) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(status=refused.status, text=f"{refused}\n")

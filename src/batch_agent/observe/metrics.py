@@ -43,8 +43,7 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
-from batch_agent.observe.history import History, Pace
-from batch_agent.observe.limits import Limits, LimitStep
+from batch_agent.observe.history import History, Limits, LimitStep, Pace
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.record.timeline import Line, Span
 

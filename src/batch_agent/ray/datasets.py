@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from batch_agent.api import BatchAgent
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, SpecError, StoreError
-from batch_agent.files.columns import OWN, Column, Record, Type
-from batch_agent.files.extras import extra
+from batch_agent.files.compression import extra
 from batch_agent.files.inputs import rows_of_frame
 from batch_agent.files.results import from_json, result_line, unwritten
+from batch_agent.files.tables import OWN, Column, Record, Type
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.ray.workers import Ray, ray_package

@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError, StoreError
-from batch_agent.files.extras import extra
+from batch_agent.files.compression import extra
 from batch_agent.messages import JsonObject
 from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
 from batch_agent.run.joining import WAIT, JoinedWorker, open_store

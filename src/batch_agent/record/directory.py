@@ -21,12 +21,22 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, Outlay, RunProgress
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, line_of
 from batch_agent.record.rundir import RunDir, read_run
 from batch_agent.record.sqlite import FACTS, TABLE, SqliteJournal
-from batch_agent.record.store import NUMBERS, KeptStep, NewRow, Phase, Resuming, RowChange, RowLease
+from batch_agent.record.store import (
+    NUMBERS,
+    Identity,
+    KeptStep,
+    NewRow,
+    Outlay,
+    Phase,
+    Resuming,
+    RowChange,
+    RowLease,
+    RunProgress,
+)
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")

@@ -29,11 +29,10 @@ from batch_agent.errors import JobError, StoreError
 from batch_agent.files.results import to_json
 from batch_agent.job import AgentResult
 from batch_agent.messages import Message, content_shown
-from batch_agent.record.base import Account, Entry, Identity, Outlay
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
-from batch_agent.record.store import KeptStep, RowChange, RowLease, WorkStore
+from batch_agent.record.store import Account, Entry, Identity, KeptStep, Outlay, RowChange, RowLease, WorkStore
 from batch_agent.value_type import value_type
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from batch_agent.backends.base import RequestShape
 from batch_agent.files.results import from_json, to_json
 from batch_agent.job import Job
-from batch_agent.record.base import Identity
+from batch_agent.record.store import Identity
 
 SCHEME = 1  # version of the keys below; with another version old answers are not found, but never mixed up
 KEY_BYTES = 16

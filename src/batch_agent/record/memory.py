@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
     FOLLOWED_SECONDS,
     GROUP,
@@ -33,9 +32,11 @@ from batch_agent.record.store import (
     Counts,
     FeederReplaced,
     FeederSession,
+    Identity,
     KeptStep,
     LeasedRow,
     NewRow,
+    Outlay,
     Phase,
     Resuming,
     RowChange,

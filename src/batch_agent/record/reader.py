@@ -23,20 +23,28 @@ import orjson
 
 from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.errors import BatchAgentError, SpecError, StoreError
-from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
-from batch_agent.files.tables import index_of, record_of
+from batch_agent.files.tables import Record, index_of, record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import RunPlace, place_of
-from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.control import CONTROL, ask, stream
 from batch_agent.record.keys import row_of
 from batch_agent.record.lock import is_locked
-from batch_agent.record.rundir import FAILURES, JOURNAL, LOCK, RESULTS, RUN, SUMMARY, read_jobs, read_run, stage_names
+from batch_agent.record.rundir import (
+    FAILURES,
+    JOURNAL,
+    LOCK,
+    RESULTS,
+    RUN,
+    SUMMARY,
+    read_jobs,
+    read_run,
+    stage_names,
+)
 from batch_agent.record.sqlite import FACTS, Glance, SqliteJournal, glance, open_to_read, steps_in
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import KeptStep
+from batch_agent.record.store import Identity, KeptStep, RunProgress
 from batch_agent.record.timeline import TimelineRecord, read_status, read_timeline
 
 T = TypeVar("T")

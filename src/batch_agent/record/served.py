@@ -33,15 +33,16 @@ from typing import cast
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
 from batch_agent.job import BaseResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.private import socket_folder
 from batch_agent.record.row_json import encode_row
 from batch_agent.record.store import (
     GROUP,
     NUMBERS,
+    Identity,
     KeptStep,
     LeasedRow,
+    Outlay,
     RowChange,
     RowLease,
     RunStanding,
@@ -62,7 +63,7 @@ CALLS = {
     *("beat", "resign", "table", "steer", "begin_call", "end_call", "wait_calls", "put_file", "get_file"),
     *("outlasts", "job_lines", "add_job_lines", "followed_rows", "report_rows"),
 }
-MODULES = ("batch_agent.record.store", "batch_agent.record.base", "batch_agent.share.table")
+MODULES = ("batch_agent.record.store", "batch_agent.share.table")
 BUILTINS = {"set", "frozenset"}
 
 # Calls whose first argument is the number of a worker, or its name as a member.

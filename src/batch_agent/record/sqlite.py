@@ -23,11 +23,10 @@ from typing import Any, Literal, Self
 from zlib import crc32
 
 from batch_agent.errors import StoreError
-from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES, decode
 from batch_agent.record.private import private
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import KeptStep
+from batch_agent.record.store import Identity, KeptStep, RunProgress
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table
 
 logger = logging.getLogger("batch_agent")

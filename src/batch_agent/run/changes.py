@@ -27,11 +27,11 @@ from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
-from batch_agent.record.base import Identity
 from batch_agent.record.keys import Keys
 from batch_agent.record.reader import RunReader, open_run
 from batch_agent.record.rundir import OPTIONS, recorded_options
 from batch_agent.record.steps import Past
+from batch_agent.record.store import Identity
 from batch_agent.run.worker import starts_afresh
 from batch_agent.spec import BatchSpec
 

@@ -18,17 +18,16 @@ from typing import cast
 from batch_agent.agent.fingerprint import rows_under
 from batch_agent.agent.prepare import Prepared
 from batch_agent.errors import StoreError
-from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
+from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
 from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import KeptStep, NewRow, Resuming, RowChange, RowLease, RunStore
+from batch_agent.record.store import Identity, KeptStep, NewRow, Resuming, RowChange, RowLease, RunProgress, RunStore
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.spec_json import pieces, spec_json
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage

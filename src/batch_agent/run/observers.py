@@ -47,7 +47,7 @@ class Observers:
             add(lines)
         held = Held()
         if spec.metrics_port is not None:
-            from batch_agent.observe.metrics_server import serve_metrics
+            from batch_agent.observe.exposition import serve_metrics
 
             numbers = RunNumbers(live, whole)
 

@@ -22,7 +22,6 @@ from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
 from batch_agent.record.address import StoreAddress, place_of
-from batch_agent.record.base import Account
 from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
@@ -30,7 +29,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, State
-from batch_agent.record.store import Resuming, RunStore, WorkStore
+from batch_agent.record.store import Account, Resuming, RunStore, WorkStore
 from batch_agent.run.changes import compare, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json

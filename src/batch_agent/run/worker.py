@@ -29,14 +29,13 @@ from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatc
 from batch_agent.events import JobStarted
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
-from batch_agent.record.base import Identity
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
 from batch_agent.record.journal import OVERDUE, Journal, LeasedIdentity, Trail, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past, read_past
-from batch_agent.record.store import KeptStep, LeasedRow, RowLease, RunStanding, WorkStore
+from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, WorkStore
 from batch_agent.run.parts import Parts
 from batch_agent.run.rows import compile_all
 from batch_agent.scheduler.core import Ticket

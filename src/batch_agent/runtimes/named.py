@@ -13,8 +13,16 @@ import orjson
 from batch_agent.backends.address import check_known
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.runtimes.base import LOGIN, CommandLineRuntime, Permissions, Place
-from batch_agent.runtimes.events import ReadEvent, read_claude, read_codex, read_opencode
+from batch_agent.runtimes.base import (
+    LOGIN,
+    CommandLineRuntime,
+    Permissions,
+    Place,
+    ReadEvent,
+    read_claude,
+    read_codex,
+    read_opencode,
+)
 
 OFFLINE = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "SHARE", "DEFAULT_PLUGINS", "CLAUDE_CODE", "EXTERNAL_SKILLS")
 OPENCODE_PERMISSIONS: dict[Permissions, JsonObject] = {

@@ -28,9 +28,9 @@ from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
+from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, new_id
-from batch_agent.serve.dialects import CHAT, DIALECTS, MESSAGES
 from batch_agent.serve.interactive import Interactive
 from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines
 from batch_agent.serve.models import ServedModels

@@ -320,22 +320,11 @@ class ServedBatches:
 
     async def cancel(self, id: str) -> ServedBatch | None:
         """Cancel a batch. One that has ended, or is being finalized, stays as it is."""
-
-        def change(batch: ServedBatch) -> ServedBatch | None:
-            if batch.status not in ("validating", "in_progress"):
-                return None
-            return batch.at("cancelling", self._now(), stop="cancelled")
-
-        batch = await in_thread(partial(self._catalog.change_batch, id, change))
+        change = partial(self._catalog.change_batch, id, lambda batch: batch.cancelled_at(self._now()))
+        batch = await in_thread(change)
         if batch is not None and batch.stop == "cancelled" and id in self._stops:
             self._stops[id].set()
         return batch
-
-    async def cancel_all(self, tenant: str) -> None:
-        """Cancel every batch of a tenant."""
-        for batch in await in_thread(self._catalog.unfinished):
-            if batch.tenant == tenant:
-                await self.cancel(batch.id)
 
     async def remove(self, batch: ServedBatch) -> None:
         """Remove a batch that has ended, and everything that belongs to it."""

@@ -130,6 +130,11 @@ class ServedBatch:
         """Return it in another status."""
         return replace(self, status=status, times={**self.times, status: now}, **changes)  # type: ignore[arg-type]
 
+    def cancelled_at(self, now: float) -> ServedBatch | None:
+        """Return it while it is being cancelled; None if it has ended, or is being finalized, and stays as it is."""
+        is_open = self.status in ("validating", "in_progress")
+        return self.at("cancelling", now, stop="cancelled") if is_open else None
+
 
 _TENANT = {each.name for each in fields(Tenant)}
 _FILE = {each.name for each in fields(StoredFile)}

@@ -13,7 +13,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -207,7 +207,7 @@ class _Check:
 
 def check_lines(folder: Path, endpoint: str, knows: Callable[[str], bool], max_lines: int) -> Checked:
     """Check the input of a batch of OpenAI's API, and write its index. ``knows``: whether a model is served."""
-    with _new_index(folder) as index, (folder / INPUT).open("rb") as file:
+    with closing(_connect(folder / (INDEX + PART), new=True)) as index, (folder / INPUT).open("rb") as file:
         check = _Check(endpoint, knows, max_lines, index)
         offset = 0
         for place, raw in enumerate(_raw_lines(file), start=1):
@@ -328,17 +328,6 @@ def _connect(path: Path, *, new: bool = False) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise StoreError(f"the index {path}: {error}") from error
     return index
-
-
-class _new_index:  # noqa: N801
-    def __init__(self, folder: Path) -> None:
-        self._index = _connect(folder / (INDEX + PART), new=True)
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self._index
-
-    def __exit__(self, *exception: object) -> None:
-        self._index.close()
 
 
 def _finish_index(folder: Path, index: sqlite3.Connection) -> None:

@@ -18,7 +18,6 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_PAIRS, MOST_NAME, MOST_VALUE = 16, 64, 512  # of metadata
 EXPIRY = (3600, 2_592_000)  # seconds that an ``expires_after`` may have
 EVENTS = {"completed", "failed", "expired", "cancelled"}
-ARCHIVED_DAYS = 29
 
 
 def seconds_in(text: str) -> float | None:

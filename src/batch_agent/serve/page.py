@@ -19,8 +19,7 @@ from batch_agent.door import RequestRefused
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.surrogates import read_json
 from batch_agent.serve.lines import ERRORS, INDEX, INPUT, OUTPUT, PART, digest_of_id
-from batch_agent.view.bundle import static_file
-from batch_agent.view.security import add_headers
+from batch_agent.view.security import add_headers, static_file
 
 SCRIPTS = ("dom", "serve")
 PATHS = ("/", "/static/app.js", "/static/app.css")

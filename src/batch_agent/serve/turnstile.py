@@ -22,7 +22,7 @@ from batch_agent.serve.governor import Governor
 PENDING = 32  # lines that were started and have not asked for a slot yet
 TICK_SECONDS = 0.2  # between two looks at conditions that are not reported
 FIRST_GUESS = 256  # tokens of a line beside those of its text, until lines of its batch were answered
-LEARN = 0.2  # the weight of the latest line in the tokens per line
+LINE_WEIGHT = 0.2  # the weight of the latest line in the tokens per line
 QUEUE_SECONDS = 10.0  # that a reading of an engine's queue counts, if no other follows
 FRESH_SECONDS = 0.25  # that a request may wait for the engine's next step
 MOST_FRESH = 1024  # times of requests that are kept
@@ -190,7 +190,7 @@ class Turnstile:
         account.pledged -= expected
         if tokens:
             entrant.answered += 1
-            entrant.per_line += (tokens - entrant.per_line) * max(LEARN, 1 / entrant.answered)
+            entrant.per_line += (tokens - entrant.per_line) * max(LINE_WEIGHT, 1 / entrant.answered)
             self.spend(entrant.tenant, tokens)
         self.touch()
 

@@ -18,15 +18,14 @@ from math import inf
 from typing import Self
 
 from batch_agent.backends.base import Probe
-from batch_agent.backends.http.backend import HttpClient, Route, probe_server
+from batch_agent.backends.http.backend import HttpClient, Route, probe_server, read_entries
 from batch_agent.backends.http.wire import written
-from batch_agent.backends.openai.model_list import read_entries
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.dispatch.slots import Slots
 from batch_agent.errors import BackendError, Interrupted, Rejected, SpecError, Timeout, Unavailable
+from batch_agent.fleet.backend import OneLoop
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket

@@ -19,9 +19,8 @@ from aiohttp import BodyPartReader, web
 from batch_agent.backends.http.wire import mapping, objects_of
 from batch_agent.door import PATIENCE_SECONDS, Handler, RequestRefused, json_response, read_body, read_object
 from batch_agent.messages import JsonObject
-from batch_agent.testing.messages_server import MessagesServer
-from batch_agent.testing.messages_wire import MessagesRequest
-from batch_agent.testing.messages_wire import error_object as messages_error
+from batch_agent.testing.messages_server import MessagesRequest, MessagesServer
+from batch_agent.testing.messages_server import error_object as messages_error
 from batch_agent.testing.replies import Body, Fail, Hang, Say
 from batch_agent.testing.request import Refusal, Request, refusal
 from batch_agent.testing.script import Script

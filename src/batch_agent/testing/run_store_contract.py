@@ -22,12 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batch_agent.errors import SpecError, StoreError
-from batch_agent.record.base import Identity, Outlay
 from batch_agent.record.store import (
     Counts,
     FeederReplaced,
+    Identity,
     LeasedRow,
     NewRow,
+    Outlay,
     Resuming,
     RowChange,
     RunStore,

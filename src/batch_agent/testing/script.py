@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import orjson
 
-from batch_agent.backends.simulated.instances import minimal_instance
+from batch_agent.backends.simulated.answers import minimal_instance
 from batch_agent.testing.replies import Answered, CallTools, Fail, Hang, Say, ScriptedReply, ToolUse
 from batch_agent.testing.request import Request
 from batch_agent.testing.wire import error_object

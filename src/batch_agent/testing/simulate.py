@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 from batch_agent.backends.simulated.answers import SimulatedAnswer, chat_answer, text_answer
-from batch_agent.backends.simulated.backend import usage_of
+from batch_agent.backends.simulated.backend import EngineRunner, usage_of
 from batch_agent.backends.simulated.core import Sequence
 from batch_agent.backends.simulated.model import EngineModel
-from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools, text_prompt
 from batch_agent.messages import JsonObject
 from batch_agent.testing.replies import Fail, ScriptedReply

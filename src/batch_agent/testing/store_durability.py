@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from batch_agent.errors import StoreError
-from batch_agent.record.base import Outlay
-from batch_agent.record.store import NewRow, RowChange
+from batch_agent.record.store import NewRow, Outlay, RowChange
 from batch_agent.share.table import BUDGET_TOKENS, Claim
 from batch_agent.testing.store_place import (
     DEAD,

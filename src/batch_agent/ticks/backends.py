@@ -40,7 +40,7 @@ from batch_agent.errors import (
     Unavailable,
     WorkerFailed,
 )
-from batch_agent.fleet.one_loop import running_loop
+from batch_agent.fleet.backend import running_loop
 from batch_agent.foreign import encodable
 from batch_agent.messages import Conversation, Message, Reply, Usage, content_text
 from batch_agent.scheduler.capacity import FLEET_START, START

@@ -31,7 +31,7 @@ from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer
 from batch_agent.errors import BackendError, BatchAgentError, OutputError, SpecError, Timeout, WorkerFailed
-from batch_agent.fleet.one_loop import running_loop
+from batch_agent.fleet.backend import running_loop
 from batch_agent.foreign import describe, encodable
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action, Decision, idle, text_of_reply

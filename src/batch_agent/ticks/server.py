@@ -19,8 +19,7 @@ from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, json_response, read_body, read_object, routes
 from batch_agent.foreign import encodable
 from batch_agent.messages import JsonObject
-from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
-from batch_agent.observe.metrics_server import metrics_response
+from batch_agent.observe.exposition import Counter, Gauge, Histogram, metrics_response, page
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.plain import plain
 from batch_agent.ticks.runtime import AgentRuntime

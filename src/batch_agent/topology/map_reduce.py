@@ -21,9 +21,8 @@ from batch_agent.job import AgentError, AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.results import Results, Summary
 from batch_agent.topology.pipeline import FlowOutcome, Pipeline, finished
-from batch_agent.topology.reduce import Reduction
+from batch_agent.topology.reduce import Reduction, Shape
 from batch_agent.topology.stages import OF_A_STAGE, FlatMap
-from batch_agent.topology.tree import Shape
 
 T = TypeVar("T")
 R = TypeVar("R")

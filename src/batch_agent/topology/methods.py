@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
     from batch_agent.topology.map_reduce import Reduced
-    from batch_agent.topology.tree import Shape
+    from batch_agent.topology.reduce import Shape
 
 T = TypeVar("T")
 R = TypeVar("R")

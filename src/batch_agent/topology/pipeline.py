@@ -25,9 +25,8 @@ from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.nodes import AgentNode
 from batch_agent.topology.plan import PipelinePlan, plan_stages
-from batch_agent.topology.reduce import ReduceNode, Reduction
+from batch_agent.topology.reduce import ReduceNode, Reduction, Shape, check_shape
 from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, check_stage_options
-from batch_agent.topology.tree import Shape, check_shape
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batch_agent.errors import SpecError
 from batch_agent.option import Scope, noted
 from batch_agent.spec import OLD_NAMES, BatchSpec
-from batch_agent.topology.tree import Shape
+from batch_agent.topology.reduce import Shape
 
 if TYPE_CHECKING:
     from batch_agent.topology.pipeline import Pipeline

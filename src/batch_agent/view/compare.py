@@ -8,7 +8,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.files.columns import Record
+from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.view.record import RunRecord
 from batch_agent.view.runs import ShownRun

@@ -11,10 +11,10 @@ from typing import cast
 from pydantic import JsonValue
 
 from batch_agent.compiler.fields import field_names, fields_of
-from batch_agent.compiler.hoist import reference
+from batch_agent.compiler.system import reference
 from batch_agent.compiler.template import Template
 from batch_agent.errors import BatchAgentError
-from batch_agent.files.columns import Record
+from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.record.steps import Past, PastTurn, Spent
 from batch_agent.record.timeline import Line

@@ -18,10 +18,9 @@ from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
 from batch_agent.record.reader import RunReader
-from batch_agent.view.bundle import STATIC, bundle
 from batch_agent.view.compare import compare_now
-from batch_agent.view.query import Query
-from batch_agent.view.record import RunRecord
+from batch_agent.view.record import Query, RunRecord
+from batch_agent.view.security import STATIC, bundle
 
 Which: TypeAlias = Literal["failed", "all"] | int | str
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from batch_agent.errors import BatchAgentError, SpecError, StoreError
-from batch_agent.files.columns import Record
+from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import RunPlace
 from batch_agent.record.control import NotAlive, Refused

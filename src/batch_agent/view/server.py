@@ -17,16 +17,14 @@ from aiohttp import web
 
 from batch_agent.door import PATIENCE_SECONDS, Door, Handler, RequestRefused, read_body, read_object, routes
 from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.files.columns import Record, as_text
 from batch_agent.files.results import to_json
-from batch_agent.files.tables import CSV, columns_of, write_records
+from batch_agent.files.tables import CSV, Record, as_text, columns_of, write_records
 from batch_agent.messages import JsonObject
 from batch_agent.record.control import NotAlive
-from batch_agent.view.bundle import static_file
 from batch_agent.view.compare import compare, differing_rows
-from batch_agent.view.query import Query
+from batch_agent.view.record import Query
 from batch_agent.view.runs import ShownRun, ShownRuns
-from batch_agent.view.security import HEADERS, Guard, add_headers
+from batch_agent.view.security import HEADERS, Guard, add_headers, static_file
 
 MOST_ROWS = 500  # per page
 MOST_SPANS = 30_000

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tests.backends.local.hub_server import COMMIT, FILE, REPO, Hub, serve
 
-from batch_agent.backends.local import hub as client
 from batch_agent.backends.local import weights
-from batch_agent.backends.local.hub import HubFile, fetch_file
+from batch_agent.backends.local import weights as client
+from batch_agent.backends.local.weights import HubFile, fetch_file
 from batch_agent.cli.main import main
 from batch_agent.errors import SpecError
 
@@ -89,7 +89,7 @@ def test_what_was_downloaded_before_a_lasting_break_is_kept_for_the_next_command
 def test_a_download_that_was_killed_goes_on(hub: Hub, tmp_path: Path) -> None:
     hub.cuts = [2_000_000]
     code = (
-        "import os, sys, signal; from pathlib import Path; from batch_agent.backends.local.hub import *\n"
+        "import os, sys, signal; from pathlib import Path; from batch_agent.backends.local.weights import *\n"
         f"report = lambda done, total: done >= 2_000_000 and os.kill(os.getpid(), signal.SIGKILL)\n"
         f"fetch_file(HubFile({REPO!r}, {FILE!r}), Path({str(tmp_path / FILE)!r}), report)"
     )

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from tests.backends.local.test_local_process import STAND_IN, StandIn, ask, is_alive
 
-from batch_agent.backends.local.backend import LocalBackend
+from batch_agent.backends.local.backend import EngineOptions, LocalBackend, parse_url
 from batch_agent.backends.local.engine import EngineKeeper, LoadedEngine
-from batch_agent.backends.local.options import EngineOptions, parse_url
 from batch_agent.errors import Unavailable
 
 LONG = 3600

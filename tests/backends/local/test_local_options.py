@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from batch_agent.backends.local import from_url
+from batch_agent.backends.local.backend import parse_url, physical_cores
 from batch_agent.backends.local.gguf import NotGGUF, context_length
-from batch_agent.backends.local.options import parse_url, physical_cores
 from batch_agent.errors import SpecError
 
 

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.backends.local.prefix import BLOCK_TOKENS, Chain, PrefixCache, chain_of
+from batch_agent.backends.local.child import BLOCK_TOKENS, Chain, PrefixCache, chain_of
 
 
 def chain(*blocks: int) -> Chain:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.local.backend import EngineProcess, LocalBackend
-from batch_agent.backends.local.options import EngineOptions
+from batch_agent.backends.local.backend import EngineOptions, EngineProcess, LocalBackend
 from batch_agent.errors import ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, ToolSpec, Usage
 
@@ -236,7 +235,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from batch_agent.backends.local.backend import LocalBackend
-from batch_agent.backends.local.options import EngineOptions
+from batch_agent.backends.local.backend import EngineOptions
 from batch_agent.backends.local.backend import EngineProcess
 async def main():
     async with LocalBackend(EngineOptions("m", Path(sys.argv[1]), threads=1), program=sys.argv[2]) as backend:

@@ -24,7 +24,7 @@ from tests.backends.local.made_gguf import write_gguf
 from batch_agent import AgentResult, BatchAgent
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.local import LocalBackend, from_url, weights
-from batch_agent.backends.local.options import parse_url
+from batch_agent.backends.local.backend import parse_url
 from batch_agent.errors import ContextOverflow, SpecError, Truncated
 from batch_agent.messages import Conversation, Message, ToolSpec, Usage
 

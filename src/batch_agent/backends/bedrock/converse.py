@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, unquote, urlsplit
 
 import orjson
+from botocore.eventstream import EventStreamBuffer, ParserError
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.anthropic.request import Head, MessagesView, model_of, told_schema
-from batch_agent.backends.anthropic.schema import format_schema
+from batch_agent.backends.anthropic.answer import AnswerStream, MessageAnswer, OpenBlock, arguments_of
+from batch_agent.backends.anthropic.request import Head, MessagesView, format_schema, model_of, told_schema
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
-from batch_agent.backends.http.wire import Wording, objects_of
+from batch_agent.backends.http.wire import Naming, Wording, mapping, object_of, objects_of
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.tokens import BYTES_PER_TOKEN
 from batch_agent.documents import MEDIA_TYPES
@@ -32,8 +33,113 @@ if TYPE_CHECKING:
     from botocore.credentials import Credentials, ReadOnlyCredentials
     from yarl import URL
 
-    from batch_agent.backends.bedrock.answer import ConverseStream
     from batch_agent.backends.http.wire import Naming
+
+
+_STOPS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}
+_COUNTS = {
+    "inputTokens": "input_tokens",
+    "outputTokens": "output_tokens",
+    "cacheReadInputTokens": "cache_read_input_tokens",
+    "cacheWriteInputTokens": "cache_creation_input_tokens",
+}
+
+
+def read_answer(body: bytes, naming: Naming) -> Reply:
+    document = object_of(body, naming.faults)
+    message = mapping(mapping(document.get("output")).get("message"))
+    content = message.get("content")
+    if not isinstance(content, list):
+        raise naming.faults.bad(f"the answer has no content: {naming.faults.clean(body.decode('utf-8', 'replace'))}")
+    answer = MessageAnswer(naming)
+    for block in content:
+        named = _named(mapping(block))
+        answer.add(named, arguments_of(named))
+    answer.stopped(_stop(document))
+    answer.use(_counts(document.get("usage")))
+    return answer.reply()
+
+
+class ConverseStream(AnswerStream):
+    """Reads frames instead of events."""
+
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
+        super().__init__(naming, on_tool_call, clock, said)
+        self._frames = EventStreamBuffer()
+
+    def feed(self, chunk: bytes) -> bool:
+        self._frames.add_data(chunk)
+        try:
+            for frame in self._frames:
+                told = object_of(frame.payload or b"{}", self._faults)
+                self._held += len(frame.payload or b"")
+                self._check_held()
+                headers = frame.headers
+                if headers.get(":message-type") != "event":
+                    kind = headers.get(":exception-type") or headers.get(":error-code")
+                    raise self._faults.reported({**told, "type": kind})
+                self._event(str(headers.get(":event-type")), told)
+        except ParserError as error:  # a wrong checksum or an impossible length
+            raise self._broken(f"the stream is damaged: {error}") from None
+        return self._done
+
+    def _event(self, kind: str, event: JsonObject) -> None:
+        number = event.get("contentBlockIndex")
+        match kind:
+            case "contentBlockStart":
+                self._open[number] = OpenBlock(_named(mapping(event.get("start"))))
+            case "contentBlockDelta":
+                self._delta(number, mapping(event.get("delta")))
+            case "contentBlockStop":
+                self._close_block(number)
+            case "messageStop":
+                self._answer.stopped(_stop(event))
+            case "metadata":  # comes last, with the usage
+                self._answer.use(_counts(event.get("usage")))
+                self._done = True
+
+    def _delta(self, number: object, delta: JsonObject) -> None:
+        self._begun()
+        kind, told = next(iter(delta.items()), ("", None))
+        block = self._open.get(number)
+        if block is None:  # only tool calls start with an event of their own
+            block = self._open[number] = OpenBlock(_named({kind: "" if kind == "text" else {}}))
+        if kind == "text" and isinstance(told, str):
+            self._said.append(told)
+            block.extend({"text": told})
+        elif kind == "toolUse":
+            block.extend({"partial_json": mapping(told).get("input")})
+        elif kind == "reasoningContent":
+            names = {"text": "thinking", "signature": "signature", "redactedContent": "data"}
+            block.extend({names[name]: piece for name, piece in mapping(told).items() if name in names})
+            if "redactedContent" in mapping(told):
+                block.become("redacted_thinking")
+
+
+def _named(block: JsonObject) -> JsonObject:
+    """Return the block with the names of Anthropic's wire."""
+    if "toolUse" in block:
+        use = mapping(block["toolUse"])
+        return {"type": "tool_use", "id": use.get("toolUseId"), "name": use.get("name"), "input": use.get("input", {})}
+    if "reasoningContent" in block:
+        content = mapping(block["reasoningContent"])
+        if "redactedContent" in content:
+            return {"type": "redacted_thinking", "data": content["redactedContent"]}
+        told = mapping(content.get("reasoningText"))
+        signed: JsonObject = {"signature": told["signature"]} if "signature" in told else {}
+        return {"type": "thinking", "thinking": told.get("text", ""), **signed}
+    if "text" in block:
+        return {"type": "text", "text": block["text"]}
+    return {"type": "other", **block}
+
+
+def _stop(document: JsonObject) -> JsonObject:
+    stop = document.get("stopReason")
+    return {"stop_reason": _STOPS.get(stop, stop) if isinstance(stop, str) else None}
+
+
+def _counts(usage: JsonValue) -> JsonObject:
+    return {_COUNTS[name]: count for name, count in mapping(usage).items() if name in _COUNTS}
 
 
 TOKEN_VARIABLE = "AWS_BEARER_TOKEN_BEDROCK"
@@ -79,7 +185,7 @@ _CACHES = re.compile(r"anthropic\.claude-(3-7|3-5-haiku|3-5-sonnet-20241022|\w+-
 _KEEPS_TOOLS = re.compile(r"anthropic\.claude")
 _KEEPS_SCHEMAS = re.compile(r"anthropic\.claude-(haiku|sonnet|opus)-(4-[5-9]|[5-9])")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_STOPS = 4
+_MOST_STOPS = 4
 
 
 class Signer:
@@ -164,14 +270,12 @@ class BedrockBackend(HttpBackend[Head]):
         return route
 
     def read_whole(self, body: bytes, naming: Naming) -> Reply:
-        from batch_agent.backends.bedrock.answer import read_answer
 
         return read_answer(body, naming)
 
     def read_stream(
         self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
     ) -> ConverseStream:
-        from batch_agent.backends.bedrock.answer import ConverseStream
 
         return ConverseStream(naming, on_tool_call, clock, said)
 
@@ -316,8 +420,8 @@ def check_shape(shape: RequestShape) -> None:
     """Raise SpecError for what the API would refuse in every request."""
     if shape.seed is not None:
         raise SpecError("seed: Bedrock's converse has no seed; leave it out, or give the model's own in extra_body")
-    if len(shape.stop) > _STOPS:
-        raise SpecError(f"stop: Bedrock's converse takes at most {_STOPS}")
+    if len(shape.stop) > _MOST_STOPS:
+        raise SpecError(f"stop: Bedrock's converse takes at most {_MOST_STOPS}")
     for tool in shape.tools:
         if not _TOOL_NAME.fullmatch(tool.name):
             raise SpecError(

@@ -20,9 +20,17 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.advice import EngineState
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
-from batch_agent.backends.engines.lists import infer_in_lists, read_each
+from batch_agent.backends.engines.engine import (
+    ABLE,
+    EngineBackend,
+    EngineState,
+    Sharing,
+    at,
+    infer_in_lists,
+    read_each,
+    shares,
+    whole,
+)
 from batch_agent.backends.http.wire import json_of
 from batch_agent.backends.openai.chat import Tail
 from batch_agent.errors import BackendError, SpecError

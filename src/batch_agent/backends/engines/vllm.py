@@ -30,10 +30,18 @@ from batch_agent.backends.base import (
     RequestShape,
     conversation_of,
 )
-from batch_agent.backends.engines.advice import EngineState
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
-from batch_agent.backends.engines.exposition import Exposition
-from batch_agent.backends.engines.lists import infer_in_lists, read_each
+from batch_agent.backends.engines.engine import (
+    ABLE,
+    EngineBackend,
+    EngineState,
+    Exposition,
+    Sharing,
+    at,
+    infer_in_lists,
+    read_each,
+    shares,
+    whole,
+)
 from batch_agent.backends.engines.pin_orders import FIELD, PinOrders
 from batch_agent.backends.http.backend import Route
 from batch_agent.backends.openai.chat import ChatView, Tail, end_body, join_body

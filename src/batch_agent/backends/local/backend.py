@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, cast
+from urllib.parse import parse_qsl, unquote, urlsplit
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -27,12 +29,82 @@ from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToo
 from batch_agent.backends.http.wire import report_calls, written
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.engine import KEPT, EngineKeeper, LoadedEngine, start_engine
-from batch_agent.backends.local.grammar import CLOSE, OPEN, compile_turn
-from batch_agent.backends.local.options import EngineOptions, parse_url
-from batch_agent.backends.local.terminals import json_text
+from batch_agent.backends.local.grammar import CLOSE, OPEN, compile_turn, json_text
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, ContextOverflow, InternalError, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, Usage
+
+KEPT_SECONDS = 300  # default of ``keep``
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """``path`` is None for a model that is downloaded by name."""
+
+    model: str
+    path: Path | None
+    threads: int
+    kv_gb: int = 1
+    max_seqs: int = 64
+    keep: int = 0  # seconds that the model stays loaded after its last use
+
+    @property
+    def url(self) -> str:
+        return f"local://{self.model if self.path is None else self.path}"
+
+
+def parse_url(url: str) -> EngineOptions:
+    """Return the options of a ``local://…`` URL. Raises SpecError."""
+    parts = urlsplit(url)
+    if parts.scheme != "local":
+        raise SpecError(f"{url!r} is not a local:// URL")
+    model = unquote(parts.netloc + parts.path) or weights.SMOLLM2.name
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    check_known(given, ("threads", "kv_gb", "max_seqs", "keep"), "local:// has no option")
+    return EngineOptions(
+        model=model,
+        path=_path(model),
+        threads=_positive(given, "threads", physical_cores()),
+        kv_gb=_positive(given, "kv_gb", 1),
+        max_seqs=_positive(given, "max_seqs", 64),
+        keep=0 if given.get("keep") == "0" else _positive(given, "keep", KEPT_SECONDS),
+    )
+
+
+def _path(model: str) -> Path | None:
+    if weights.find(model) is not None:
+        return None
+    path = Path(model).expanduser()
+    if path.suffix != ".gguf":
+        names = ", ".join((*(one.name for one in weights.KNOWN), weights.HUB_FORM))
+        raise SpecError(f"local://{model}: neither a model known by name ({names}) nor a path to a .gguf file")
+    if not path.is_file():
+        raise SpecError(f"local://{model}: there is no file {path.absolute()}")
+    return path.absolute()
+
+
+def _positive(given: dict[str, str], name: str, default: int) -> int:
+    text = given.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise SpecError(f"local://: {name}={text!r} is not a whole number above zero")
+    return int(text)
+
+
+def physical_cores() -> int:
+    """Return the physical cores this process may use: a second thread on one core slows the first down."""
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in usable:
+        try:
+            cores.add((TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores) or 1
+
 
 DEFAULT_MAX_TOKENS = 512
 STARTS = 3  # processes that one request may use, including the first

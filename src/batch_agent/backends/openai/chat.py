@@ -22,7 +22,7 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
+from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route, may_be_unknown, no_such_model, read_models
 from batch_agent.backends.http.wire import (
     LARGEST_COUNT,
     EventReader,
@@ -36,9 +36,7 @@ from batch_agent.backends.http.wire import (
     written,
     written_options,
 )
-from batch_agent.backends.openai.model_list import may_be_unknown, no_such_model, read_models
-from batch_agent.backends.openai.models import check_options
-from batch_agent.backends.openai.providers import STANDARD, Dialect
+from batch_agent.backends.openai.providers import STANDARD, Dialect, check_options
 from batch_agent.backends.openai.schema import unwrapped
 from batch_agent.backends.schema.visitor import blamed, is_kept
 from batch_agent.errors import BackendError, Rejected, SpecError, Truncated

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Backend, Capabilities
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.batch.services import OpenAIJobs
-from batch_agent.backends.openai.by_model import OpenAIByModel
 from batch_agent.backends.openai.chat import OpenAIBackend, OpenAIServer
-from batch_agent.backends.openai.providers import PROVIDERS, Dialect, base_variable
+from batch_agent.backends.openai.providers import PROVIDERS, Dialect, base_variable, needs_responses
 from batch_agent.backends.openai.responses import ResponsesBackend
 from batch_agent.errors import SpecError
+from batch_agent.messages import Reply
 
 OPENAI = Dialect(
     max_tokens_field="max_completion_tokens",  # newer models refuse max_tokens
@@ -156,3 +157,43 @@ def _capabilities(
         images=True,
         documents=frozenset({"pdf"}) if files else frozenset(),
     )
+
+
+class OpenAIByModel(OpenAIBackend):
+    """An OpenAIBackend that forwards to a ResponsesBackend the models that need it."""
+
+    def __init__(self, base_url: str, **options: Any) -> None:
+        super().__init__(base_url, **options)
+        self._responses = ResponsesBackend(base_url, **options)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return the capabilities. What either wire learnt about schemas counts, because a run uses only one wire."""
+        note = self._responses.capabilities.schema_note
+        return replace(self._capabilities, native_schema=False, schema_note=note) if note else self._capabilities
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        await self._responses.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        try:
+            await self._responses.__aexit__(*exception)
+        finally:
+            await super().__aexit__(*exception)
+
+    def check(self, shape: RequestShape) -> None:
+        if needs_responses(shape.model):
+            self._responses.check(shape)
+        else:
+            super().check(shape)
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return super().wires | self._responses.wires
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        if needs_responses(request.shape.model) or self._responses.own_body(request) is not None:
+            return await self._responses.infer(request, on_tool_call)
+        return await super().infer(request, on_tool_call)

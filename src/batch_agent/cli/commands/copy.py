@@ -10,8 +10,7 @@ from pathlib import Path
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
-from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
-from batch_agent.cli.spec.unfinished import unfinished_rows
+from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, unfinished_rows
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.record.address import StoreAddress, place_of

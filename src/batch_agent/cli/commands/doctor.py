@@ -19,7 +19,7 @@ from pathlib import Path
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache_store import cache_dir
-from batch_agent.backends.engines.advice import SHARED, Advice, advice
+from batch_agent.backends.engines.engine import SHARED, Advice, advice
 from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.openai.providers import PROVIDERS, base_variable
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from batch_agent.cli.commands.mcp_batches import Batches
+from batch_agent.cli.commands.mcp_server import Batches
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.messages import JsonObject

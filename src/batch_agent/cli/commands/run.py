@@ -33,9 +33,8 @@ from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import flush_words, put, put_json, say
-from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
+from batch_agent.cli.spec.load import is_pipeline, load_flow, load_plan, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
-from batch_agent.cli.spec.stages import load_flow, load_plan
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows

@@ -6,12 +6,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import sys
 import time
 import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +39,6 @@ ADMIN = {
 }
 DATA_HELP = "directory of files, batches and keys (default %(default)s)"
 
-CHUNK_BYTES = 1024 * 1024
 SECONDS = 60.0
 
 
@@ -375,13 +376,7 @@ def _read(options: argparse.Namespace) -> JsonObject:
             return {"batches": len(unfinished), "lines_left": left, "tokens_today": today}
         if options.action == "list":
             return {"data": [_shown(batch) for batch in catalog.batches(None, limit=1000)]}
-
-        def change(batch: ServedBatch) -> ServedBatch | None:
-            if batch.status not in ("validating", "in_progress"):
-                return None
-            return batch.at("cancelling", time.time(), stop="cancelled")
-
-        changed = catalog.change_batch(options.batch, change)
+        changed = catalog.change_batch(options.batch, lambda batch: batch.cancelled_at(time.time()))
         if changed is None:
             raise SpecError(f"there is no batch {options.batch!r}")
         return _shown(changed)
@@ -392,47 +387,31 @@ def _shown(batch: ServedBatch) -> JsonObject:
 
 
 def _export(options: argparse.Namespace) -> int:
-    with _sources(options) as sources:
+    with ExitStack() as opened:
+        sources = [opened.enter_context(source) for source in _sources(options)]
         if options.output is None:
             sys.stdout.flush()
             for source in sources:
-                _copy(source, sys.stdout.buffer)
+                shutil.copyfileobj(source, sys.stdout.buffer)
             return 0
         part = Path(options.output + PART)
         with part.open("wb") as file:
             for source in sources:
-                _copy(source, file)
+                shutil.copyfileobj(source, file)
         part.replace(options.output)
     say(f"wrote {options.output}")
     return 0
 
 
-class _sources:  # noqa: N801
-    """The files with the outcomes of a batch, opened."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._opened: list[BinaryIO] = []
-
-    def __enter__(self) -> list[BinaryIO]:
-        options = self._options
-        if options.url:
-            self._opened.append(_open(options))
-            return self._opened
-        with _catalog(options) as catalog:
-            if catalog.batch(options.batch) is None:
-                raise SpecError(f"there is no batch {options.batch!r}")
-        folder = Path(options.data) / "batches" / options.batch
-        for name in (OUTPUT, ERRORS, OUTPUT + PART, ERRORS + PART):
-            if (folder / name).exists():
-                self._opened.append((folder / name).open("rb"))
-        return self._opened
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._opened:
-            file.close()
-
-
-def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    while chunk := source.read(CHUNK_BYTES):
-        target.write(chunk)
+def _sources(options: argparse.Namespace) -> Iterator[BinaryIO]:
+    """Yield the files with the outcomes of a batch, opened."""
+    if options.url:
+        yield _open(options)
+        return
+    with _catalog(options) as catalog:
+        if catalog.batch(options.batch) is None:
+            raise SpecError(f"there is no batch {options.batch!r}")
+    folder = Path(options.data) / "batches" / options.batch
+    for name in (OUTPUT, ERRORS, OUTPUT + PART, ERRORS + PART):
+        if (folder / name).exists():
+            yield (folder / name).open("rb")

@@ -25,11 +25,10 @@ from batch_agent.agent.transcript import repairs
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP
-from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
-from batch_agent.cli.spec.unfinished import unfinished_rows
+from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, unfinished_rows
 from batch_agent.errors import JobError, SpecError
-from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
+from batch_agent.files.tables import Record
 from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines, rows, terminal_width
 from batch_agent.record.reader import RunReader, open_run

@@ -15,8 +15,7 @@ from batch_agent.blocking import in_thread
 from batch_agent.cli.output.streams import say
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.compression import format_of
-from batch_agent.files.folder import is_pattern
-from batch_agent.files.read import PARSERS, LazyRows, read_inputs
+from batch_agent.files.read import PARSERS, LazyRows, is_pattern, read_inputs
 from batch_agent.files.rows import BOM, Row
 
 STDIN = "-"

@@ -16,11 +16,10 @@ from typing import Any, Self, TypeVar, cast
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.files.columns import Record
 from batch_agent.files.results import from_json, to_json
+from batch_agent.files.tables import Record
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
-from batch_agent.record.base import Identity, RunProgress
 from batch_agent.record.control import NotAlive, Refused
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import (
@@ -39,7 +38,7 @@ from batch_agent.record.redis.store import RUNS, RedisRunStore, unpack_step
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.rundir import stage_names
 from batch_agent.record.steps import Past, Spent
-from batch_agent.record.store import KeptStep
+from batch_agent.record.store import Identity, KeptStep, RunProgress
 from batch_agent.record.timeline import MOST_SAMPLES, SAMPLE, Line, TimelineRecord
 from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Table, of_stage
 

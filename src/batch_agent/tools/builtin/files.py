@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batch_agent.compiler.tokens import BYTES_PER_TOKEN
-from batch_agent.documents import format_of_document
-from batch_agent.documents.content import page_mark
-from batch_agent.documents.failure import DocumentError
-from batch_agent.documents.process import open_document
+from batch_agent.documents import DocumentError, format_of_document
+from batch_agent.documents.content import open_document, page_mark
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
 from batch_agent.tools.schema import MAX_TOKENS

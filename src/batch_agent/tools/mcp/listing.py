@@ -123,8 +123,7 @@ def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaita
     async def call(
         session: McpConnection | None = None, alive: Callable[[], None] = lambda: None, /, **given: Any
     ) -> Content:
-        from batch_agent.tools.mcp.connection import content_of, open_client
-        from batch_agent.tools.mcp.stdio import Stderr
+        from batch_agent.tools.mcp.connection import Stderr, content_of, open_client
 
         if session is not None:
             return content_of(name, await session.call(name, given, reads=reads, alive=alive))
@@ -137,8 +136,7 @@ def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaita
 
 def _listed(server: McpServer) -> list[ToolOffer]:
     require_sdk("a tool of an MCP server")
-    from batch_agent.tools.mcp.connection import offers_of, open_client, reason_of
-    from batch_agent.tools.mcp.stdio import Stderr
+    from batch_agent.tools.mcp.connection import Stderr, offers_of, open_client, reason_of
 
     async def listed() -> list[ToolOffer]:
         async with open_client(server, Stderr()) as client, asyncio.timeout(server.connect_timeout):
