@@ -509,7 +509,8 @@ class EndpointMonitor:
         if server.inflight > 1:
             row = slot.ticket.row
             self.say(endpoint, capacity.overloaded(slot.generation, server.inflight, wait, now, cause=row))
-            if capacity.tolerates and not excessive and (not wait or server.answers >= PROVEN_ANSWERS):
+            is_row = not slot.ticket.control  # a control request was sent to find out whether the refusals concern all
+            if capacity.tolerates and is_row and not excessive and (not wait or server.answers >= PROVEN_ANSWERS):
                 return  # the server takes other requests meanwhile; only this one waits
             if wait > SHORT_WAIT and server.answers >= PROVEN_ANSWERS and not self._is_confirmed(endpoint, slot, now):
                 return  # the next request shows whether it concerns all rows
