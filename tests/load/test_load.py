@@ -11,7 +11,8 @@ SEEDS = {
     "random refusals": (5, 26),  # 26: twelve of the first 64 requests are refused by chance
     "minute limit": (1, 53),  # 53: requests arrive in another order than they left
     "two clients": (1,),
-    "long answers": (1, 19),  # all slots in the first wave; answers of different length
+    # All slots in the first wave; answers of different length; a slow server that seems down before its first answer.
+    "long answers": (1, 19, 36),
 }
 
 
