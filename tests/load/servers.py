@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -106,6 +107,7 @@ class PlainServer(Backend):
         self.sent = self.refused = self.running = self.given_up = 0
         self.work = 0.0  # slot-seconds of all answers
         self.answers: list[float] = []
+        self.refused_rows: Counter[str] = Counter()  # by chance or because it was full
         self.turns: Callable[[int], int] = lambda row: 1  # of the agent of a row
         self._line: list[asyncio.Future[None]] = []
 
@@ -135,6 +137,7 @@ class PlainServer(Backend):
         full = self.running >= limits.slots(loop.time())
         if self.chance.random() < limits.refused or (full and not limits.queues):
             self.refused += 1
+            self.refused_rows[request.job_id] += 1
             await asyncio.sleep(TRAVEL)
             raise RateLimited("too many requests", status=429, retry_after=limits.retry_after)
         if full:

@@ -7,7 +7,6 @@ import json
 import logging
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -89,13 +88,13 @@ def test_a_server_that_takes_few_is_found_out_and_no_row_is_lost() -> None:
         running -= 1
 
     retries = []
-    for _ in range(5):  # waits are random: now and then a run is unlucky
+    for _ in range(5):  # waits are random
         running = 0
         results, statistics, _ = run_virtual(finish(ScriptedBackend(answer), 1_000))
         assert all(result.ok for result in results)
         assert 5 <= (statistics.max_inflight or 0) <= 20
         retries.append(statistics.retries)
-    assert median(retries) < 200
+    assert max(retries) <= 110
 
 
 def test_a_slow_server_with_a_long_queue_gets_fewer_after_timeouts() -> None:

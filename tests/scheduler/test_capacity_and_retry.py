@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity, LimitSearch
+from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity, LimitSearch, is_chance
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 
@@ -200,13 +202,30 @@ def test_an_answer_has_waited_if_it_took_much_longer_than_fast_ones(
 def test_a_refusal_is_taken_back_when_its_row_is_refused_again_and_others_are_not() -> None:
     capacity = Capacity(64)
     sent = capacity.generation
-    for _ in range(32):
+    for _ in range(12):
         capacity.overloaded(sent, 40, now=1.0, cause="bad")
     assert capacity.limit == 20
     assert not capacity.pardon("bad", answered=0.9), "nothing that was sent since was answered"
     assert capacity.pardon("bad", answered=1.1) and capacity.limit == 64
     assert not capacity.causes
     assert not refuse(capacity, 2), "and is not counted any more"
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_full"),
+    [
+        (24, False),  # less than half of those in flight: single rows may be the cause
+        (54, True),  # the server took ten of 64; a row that is refused twice was unlucky
+    ],
+)
+def test_a_refusal_is_not_taken_back_if_most_requests_were_refused_with_it(refused: int, is_full: bool) -> None:
+    capacity = Capacity(64)
+    sent = capacity.generation
+    for row in range(refused):
+        capacity.overloaded(sent, 64 - row, now=1.0, cause=row)
+    cause = next(cause for cause, (_, lowered, _) in capacity.causes.items() if lowered)
+    capacity.pardon(cause, answered=1.1)
+    assert (capacity.limit == 64) != is_full
 
 
 def test_a_refusal_is_not_taken_back_once_a_refused_row_was_answered() -> None:
@@ -236,6 +255,109 @@ def test_an_outage_leaves_no_refusal_to_take_back() -> None:
         capacity.overloaded(sent, 40, cause="bad")
     capacity.restart(64)
     assert not capacity.pardon("bad", answered=1.0) and capacity.limit == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "requests", "chance"),
+    [
+        (2, 2, True),  # too few to tell
+        (3, 4, False),
+        (3, 10, True),
+        (4, 10, False),
+        (12, 64, True),  # one first wave in ten thousand of a server that refuses a twentieth
+        (13, 64, False),
+        (14, 64, False),  # a server with 50 slots
+        (75, 1_000, True),
+        (126, 1_000, False),  # with many requests a tenth is hardly more than a tenth
+    ],
+)
+def test_refusals_of_about_a_tenth_may_be_chance(refused: int, requests: int, chance: bool) -> None:
+    assert is_chance(refused, requests) == chance
+
+
+@pytest.mark.parametrize(
+    ("at", "answers", "rows", "lowered"),
+    [
+        (40, 1, "a", False),  # the server took 63 before: one refusal at 40 may be chance
+        (40, 1, "ab", True),  # but not two in a round
+        (40, 45, "ab", False),
+        (40, 45, "aa", True),  # the row came back, and the server was still full
+        (63, 1, "a", True),  # the server was full at this number
+    ],
+)
+def test_a_refusal_at_a_clearly_smaller_number_than_before_is_confirmed_by_a_second(
+    at: int, answers: int, rows: str, lowered: bool
+) -> None:
+    capacity = full()
+    for _ in range(answers):
+        good(capacity)
+    capacity.limit = at
+    for row in rows:
+        capacity.overloaded(capacity.generation, at, cause=row)
+    assert (capacity.limit < at) == lowered
+
+
+@pytest.mark.parametrize(("rows", "lowered"), [(range(12), False), ([*range(9), 0, 1, 2], True), (range(13), True)])
+def test_more_refusals_than_a_tenth_are_tolerated_only_if_no_row_is_refused_twice(
+    rows: Iterable[int], lowered: bool
+) -> None:
+    capacity = Capacity(64, LimitSearch(64))
+    for row in rows:
+        capacity.overloaded(capacity.generation, 64, cause=row)
+    assert capacity.limit is not None and (capacity.limit < 64) == lowered
+
+
+@pytest.mark.parametrize(
+    ("numbers", "returns"),
+    [
+        ([50, 39, 30], False),  # another process may have come
+        ([50, 39, 30, 23], True),  # each time at a smaller number, and few refusals
+        ([50, 39, 30, 31], False),  # the server takes about 30
+        ([50, 45, 41, 37], False),  # others take more and more of it
+    ],
+)
+def test_the_limit_returns_to_where_it_was_if_refusals_do_not_follow_the_load(
+    numbers: list[int], returns: bool
+) -> None:
+    search = LimitSearch(64)
+    capacity = Capacity(None, search)
+    while capacity.search is not None:
+        capacity.overloaded(capacity.generation, 64)
+    for number in numbers:
+        good(capacity)
+        capacity.limit = number
+        before = capacity.generation
+        while capacity.generation == before:
+            capacity.overloaded(capacity.generation, number)
+    assert (capacity.search is search) == returns
+    if returns:
+        assert capacity.limit == numbers[-1], "it is not lowered any more"
+        for _ in range(64 - numbers[-1]):
+            good(capacity)
+        assert capacity.limit == search.limit == 64, "and every good answer adds one"
+
+
+def test_a_limit_without_a_ceiling_returns_to_what_the_server_took() -> None:
+    capacity = Capacity(None)
+    refuse(capacity, 100)
+    for number in (79, 62, 49, 38):
+        good(capacity)
+        capacity.limit = number
+        refuse(capacity, number)
+    for _ in range(100):
+        good(capacity)
+    assert capacity.limit is not None and capacity.limit > 80
+
+
+def test_the_way_back_is_shorter_at_a_server_that_has_grown() -> None:
+    def rounds(refused_at: int) -> int:
+        capacity = full()
+        good(capacity)
+        capacity.limit = refused_at
+        refuse(capacity, refused_at)
+        return rounds_until(refused_at - refused_at // 10, capacity)
+
+    assert rounds(256) < rounds(100)
 
 
 def full(now: float = 1.0) -> Capacity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,43 @@ def test_what_left_since_is_taken_off_what_the_headers_leave() -> None:
         rates.begin(0.0)
     rates.learn(Quota(requests=Allowance(100, 9, 60.0)), first, 9, Usage(), 1.0)  # said before the other nine came
     assert rates.free_at(1.0) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("apart", "order"),
+    [
+        (0.0, [0, 1, 2, 3, 4]),  # they arrived as they left: the last one reports that nothing remains
+        (0.0, [4, 3, 2, 1, 0]),  # the last one arrived first, and reports four that the others take
+        (0.0, [2]),  # the others may have arrived before it, or not
+        (2.0, [4]),  # seconds apart they arrive as they left
+        (2.0, [2]),  # two have left after it
+    ],
+)
+def test_requests_that_leave_together_arrive_in_any_order(apart: float, order: list[int]) -> None:
+    """Five requests of a limit of five. ``order``: which of them arrived first, second and so on, and report."""
+    rates = Rates()
+    rates.learn(Quota(requests=Allowance(5, 5, None)), None, 0, Usage(), 0.0)
+    sent = [rates.begin(apart * number) for number in range(5)]
+    arrived = sorted(range(5)) if apart else order
+    for number in order:
+        remaining = 4 - arrived.index(number)
+        rates.learn(Quota(requests=Allowance(5, remaining, None)), sent[number], 0, Usage(), 10.0)
+        assert rates.free_at(10.0) > 10.0
+    newest = apart * max(order)
+    assert rates.free_at(10.0) == newest + MINUTE + SLACK, "a minute after the newest that has reported"
+
+
+def test_a_bucket_that_fills_up_is_used_when_later_requests_report_more() -> None:
+    rates = Rates()
+    rates.learn(Quota(requests=Allowance(60, 3, None)), None, 0, Usage(), 0.0)
+    first, second = rates.begin(0.0), rates.begin(5.0)
+    rates.learn(Quota(requests=Allowance(60, 0, None)), first, 1, Usage(), 6.0)
+    assert rates.free_at(6.0) > 6.0
+    rates.learn(Quota(requests=Allowance(60, 4, None)), second, 0, Usage(), 7.0)
+    for _ in range(4):
+        assert rates.free_at(7.0) <= 7.0
+        rates.begin(7.0)
+    assert rates.free_at(7.0) > 7.0
 
 
 def test_what_requests_took_less_than_was_reserved_is_free_once_the_headers_tell() -> None:

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, median
 from typing import Literal
 
 import pytest
@@ -203,8 +203,12 @@ def test_a_server_that_grows_is_filled_within_thirty_rounds_of_answers(processes
 
 
 def test_a_server_that_shrinks_is_followed_within_a_few_rounds() -> None:
-    process = Process()
-    server = Server(lambda now: 128 if now < 60.0 else 32, [process], seed=1)
-    server.run(70.0)
-    assert (process.capacity.limit or 0) <= 36
-    assert sum(1 for at in process.refusals if at > 65.0) <= 8
+    late = []
+    for seed in range(5):
+        process = Process()
+        server = Server(lambda now: 128 if now < 60.0 else 32, [process], seed)
+        server.run(70.0)
+        assert (process.capacity.limit or 0) <= 36
+        late.append(sum(1 for at in process.refusals if at > 65.0))
+    assert median(late) <= 8
+    assert max(late) <= 24  # the refusals of one run look like chance, and the limit returns once

@@ -472,16 +472,16 @@ class EndpointMonitor:
             endpoint.server.flows_again(slot.sent_at)
         if endpoint.health.answer(seconds, slot.sent_at, now):
             endpoint.server.held_until = 0.0
-            self._comes_up(endpoint, now)
+            self._comes_up(endpoint, now, was_slow=slot.sent_at < endpoint.health.down_since)
 
-    def _comes_up(self, endpoint: Endpoint, now: float) -> None:
-        """Apply a recovery. The health is already set to good."""
+    def _comes_up(self, endpoint: Endpoint, now: float, *, was_slow: bool = False) -> None:
+        """Apply a recovery. The health is already good. ``was_slow``: it has what was sent before it seemed down."""
         for other in self.flights.at(endpoint):
             if other.heard_at:
                 self.flights.keep(other)
             elif self.flights.heard_at(other) > endpoint.health.down_since:
                 pass  # its answer is on its way
-            elif other.overdue or (other.sent_at < endpoint.health.down_since and not other.recalled):
+            elif other.overdue or (other.sent_at < endpoint.health.down_since and not (other.recalled or was_slow)):
                 self.flights.recall(other, now + endpoint.health.grace)
         self._scheduler.touch(endpoint)
         self._report(endpoint, now)
@@ -509,7 +509,8 @@ class EndpointMonitor:
         if server.inflight > 1:
             row = slot.ticket.row
             self.say(endpoint, capacity.overloaded(slot.generation, server.inflight, wait, now, cause=row))
-            if capacity.tolerates and not excessive and (not wait or server.answers >= PROVEN_ANSWERS):
+            is_row = not slot.ticket.control  # a control request was sent to find out whether the refusals concern all
+            if capacity.tolerates and is_row and not excessive and (not wait or server.answers >= PROVEN_ANSWERS):
                 return  # the server takes other requests meanwhile; only this one waits
             if wait > SHORT_WAIT and server.answers >= PROVEN_ANSWERS and not self._is_confirmed(endpoint, slot, now):
                 return  # the next request shows whether it concerns all rows

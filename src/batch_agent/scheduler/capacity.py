@@ -6,11 +6,13 @@ engine's reports about its queue (``LoadGuide``) change the limit too.
 A refusal (429, 503) may follow the load or come by chance, as from a proxy that refuses one request in fifty. Only
 refusals that follow the load lower the limit (``_is_tolerable``):
 
-- Until the server has shown its limit, refusals of up to a tenth of the requests are tolerated. A server that is full
-  refuses more than that, or soon will, because the limit grows.
-- After that, each refusal counts. But if refusals have lowered the limit far below what the server took
-  before, they do not follow the load. From then on refusals of up to a tenth are tolerated again, except at the limit
-  where the server was full.
+- Until the server has shown its limit, refusals of up to a tenth of the requests are tolerated, and what chance may
+  add to that (``is_chance``) as long as no row is refused twice. A server that is full refuses more than that, or soon
+  will, because the limit grows.
+- After that, each refusal counts at the number where the server was full. At a clearly smaller number one per round is
+  tolerated, once for a row: a full server refuses the row again as soon as it is sent again.
+- If refusals come at smaller and smaller numbers, and are few each time, they do not follow the load
+  (``_is_by_chance``). Then the limit returns to where it was before the first of them, and a tenth is tolerated again.
 
 A refusal that counts lowers the limit to half of the requests in flight, once per generation: requests sent before the
 limit fell give no evidence about the new limit. The limit grows back in three steps:
@@ -277,6 +279,7 @@ GIVEN_UP = 1 / 8  # part of the limit that is left to others after a refusal
 LEFT_TO_OTHERS = 1 / 4  # the same if the server took more before: others use it now, or it has become smaller
 ALIKE = 1 / 16  # two numbers differ by less than this part
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of slow growth; rounds until the pace doubles
+GROWN_PACE = 1  # ... if the refused number was more than twice the one before: the server has grown
 GROWN = 1 / 2  # part of the limit by which it grows per round at a server that takes more than before
 LONG = 1 / 8  # part of the time limit of a request: an answer that takes longer may have waited in a queue
 WAITED = 1.8  # an answer that took this many times the seconds of fast ones has waited
@@ -287,8 +290,12 @@ PAUSE = 3  # rounds before a refused number is tried again
 VAIN = 3  # refusals of a server with few requests, without an answer between them: it refuses all, for a while
 TOLERATED = 1 / 10  # part of the requests that a server may refuse before its limit is known
 LEAST_REFUSALS = 2  # ... and this many in any case
+DEVIATIONS = 2.5  # ... and what chance may add to it, in standard deviations
 WINDOW = 512  # answers, at least: after that, older answers and refusals count half
-FALLEN = 1 / 8  # of the requests that the server took: if refusals lower the limit below this, they come by chance
+MOST_SINGLE = 16  # refusals of requests in flight together; more, and more than half of them: the server is full
+# Refusals in a row, each at less than this part of the number before, that show that they do not follow the load. With
+# fewer than ``LEAST_CROWD`` in flight they show nothing.
+FALLS, FALL, LEAST_CROWD = 4, 4 / 5, 8
 Before = tuple[int | None, int | None, int, int, bool, LimitSearch | None]  # what ``pardon`` restores
 WAITS, MOST_WAITS = 3, 20  # the pause in Retry-Afters: WAITS times the square root of the limit, at most MOST_WAITS
 
@@ -300,6 +307,9 @@ class Capacity:
     _pace: float  # slots per round
     _answers: float  # since the limit changed; old ones count less
     _refused: float
+    _twice: int  # of these, rows that had been refused before
+    _all_answers: int  # since the limit fell
+    _all_refused: int
     _crowd: int  # most requests in flight when one was refused
     # Refused rows: the generation of the refusal, whether it lowered the limit, and when the first one came.
     causes: dict[Hashable, tuple[int, bool, float]]
@@ -338,7 +348,10 @@ class Capacity:
         self._probe_at = 0.0  # and the earliest time for that
         self.tolerates = False  # the last refusal did not count: the server takes other requests meanwhile
         self._tolerated = True  # a tenth of the requests may be refused
-        self._by_chance = False  # refusals lowered the limit too far
+        self._falls = 0  # refusals since the limit first fell that did not follow the load
+        self._at_first: tuple[LimitSearch | None, int | None] = (None, ceiling)  # the search and the limit before that
+        # The requests in flight when it fell: their generation, their number, and how many of them were refused.
+        self._wave, self._wave_crowd, self._wave_refused = -1, 0, 0
         self._first: list[float] = []  # seconds of the first answers, sorted
         self._rate = 0.0  # answers per second, while they take long
         self._taken = 0  # most requests that the server took when it refused one
@@ -359,6 +372,7 @@ class Capacity:
         """Lower the limit if a refusal follows the load: a request of ``generation`` was refused. ``wait``: the
         Retry-After. ``cause``: its row, whose next attempt shows whether the refusal concerned this row alone."""
         self.tolerates, self._last_refused = False, now
+        self._all_refused += 1
         self._old -= generation != self.generation
         if self._known is not None and not self._takes and inflight - 1 <= self._old and inflight <= self._taken / 2:
             self._vain += 1
@@ -366,30 +380,65 @@ class Capacity:
                 return self._dry_up(now)
         if generation != self.generation:
             self._taken -= generation == self.generation - 1
+            self._wave_refused += generation == self._wave
             return ""
         self._refused += 1
+        self._twice += cause in self.causes
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
         refused_at = self._crowd = max(self._crowd, refused_at)  # those that were refused before have left
-        if self._known is not None and self._answered and refused_at < FALLEN * self._taken:
-            self._tolerated = self._by_chance = True
-        self.tolerates = self._tolerated and inflight > 1 and self._is_tolerable(refused_at, inflight)
+        self.tolerates = inflight > 1 and self._is_tolerable(refused_at, inflight)
         if cause is not None:
             first = self.causes[cause][2] if cause in self.causes else now
             self.causes[cause] = self.generation, not self.tolerates, first
-        return "" if self.tolerates else self._lower(refused_at, inflight, wait, now)
+        if self.tolerates:
+            return ""
+        if self._is_by_chance(refused_at):
+            self._return()
+            self.tolerates = True
+            return ""
+        return self._lower(refused_at, inflight, wait, now)
 
     def _is_tolerable(self, refused_at: int, inflight: int) -> bool:
-        if self._known is not None and refused_at >= self._refused_at - 1:  # the server was full at this number
-            return self._refused <= 1
-        return self._refused <= LEAST_REFUSALS + TOLERATED * (self._answers + inflight)
+        if self._known is not None and refused_at >= (1 - ALIKE) * self._refused_at - 1:  # it was full at this number
+            return self._tolerated and self._refused <= 1
+        if not self._tolerated:
+            return self._answered and not self._twice and self._refused <= 1 + self._answers / inflight
+        requests = self._answers + inflight
+        return self._refused <= LEAST_REFUSALS + TOLERATED * requests or (
+            not self._twice and is_chance(self._refused, requests)
+        )
+
+    def _is_by_chance(self, refused_at: int) -> bool:
+        """Return whether refusals do not follow the load: they come at smaller and smaller numbers, few each time. A
+        server that others use, or that has become smaller, refuses many when the number falls, and then about there."""
+        if self._known is None or not self._answered:
+            return False
+        if refused_at >= self._refused_at or not is_chance(self._all_refused, self._all_answers + refused_at):
+            self._falls = 0
+        elif LEAST_CROWD <= refused_at < FALL * self._refused_at:
+            self._falls += 1
+        return self._falls >= FALLS
+
+    def _return(self) -> None:
+        """Let the limit grow back to where it was before it first fell: every good answer adds one."""
+        self.search, most = self._at_first
+        self._known = self._refused_at = max(1, self._taken if most is None else most)
+        if self.search is not None:
+            self.search.forget()
+        self._falls, self._tolerated = 0, True
+        self._forget_causes()
+        self._climb_from(0.0)
 
     def pardon(self, cause: Hashable, answered: float) -> str:
         """Take back what a refusal of this row did to the limit: the row is refused again, and others are not.
         ``answered``: when the newest answered request was sent. Those that were sent before the refusal came may have
-        been the last that the server takes in a minute."""
+        been the last that the server takes in a minute. If most requests that were in flight together were refused, the
+        server is full, and a row that was refused twice has only been unlucky."""
         if cause in self.causes and answered < self.causes[cause][2]:
             if self.causes[cause][1]:
                 self._plea = cause
+            return ""
+        if self._before is not None and self._wave_refused > max(MOST_SINGLE, self._wave_crowd / 2):
             return ""
         generation, lowered, _ = self.causes.pop(cause, (-1, False, 0.0))
         if generation == self.generation:
@@ -423,13 +472,19 @@ class Capacity:
         if self._before is None:
             before = self.limit, self._known, self._refused_at, self._taken, self._tolerated, self.search
             self._before = before
-        gain = 0.0
+            self._wave, self._wave_crowd, self._wave_refused = self.generation, refused_at, int(self._refused)
+        if self._known is None or self.search is not None:
+            self._at_first = self.search, self.limit if self.search is None else self.search.limit
+            self._falls = 0
+        gain, pace = 0.0, PACE
         if self._answered or self._known is None:  # else the server is still full, which is no new evidence
             # A limit of one tries two sooner than the rule says, because it is the smallest.
             fewer = refused_at < (1 - ALIKE) * self._refused_at
             given_up = LEFT_TO_OTHERS if fewer else GIVEN_UP
             self._taken = self._taken if fewer else refused_at - int(self._refused)
             known = max(1.5, refused_at * (1 - given_up) - 1)
+            if self._known is not None and refused_at > 2 * self._refused_at:
+                pace = GROWN_PACE
             self._known, self._refused_at = int(known), refused_at
             gain = known - self._known
             self._pause = PAUSE
@@ -440,8 +495,8 @@ class Capacity:
         self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = self._takes = False
         self._lowered_at, self._old = now, inflight - 1
-        self._tolerated = self._by_chance
-        self._climb_from(gain)
+        self._tolerated = False
+        self._climb_from(gain, pace)
         return "the server is overloaded"
 
     def timed_out(self, meanwhile: int, seconds: float) -> str:
@@ -500,6 +555,7 @@ class Capacity:
         if self._plea in self.causes and (reason := self.pardon(self._plea, sent_at)):
             return reason
         self._answers += 1
+        self._all_answers += 1
         if self._answers >= WINDOW and self._answers >= 4 * (self.limit or 0):
             self._answers, self._refused, self._crowd = self._answers / 2, self._refused / 2, 0
         limit, known = self.limit, self._known
@@ -618,9 +674,16 @@ class Capacity:
             self._known = self.ceiling
 
     def _count_anew(self) -> None:
-        self._answers, self._refused, self._crowd = 0.0, 0.0, 0
+        self._answers, self._refused, self._crowd, self._twice = 0.0, 0.0, 0, 0
 
-    def _climb_from(self, gain: float) -> None:
+    def _climb_from(self, gain: float, pace: float = PACE) -> None:
         self.generation += 1
         self._count_anew()
-        self._gain, self._pace = gain, PACE
+        self._gain, self._pace = gain, pace
+        self._all_answers = self._all_refused = 0
+
+
+def is_chance(refused: float, requests: float) -> bool:
+    """Return whether that many refusals may come from a server that refuses a tenth of all requests by chance."""
+    tolerated = TOLERATED * requests
+    return refused <= max(LEAST_REFUSALS, tolerated + DEVIATIONS * sqrt(tolerated))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import NamedTuple
 
 from batch_agent.messages import Allowance, Quota, Usage
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
@@ -39,9 +40,10 @@ class RateWindow:
         self._left: int | None = None  # remaining after the request whose answer reported it, until ``_resets_at``
         self._resets_at = inf
         self._period = MINUTE
-        self._told_by: int | None = None  # the number of that request; None: unknown
+        self._reports: dict[int, int] = {}  # what answers reported as remaining, by the number of the request
+        self._newest: Departure | None = None  # the newest of these requests
         self._least: float = inf  # the smallest reported remainder without request numbers
-        self._since: dict[int, int] = {}  # usage of the requests that left after it, by number
+        self._since: dict[int, int] = {}  # usage of requests that the reports may not include, by number
         self._taken = 0  # sum of ``_since``
 
     def allot(self, share: int | None) -> None:
@@ -89,6 +91,7 @@ class RateWindow:
         if now >= self._resets_at and self._full is not None:
             self._left, self._resets_at = self._full, now + self._period + RESET_SLACK
             self._since.clear()
+            self._reports.clear()
             self._taken, self._least = 0, inf
         if now >= self._resets_at or self._taken + amount <= self._left or not amount:
             return now
@@ -139,9 +142,12 @@ class RateWindow:
             self._since[number] = self._since.get(number, 0) + more
             self._taken += more
 
-    def learn(self, allowance: Allowance, number: int | None, on_its_way: int, now: float) -> None:
-        """Learn the provider's report in the answer to request ``number``. None: the number is unknown, so all requests
-        in flight (``on_its_way``) may have left after it."""
+    def learn(self, allowance: Allowance, sent: Departure | None, on_its_way: int, now: float) -> None:
+        """Learn the provider's report in the answer to a request. ``sent`` None: it left before requests were counted,
+        so all requests in flight (``on_its_way``) may have left after it.
+
+        Requests that left together arrive in any order, so a report may not include requests that left shortly
+        before. Of the reports of such requests the smallest remainder includes all that have reported."""
         if allowance.limit is not None:
             self._full = allowance.limit
         if allowance.remaining is None:
@@ -150,28 +156,36 @@ class RateWindow:
             self._left = None
             return
         is_over = now >= self._resets_at
-        if number is None:
-            # Answers do not arrive in the order in which requests left. The smallest reported remainder includes all of
-            # them.
+        if is_over:
+            self._reports.clear()
+        if sent is None:
             self._least = allowance.remaining if is_over else min(self._least, allowance.remaining)
             left = int(self._least) + self._taken - on_its_way
-            older = self._told_by is not None and self._left is not None and left > self._left
+            if self._newest is not None and self._left is not None and left > self._left and not is_over:
+                return
         else:
-            left = allowance.remaining
-            older = self._told_by is not None and number < self._told_by
-            self._told_by = number if self._told_by is None else max(self._told_by, number)
-        if older and not is_over:
-            return
-        if number is not None:
-            self._forget_up_to(number)
+            if self._newest is None or sent.number > self._newest.number:
+                self._newest = sent
+                self._forget_up_to(sent.arrived)
+            elif sent.number <= self._newest.arrived and not is_over:
+                return  # newer reports include it
+            self._reports[sent.number] = allowance.remaining
+            self._note(sent.number, None)
+            left = min(self._reports.values())
         resets_in = MINUTE if allowance.resets_in is None else allowance.resets_in
         self._period = max(self._period, resets_in) if self._left is not None else resets_in
-        self._left, self._resets_at = left, now + resets_in + min(RESET_SLACK, resets_in)
+        if self._newest is not None and allowance.resets_in is None:  # it is counted for a minute since it arrived
+            resets_at = self._newest.at + MINUTE + SLACK
+        else:
+            resets_at = now + resets_in + min(RESET_SLACK, resets_in)
+        self._left, self._resets_at = left, resets_at
 
     def _forget_up_to(self, number: int) -> None:
-        """Remove usage that the provider's report already includes."""
+        """Remove requests that the newest report includes for certain."""
         while self._since and (first := next(iter(self._since))) <= number:
             self._note(first, None)
+        for told in [told for told in self._reports if told <= number]:
+            del self._reports[told]
 
 
 LEAST_DROUGHT = 5.0  # seconds in which every request is refused, also one alone: then a limit per minute is used up
@@ -247,13 +261,26 @@ class LearntRate:
         return self._leave[len(self._leave) - self.limit]
 
 
+class Departure(NamedTuple):
+    """The number of a request in sending order, and when it left. Requests up to ``arrived`` left at least ``SLACK``
+    seconds earlier, and arrive first."""
+
+    number: int
+    arrived: int
+    at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What one request reserved: its expected usage, its limits, and its number in sending order."""
+    """What one request reserved: its expected usage, its limits, and when it left."""
 
     expected: Usage
-    number: int
+    sent: Departure
     kinds: frozenset[str]
+
+    @property
+    def number(self) -> int:
+        return self.sent.number
 
 
 NOTHING = Usage()
@@ -265,6 +292,10 @@ class Rates:
         self.limit(rpm, tpm)
         self._expected = NOTHING  # usage of the latest request
         self._number = 0  # number of the latest request that left
+        self._leaving: deque[tuple[float, int]] = (
+            deque()
+        )  # requests of the last moment: when they left, and their number
+        self._arrived = 0  # all up to this number have left before that
         self.learnt: LearntRate | None = None  # once a provider has refused every request
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
@@ -303,11 +334,19 @@ class Rates:
 
     def begin(self, now: float) -> Reservation:
         """Count a request that has its slot. Its usage is assumed to equal that of the latest."""
-        self._number += 1
-        self._count(self._number, now)
+        sent = self._depart(now)
+        self._count(sent.number, now)
         if self.learnt is not None:
             self.learnt.take(now)
-        return self._reserve(self._expected, self._number)
+        return self._reserve(self._expected, sent)
+
+    def _depart(self, now: float) -> Departure:
+        """Return the next number."""
+        self._number += 1
+        while self._leaving and self._leaving[0][0] <= now - SLACK:
+            self._arrived = self._leaving.popleft()[1]
+        self._leaving.append((now, self._number))
+        return Departure(self._number, self._arrived, now)
 
     def count_again(self, reservation: Reservation, now: float) -> None:
         """Count a request again that leaves later than it was counted: twice is safer than too early."""
@@ -317,18 +356,18 @@ class Rates:
         if (requests := self._windows.get("requests")) is not None:
             requests.take(number, 1, now)
 
-    def _reserve(self, expected: Usage, number: int) -> Reservation:
+    def _reserve(self, expected: Usage, sent: Departure) -> Reservation:
         for kind, window in self._windows.items():
             if kind != "requests":
-                window.reserve(number, _amount(kind, expected, 0))
-        return Reservation(expected, number, frozenset(self._windows))
+                window.reserve(sent.number, _amount(kind, expected, 0))
+        return Reservation(expected, sent, frozenset(self._windows))
 
     def unreserve(self, reservation: Reservation) -> Reservation:
         """Return the reservation without its expected usage, for a request that waits for permission: many requests
         that each hold a part would block each other."""
         for kind in reservation.kinds - {"requests"}:
             self._windows[kind].unreserve(reservation.number, _amount(kind, reservation.expected, 0))
-        return Reservation(NOTHING, reservation.number, reservation.kinds)
+        return Reservation(NOTHING, reservation.sent, reservation.kinds)
 
     def reserve(self, reservation: Reservation, expected: Usage, now: float) -> Reservation | None:
         """Reserve the expected usage of a request without reservations. Returns None if it must wait until ``free_at``,
@@ -336,10 +375,10 @@ class Rates:
         self._expected = expected
         if self._free_at(expected, now, 0) > now:
             return None
-        self._number += 1
+        sent = self._depart(now)
         if (requests := self._windows.get("requests")) is not None:
-            requests.renumber(reservation.number, self._number, 1)
-        return self._reserve(expected, self._number)
+            requests.renumber(reservation.number, sent.number, 1)
+        return self._reserve(expected, sent)
 
     def settle(self, reservation: Reservation, used: Usage | None, now: float) -> None:
         """Replace the reserved amount by what the request used; None: unknown."""
@@ -360,8 +399,8 @@ class Rates:
             self._expected = used
         for kind, allowance in _allowances(quota).items():
             window = self._windows.setdefault(kind, RateWindow())
-            number = None if reservation is None or kind not in reservation.kinds else reservation.number
-            window.learn(allowance, number, inflight * _amount(kind, self._expected, 1), now)
+            sent = None if reservation is None or kind not in reservation.kinds else reservation.sent
+            window.learn(allowance, sent, inflight * _amount(kind, self._expected, 1), now)
 
 
 def _amount(kind: str, usage: Usage, requests: int) -> int:
