@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from batch_agent.errors import StoreError
-from batch_agent.record.steps import Step
 from batch_agent.value_type import value_type
 
 
@@ -14,13 +13,6 @@ class Identity:
 
     key: bytes
     row: bytes
-
-
-@value_type
-class Entry:
-    agent: int  # the agent that took the step; the number is unique in this journal
-    identity: Identity
-    step: Step
 
 
 @value_type

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
 import orjson
@@ -29,7 +29,7 @@ from batch_agent.errors import JobError, StoreError
 from batch_agent.files.results import to_json
 from batch_agent.job import AgentResult
 from batch_agent.messages import Message, content_shown
-from batch_agent.record.base import Account, Entry, Identity, Outlay
+from batch_agent.record.base import Account, Identity, Outlay
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
@@ -167,8 +167,18 @@ UNKNOWN_OUTCOME = (
     "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
     "effect. It was not run again. Find out before you repeat it."
 )
-NOBODY = Identity(b"", b"")
 NOTHING = Past(0, ())  # the record of a new agent
+
+
+@value_type
+class LeasedIdentity(Identity):
+    """The identity of an agent that works under a lease."""
+
+    row_lease: RowLease
+
+
+NOBODY = LeasedIdentity(b"", b"", RowLease("", "", 0, -1))
+Entry: TypeAlias = tuple[int, LeasedIdentity, Step]  # a step that waits for its commit, with its agent's number
 
 
 class FailedBefore(JobError):
@@ -203,7 +213,7 @@ class Trail:
     def __init__(
         self,
         journal: Journal | None = None,
-        identity: Identity = NOBODY,
+        identity: LeasedIdentity = NOBODY,
         past: Past | None = None,
         *,
         retried: bool = False,
@@ -244,8 +254,8 @@ class Trail:
         if self._journal is not None:
             if self._restarts:
                 self._restarts = False
-                self._journal.add(Entry(self.agent, self._identity, Restarted(self.past.spent or Spent())))
-            self._commit = self._journal.add(Entry(self.agent, self._identity, step))
+                self._journal.add(self.agent, self._identity, Restarted(self.past.spent or Spent()))
+            self._commit = self._journal.add(self.agent, self._identity, step)
 
     @property
     def is_settled(self) -> bool:
@@ -261,18 +271,12 @@ class Trail:
 T = TypeVar("T")
 
 GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
-# A commit to another process wakes both, so it waits longer while the commits before it had MANY records.
-GATHERING_FAR, MANY = 0.024, 16
+# While the commit before it had MANY records, it waits this many times as long: a commit costs as much as the records
+# of several turns. One to another process wakes both, and waits longer still.
+BUSY, BUSY_FAR, MANY = 2, 4, 16
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
-
-
-@value_type
-class LeasedIdentity(Identity):
-    """The identity of an agent that works under a lease."""
-
-    row_lease: RowLease
 
 
 class Journal:
@@ -326,11 +330,11 @@ class Journal:
     def new_agent(self) -> int:
         return next(self._numbers)
 
-    def add(self, entry: Entry) -> int:
-        """Add a step to the next commit. Returns the number of that commit, for ``wait``."""
+    def add(self, agent: int, identity: LeasedIdentity, step: Step) -> int:
+        """Add a step of an agent to the next commit. Returns the number of that commit, for ``durable``."""
         if self._failure is not None:
             raise self._failure
-        self._entries.append(entry)
+        self._entries.append((agent, identity, step))
         self._wake()
         return self._gathering
 
@@ -421,7 +425,7 @@ class Journal:
         entries, self._entries = self._entries, []
         results, self._results = self._results, []
         self._touched = False
-        self._pause = GATHERING if self._store.instant or len(entries) < MANY else GATHERING_FAR
+        self._pause = GATHERING * (1 if len(entries) < MANY else BUSY if self._store.instant else BUSY_FAR)
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
@@ -439,16 +443,14 @@ class Journal:
         outlay: Outlay,
     ) -> set[str]:
         steps: dict[tuple[str, int], tuple[RowLease, list[KeptStep]]] = {}  # by place and token
-        for entry in entries:
-            identity = entry.identity
-            lease: RowLease = identity.row_lease  # type: ignore[attr-defined]  # each is a LeasedIdentity
-            step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
+        for agent, identity, step in entries:
+            lease, kept = identity.row_lease, KeptStep(agent, identity.key, identity.row, *encode(step))
             place = lease.place, lease.token
             found = steps.get(place)
             if found is None:
-                steps[place] = lease, [step]
+                steps[place] = lease, [kept]
             else:
-                found[1].append(step)
+                found[1].append(kept)
         changes = []
         for lease, result in results:
             error = "" if result.error is None else result.error.type
