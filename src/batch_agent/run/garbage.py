@@ -18,10 +18,10 @@ THRESHOLD = 10_000
 
 
 async def collecting_rarely(work: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of ``work``. A higher threshold, or a collector that is off, stays as it is. A threshold that is
-    changed meanwhile is kept; so of several runs at once, the end of the first one sets it back."""
-    young, *older = before = gc.get_threshold()
-    raised = (THRESHOLD, *older) if 0 < young < THRESHOLD else before
+    """Return the result of ``work``. A higher threshold, or a collector that is off, stays as it is. A threshold that
+    is changed meanwhile is kept; so of several runs at once, the end of the first one sets it back."""
+    before = gc.get_threshold()
+    raised = (THRESHOLD, *before[1:]) if 0 < before[0] < THRESHOLD else before
     gc.set_threshold(*raised)
     try:
         return await work()
