@@ -335,7 +335,8 @@ class Journal:
         if self._failure is not None:
             raise self._failure
         self._entries.append((agent, identity, step))
-        self._wake()
+        if not self._gathering_since or len(self._entries) + len(self._results) >= BACKLOG:
+            self._wake()
         return self._gathering
 
     def publish(self, lease: RowLease, result: AgentResult[object]) -> int:
