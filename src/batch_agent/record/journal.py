@@ -271,9 +271,8 @@ class Trail:
 T = TypeVar("T")
 
 GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
-# While the commit before it had MANY records, it waits this many times as long: a commit costs as much as the records
-# of several turns. One to another process wakes both, and waits longer still.
-BUSY, BUSY_FAR, MANY = 2, 4, 16
+# A commit to another process wakes both, so it waits longer while the commits before it had MANY records.
+GATHERING_FAR, MANY = 0.024, 16
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
@@ -426,7 +425,7 @@ class Journal:
         entries, self._entries = self._entries, []
         results, self._results = self._results, []
         self._touched = False
-        self._pause = GATHERING * (1 if len(entries) < MANY else BUSY if self._store.instant else BUSY_FAR)
+        self._pause = GATHERING if self._store.instant or len(entries) < MANY else GATHERING_FAR
         self._committing_since, self._gathering_since = self._gathering_since, 0.0
         number = self._gathering
         self._gathering += 1
