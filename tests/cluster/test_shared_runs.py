@@ -17,6 +17,8 @@ from redis_servers import RedisServer, needs_redis
 
 from batch_agent import AgentContext, BatchAgent, SpecError, Tool
 from batch_agent.errors import StoreError
+from batch_agent.messages import Message
+from batch_agent.record import row_json
 from batch_agent.record.address import StoreAddress
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.joining import JoinedWorker, NoRunCame, WorkReport
@@ -79,6 +81,21 @@ async def impatient(url: str) -> WorkReport:
         return await JoinedWorker(store, Trust(), import_from=HERE, wait=20.0).work()
     finally:
         store.close()
+
+
+async def test_a_transcript_is_decoded_when_it_is_first_read(
+    server: ScriptedServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, texts = list[int](), row_json._texts
+
+    def noted(data: bytes, index: int) -> tuple[str, tuple[Message, ...]]:
+        decoded.append(index)
+        return texts(data, index)
+
+    monkeypatch.setattr(row_json, "_texts", noted)
+    results = await BatchAgent.run(**options(server, url, 3), progress=False)
+    assert [result.input for result in results] == [{"row": f"row {row}"} for row in range(3)] and not decoded
+    assert [message.content for message in results[1].messages] == ["Do row 1", "said: Do row 1"] and decoded == [1]
 
 
 async def test_every_row_is_done_once_whichever_worker_has_it(server: ScriptedServer, url: str) -> None:

@@ -25,7 +25,7 @@ from batch_agent.record.journal import (
     Trail,
 )
 from batch_agent.record.steps import Done, Spent
-from batch_agent.record.store import Account, Entry, KeptStep, Outlay, RowChange, RowLease
+from batch_agent.record.store import Account, KeptStep, Outlay, RowChange, RowLease
 from batch_agent.testing import virtual_clock
 
 
@@ -87,9 +87,9 @@ def lease(row: int = 0) -> RowLease:
     return RowLease(str(row), str(row), 1, row)
 
 
-def entry(agent: int = 1, row: int = 0) -> Entry:
+def entry(agent: int = 1, row: int = 0) -> tuple[int, LeasedIdentity, Done]:
     identity = LeasedIdentity(b"k", b"r", lease(row))
-    return Entry(agent, identity, Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5)))
+    return agent, identity, Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5))
 
 
 def result(row: int, *, resumed: bool = False) -> AgentResult[object]:
@@ -108,9 +108,9 @@ async def until_committing() -> None:
 async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        first = book.add(entry(1))
+        first = book.add(*entry(1))
         await until_committing()
-        later = [book.add(entry(agent)) for agent in range(2, 10)]
+        later = [book.add(*entry(agent)) for agent in range(2, 10)]
         assert set(later) == {first + 1}
         disk.may_commit.release(2)
         await asyncio.gather(*(settled(book, number) for number in (first, *later)))
@@ -126,16 +126,16 @@ async def test_a_busy_worker_sends_larger_commits_to_another_process(instant: bo
     disk, clock = Disk(instant=instant), asyncio.get_running_loop().time
     disk.may_commit.release(2)
     async with journal(disk) as book:
-        await settled(book, [book.add(entry(agent)) for agent in range(1, records + 1)][-1])
+        await settled(book, [book.add(*entry(agent)) for agent in range(1, records + 1)][-1])
         begun = clock()
-        await settled(book, book.add(entry(records + 1)))
+        await settled(book, book.add(*entry(records + 1)))
         assert clock() - begun == pytest.approx(waits)
 
 
 async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        waiting = asyncio.ensure_future(settled(book, book.add(entry())))
+        waiting = asyncio.ensure_future(settled(book, book.add(*entry())))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not waiting.done()
@@ -146,7 +146,7 @@ async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> Non
 async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        number = book.add(entry())
+        number = book.add(*entry())
         one, other = (asyncio.ensure_future(settled(book, number)) for _ in range(2))
         await until_committing()
         one.cancel()
@@ -159,8 +159,8 @@ async def test_a_result_and_the_steps_before_it_are_one_change_of_one_commit() -
     disk = Disk()
     ends: list[tuple[set[str], list[RowLease]]] = []
     async with journal(disk, on_committed=lambda lost, ended: ends.append((lost, list(ended)))) as book:
-        book.add(entry(1, row=4))
-        book.add(entry(2, row=5))
+        book.add(*entry(1, row=4))
+        book.add(*entry(2, row=5))
         book.publish(lease(4), result(4, resumed=True))
         await until_committing()
         assert ends == []
@@ -195,14 +195,14 @@ async def test_a_failed_commit_reaches_everyone_who_waits_and_everyone_after() -
     disk = Disk()
     disk.error = StoreError("the disk is full")
     async with journal(disk) as book:
-        first = asyncio.ensure_future(settled(book, book.add(entry())))
+        first = asyncio.ensure_future(settled(book, book.add(*entry())))
         await until_committing()
-        second = asyncio.ensure_future(settled(book, book.add(entry())))
+        second = asyncio.ensure_future(settled(book, book.add(*entry())))
         disk.may_commit.release()
         outcomes = await asyncio.gather(first, second, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the disk is full"] * 2
         with pytest.raises(StoreError, match="full"):
-            book.add(entry())
+            book.add(*entry())
         with pytest.raises(StoreError, match="full"):
             await book.flush()
     assert disk.commits == []
@@ -214,16 +214,16 @@ async def test_an_unforeseen_error_of_the_store_stops_the_run_as_a_store_error()
     async with journal(disk) as book:
         disk.may_commit.release()
         with pytest.raises(StoreError, match="oops"):
-            await settled(book, book.add(entry()))
+            await settled(book, book.add(*entry()))
 
 
 async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caught_up() -> None:
     disk, told = Disk(), list[bool]()
     async with journal(disk, on_backlog=told.append) as book:
-        book.add(entry())
+        book.add(*entry())
         await until_committing()
         for _ in range(BACKLOG):
-            book.add(entry())
+            book.add(*entry())
         assert told == [True]
         disk.may_commit.release(2)
         await book.flush()
@@ -233,7 +233,7 @@ async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caugh
 async def test_many_waiters_go_on_a_few_at_a_time() -> None:
     disk = Disk()
     async with journal(disk) as book:
-        number = book.add(entry())
+        number = book.add(*entry())
         awake = 0
 
         async def wait() -> None:
@@ -257,7 +257,7 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
     account = Purse()
     async with journal(disk, account=account) as book:
         trail = Trail(book, LeasedIdentity(b"k", b"r", lease()))
-        trail.add(entry().step)
+        trail.add(entry()[2])
         await trail.settle()
         assert (disk.outlay, account.told) == (Outlay(45, 0.75, (100, 1.0)), [None])
         book.touch()
@@ -285,7 +285,7 @@ async def test_a_commit_that_takes_long_is_overdue_until_it_is_done() -> None:
     disk = Disk()
     told: list[bool] = []
     async with journal(disk, on_overdue=told.append) as book:
-        number = book.add(entry())
+        number = book.add(*entry())
         await asyncio.sleep(0.9 * OVERDUE)
         assert told == []
         await asyncio.sleep(0.2 * OVERDUE)
@@ -299,7 +299,7 @@ async def test_after_a_failed_commit_nothing_counts_as_durable_any_more() -> Non
     disk = Disk()
     disk.error = StoreError("the disk is full")
     async with journal(disk) as book:
-        number = book.add(entry())
+        number = book.add(*entry())
         book.publish(lease(0), result(0))
         disk.may_commit.release(10)
         with pytest.raises(StoreError, match="full"):

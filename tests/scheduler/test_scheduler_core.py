@@ -68,6 +68,40 @@ def test_max_agents_counts_agents_that_hold_no_slot() -> None:
     assert scheduler.has_room()
 
 
+@given(
+    limit=st.integers(1, 3),
+    steps=st.lists(st.sampled_from(["ask", "answer", "fail", "pause", "down", "control"]), max_size=30),
+)
+def test_a_turn_that_may_go_at_once_goes_when_grant_would_let_it(limit: int, steps: list[str]) -> None:
+    """Two schedulers see the same events. One gives slots at once where it can, the other only with ``grant``."""
+    pair = [(Scheduler(max_inflight=limit), list[Slot]()) for _ in range(2)]
+    at_once = 0
+    for step in steps:
+        for place, (scheduler, held) in enumerate(pair):
+            if step == "ask":
+                scheduler.start_agent()
+                ticket = scheduler.request(AgentForecast(), 0, 0.0, at_once=place == 0)
+                if ticket.slot is not None:
+                    at_once += 1
+                    held.append(ticket.slot)
+            elif step in ("answer", "fail") and held:
+                slot = held.pop(0)
+                scheduler.give_back(slot)
+                if step == "fail":
+                    scheduler.again(slot)
+            elif step == "pause":
+                scheduler.paused = not scheduler.paused
+            elif step == "down":
+                scheduler.endpoints[0].health.go_down(0.0)
+            elif step == "control":
+                scheduler.control(scheduler.endpoints[0])
+            held += granted(scheduler)
+        (first, its), (second, others) = pair
+        assert [slot.trial for slot in its] == [slot.trial for slot in others]
+        assert (first.inflight, first.waiting, len(first.aside)) == (second.inflight, second.waiting, len(second.aside))
+    assert at_once or "ask" not in steps[:1]
+
+
 def test_an_agent_cannot_end_twice() -> None:
     with pytest.raises(InternalError):
         Scheduler().end_agent(AgentForecast(), 0)

@@ -515,10 +515,13 @@ class Slots:
     ) -> Ticket:
         """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``withdraw``."""
         now = self.clock()
-        ticket = self.scheduler.request(progress, turns, now, pinned)
+        ticket = self.scheduler.request(progress, turns, now, pinned, at_once=not self.refusal)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
-        self._grant(now)  # it leaves no more room for agents than before
+        if ticket.slot is not None:
+            self._watcher.sent(ticket.slot)
+        else:
+            self._grant(now)  # it leaves no more room for agents than before
         if len(self.scheduler.endpoints) > 1 or self._watcher.undecided:
             self._check_idle()
         return ticket

@@ -727,15 +727,19 @@ class Recorder(TypedSink):
         """Add a turn that ended at ``at`` after ``seconds``. ``tokens``: of the prompt, the cached part, the answer;
         and the seconds to its first one."""
         start = at - seconds
-        waited = max(0.0, start - row.ready)
-        backoff = min(waited, row.backoff)
-        place = "turn", start, at, row.index, turn, endpoint
-        self.add((*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens))
+        waited, backoff = start - row.ready, row.backoff
+        if waited < 0.0:
+            waited = 0.0
+        if backoff:
+            backoff = min(waited, backoff)
+            waited, backoff = waited - backoff, round(backoff, 3)
+        self.add(("turn", start, at, row.index, turn, endpoint, round(waited, 3), backoff, error, message, *tokens))
 
     def add(self, span: Span) -> None:
         if len(self._spans) < WAITING:
             self._spans.append(span)
-        self._notice()
+        if self.on_event is not None:
+            self.on_event()
 
     def _notice(self) -> None:
         if self.on_event is not None:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
 import orjson
@@ -32,7 +32,7 @@ from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
-from batch_agent.record.store import Account, Entry, Identity, KeptStep, Outlay, RowChange, RowLease, WorkStore
+from batch_agent.record.store import Account, Identity, KeptStep, Outlay, RowChange, RowLease, WorkStore
 from batch_agent.value_type import value_type
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
@@ -166,8 +166,18 @@ UNKNOWN_OUTCOME = (
     "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
     "effect. It was not run again. Find out before you repeat it."
 )
-NOBODY = Identity(b"", b"")
 NOTHING = Past(0, ())  # the record of a new agent
+
+
+@value_type
+class LeasedIdentity(Identity):
+    """The identity of an agent that works under a lease."""
+
+    row_lease: RowLease
+
+
+NOBODY = LeasedIdentity(b"", b"", RowLease("", "", 0, -1))
+Entry: TypeAlias = tuple[int, LeasedIdentity, Step]  # a step that waits for its commit, with its agent's number
 
 
 class FailedBefore(JobError):
@@ -202,7 +212,7 @@ class Trail:
     def __init__(
         self,
         journal: Journal | None = None,
-        identity: Identity = NOBODY,
+        identity: LeasedIdentity = NOBODY,
         past: Past | None = None,
         *,
         retried: bool = False,
@@ -243,8 +253,8 @@ class Trail:
         if self._journal is not None:
             if self._restarts:
                 self._restarts = False
-                self._journal.add(Entry(self.agent, self._identity, Restarted(self.past.spent or Spent())))
-            self._commit = self._journal.add(Entry(self.agent, self._identity, step))
+                self._journal.add(self.agent, self._identity, Restarted(self.past.spent or Spent()))
+            self._commit = self._journal.add(self.agent, self._identity, step)
 
     @property
     def is_settled(self) -> bool:
@@ -265,13 +275,6 @@ GATHERING_FAR, MANY = 0.024, 16
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and results that may wait for the disk; above that, no new agent starts
 AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
-
-
-@value_type
-class LeasedIdentity(Identity):
-    """The identity of an agent that works under a lease."""
-
-    row_lease: RowLease
 
 
 class Journal:
@@ -325,12 +328,13 @@ class Journal:
     def new_agent(self) -> int:
         return next(self._numbers)
 
-    def add(self, entry: Entry) -> int:
-        """Add a step to the next commit. Returns the number of that commit, for ``wait``."""
+    def add(self, agent: int, identity: LeasedIdentity, step: Step) -> int:
+        """Add a step of an agent to the next commit. Returns the number of that commit, for ``durable``."""
         if self._failure is not None:
             raise self._failure
-        self._entries.append(entry)
-        self._wake()
+        self._entries.append((agent, identity, step))
+        if not self._gathering_since or len(self._entries) + len(self._results) >= BACKLOG:
+            self._wake()
         return self._gathering
 
     def publish(self, lease: RowLease, result: AgentResult[object]) -> int:
@@ -438,16 +442,14 @@ class Journal:
         outlay: Outlay,
     ) -> set[str]:
         steps: dict[tuple[str, int], tuple[RowLease, list[KeptStep]]] = {}  # by place and token
-        for entry in entries:
-            identity = entry.identity
-            lease: RowLease = identity.row_lease  # type: ignore[attr-defined]  # each is a LeasedIdentity
-            step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
+        for agent, identity, step in entries:
+            lease, kept = identity.row_lease, KeptStep(agent, identity.key, identity.row, *encode(step))
             place = lease.place, lease.token
             found = steps.get(place)
             if found is None:
-                steps[place] = lease, [step]
+                steps[place] = lease, [kept]
             else:
-                found[1].append(step)
+                found[1].append(kept)
         changes = []
         for lease, result in results:
             error = "" if result.error is None else result.error.type

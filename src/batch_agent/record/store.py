@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 
 from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
-from batch_agent.record.steps import Step
 from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
 from batch_agent.value_type import value_type
 
@@ -29,13 +28,6 @@ class Identity:
 
     key: bytes
     row: bytes
-
-
-@value_type
-class Entry:
-    agent: int  # the agent that took the step; the number is unique in this journal
-    identity: Identity
-    step: Step
 
 
 @value_type

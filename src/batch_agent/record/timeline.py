@@ -72,8 +72,12 @@ class TimelineFiles:
 
     def _append(self, name: str, lines: Sequence[Line | Span]) -> None:
         if lines:
+            try:
+                data = [*map(orjson.dumps, lines)]
+            except TypeError:  # text that orjson cannot write
+                data = [*map(to_json, lines)]
             with open(self._folder / name, "ab", opener=private) as file:
-                file.write(b"\n".join([*map(to_json, lines), b""]))
+                file.write(b"\n".join([*data, b""]))
 
     def _thin_out(self) -> None:
         """Drop every other sample, and the oldest changes if there are too many."""

@@ -256,14 +256,15 @@ class Feeder:
                 name = str(index) if name is None else name
                 self._emit(JobStarted(self._clock(), self._run, index, name))
                 self.outstanding += 1
-                self._finish(Failure(index, name, shown, False, None, AgentError.of(error)))
+                self._finish(self._with_input(Failure(index, name, shown, False, None, AgentError.of(error))))
         answers = await self.run(partial(self.store.feed, self.session, [row for row, _ in new]))
         self.outstanding += len(answers)
         self._news.set()
         for (row, job_id), answer in zip(new, answers, strict=True):
             if answer is not None:
                 self._emit(JobStarted(self._clock(), self._run, row.index, job_id))
-                result, _ = decode_result(answer, row.index, self._schema, resumed=True)  # type: ignore[arg-type]
+                value = self._original(row.index)
+                result, _ = decode_result(answer, row.index, self._schema, resumed=True, value=value)  # type: ignore[arg-type]
                 self._finish(result)
 
     def _encoded(self, index: int, value: object, name: str | None) -> tuple[NewRow, str]:
@@ -410,7 +411,8 @@ class Feeder:
     def _read_result(self, each: SharedResult) -> tuple[AgentResult[object], int]:
         """Return a result, and the number of its worker."""
         if isinstance(each.result, bytes):
-            return decode_result(each.result, each.index, self._schema, resumed=False, value=each.value)
+            value = each.value if self.store.instant else self._original(each.index)
+            return decode_result(each.result, each.index, self._schema, resumed=False, value=value)
         return cast("AgentResult[object]", each.result), each.worker
 
     def deliver_recorded(self, *, callback: bool = True) -> None:
@@ -429,7 +431,6 @@ class Feeder:
 
     def _finish(self, result: AgentResult[object], *, callback: bool = True) -> None:
         self.outstanding -= 1
-        result = self._with_input(result)
         self.ok += result.ok
         self.failed += not result.ok
         self.resumed += result.resumed
@@ -442,11 +443,16 @@ class Feeder:
         self._emit.job_finished(result, self._clock(), self._run)
 
     def _with_input(self, result: AgentResult[object]) -> AgentResult[object]:
+        """Return a result that was made in this process with the input as the user gave it."""
+        original = self._original(result.index)
+        return result if original is None else replace(result, input=original)
+
+    def _original(self, index: int) -> object:
+        """Return the input of a row as the user gave it, once; None if the row's result has it."""
         originals = self._originals
         if self.store.instant or originals is None:
-            return result
-        original = originals.pop(result.index, None) if isinstance(originals, dict) else originals[result.index]
-        return replace(result, input=original)
+            return None
+        return originals.pop(index, None) if isinstance(originals, dict) else originals[index]
 
     def _emit_row(self, result: AgentResult[object]) -> None:
         """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""

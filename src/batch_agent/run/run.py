@@ -62,6 +62,7 @@ from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
+from batch_agent.run.garbage import collecting_rarely
 from batch_agent.run.observers import Observers
 from batch_agent.run.recording import (
     RECORDED_STATES,
@@ -187,7 +188,7 @@ class Run(Generic[T]):
             raise RuntimeError("a Run can be entered only once")
         if self._outer is None:
             self.shared.clock.start()
-        self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="batch-agent run")
+        self._supervisor = asyncio.create_task(collecting_rarely(self._supervise), name="batch-agent run")
         # A task that is cancelled before its first step runs nothing, not even its ``finally``.
         self._supervisor.add_done_callback(lambda _: self._delivery.close())
         return self

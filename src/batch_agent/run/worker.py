@@ -168,13 +168,23 @@ class Leases:
                 return []
         taken: list[HeldRow] = []
         while self._ready and len(taken) < most:
-            row = self._ready.popleft()
-            index = row.lease.index
-            if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
-                self.on_lost(index)
-            held = self.held[index] = HeldRow(row, row.lease)
-            taken.append(held)
+            taken.append(self._hold(self._ready.popleft()))
         return taken
+
+    def next_nowait(self) -> HeldRow | None:
+        """Return the next row if it is in the queue of this process, and no other process works on the run."""
+        store = self.store
+        if not self.alone or self.over or self._ready or not isinstance(store, MemoryStore) or not store.unstarted:
+            return None
+        rows = store.take(self.worker, 1, 0.0)
+        return self._hold(rows[0]) if rows else None
+
+    def _hold(self, row: LeasedRow) -> HeldRow:
+        index = row.lease.index
+        if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
+            self.on_lost(index)
+        held = self.held[index] = HeldRow(row, row.lease)
+        return held
 
     async def _wait_for_rows(self) -> bool:
         """Wait until a call may find rows. Returns False if there will be none."""
@@ -387,23 +397,28 @@ class Worker:
             self._feed.end()
 
     async def _start_agents(self, agents: asyncio.TaskGroup) -> None:
-        started = 0
-        while await self._feed.wait_room(self._is_over):
-            self._feed.set_reading(True)
-            try:
-                one = self._leases.alone and not self._feed.paced
-                rows = await self._leases.next(1 if one else self._leases.store.group)
-            finally:
-                self._feed.set_reading(False)
-            if not rows:
-                return
-            for held, job in zip(rows, await self._jobs(rows), strict=True):
-                self._feed.has_row = True
-                if not await self._feed.wait_room(self._is_over):
+        started, feed, leases = 0, self._feed, self._leases
+        while await feed.wait_room(self._is_over):
+            one = leases.alone and not feed.paced
+            at_hand = leases.next_nowait() if one else None
+            if at_hand is None:
+                feed.set_reading(True)
+                try:
+                    rows = await leases.next(1 if one else leases.store.group)
+                finally:
+                    feed.set_reading(False)
+                if not rows:
                     return
-                self._feed.has_row = False
+            else:
+                rows = [at_hand]
+            for held, job in zip(rows, await self._jobs(rows), strict=True):
+                if at_hand is None:  # else there is still room
+                    feed.has_row = True
+                    if not await feed.wait_room(self._is_over):
+                        return
+                    feed.has_row = False
                 left = self._left()
-                self._feed.expect(left)
+                feed.expect(left)
                 if held.lease.index not in self._leases.held:  # its lease was lost meanwhile
                     continue
                 if isinstance(job, Job) and job.parts:

@@ -289,20 +289,36 @@ class Scheduler:
         if self.admission.enabled:
             self.admission.end(progress)
 
-    def request(self, progress: AgentForecast, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
+    def request(
+        self, progress: AgentForecast, turns: int, now: float, pinned: Endpoint | None = None, *, at_once: bool = False
+    ) -> Ticket:
         """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
-        ``pinned`` it goes only to that endpoint."""
+        ``pinned`` it goes only to that endpoint. ``at_once``: it gets its slot here if one is free and no turn waits,
+        as ``grant`` would give it."""
         answered_at = progress.answered_at
         self.forecast.go_on(progress, turns, now)
         if self.admission.is_on and answered_at is not None:
             self.admission.go_on(progress, now - answered_at)
         ticket = Ticket(progress, pinned=pinned)
-        if pinned is not None and len(self.endpoints) > 1:
+        if at_once and not self.waiting and turns != FIRST and self._is_free(now):
+            endpoint = self.endpoints[0]
+            if not self.admission.enabled or self.admission.admit(ticket, progress, endpoint, now):
+                self._hold(ticket, endpoint, now)
+                return ticket
+        elif pinned is not None and len(self.endpoints) > 1:
             self._lanes.add(ticket, pinned)
         else:
             self._queue.add(ticket, progress.turns)
         self.waiting += 1
         return ticket
+
+    def _is_free(self, now: float) -> bool:
+        """Return whether the only endpoint works and has a slot, which no turn wants that is not in the queue."""
+        if self.paused or self.aside or self.suspects or self.controls or len(self.endpoints) > 1:
+            return False
+        most = self.max_inflight if self.allotted is None else self.allotted
+        endpoint = self.endpoints[0]
+        return (most is None or self.inflight < most) and not endpoint.health.is_down and endpoint.has_slot(now)
 
     def control(self, endpoint: Endpoint) -> Ticket:
         """Return the claim of a control request, which ``grant`` serves before all turns."""
