@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -76,11 +76,10 @@ def listening(pid: int) -> dict[int, str]:
     """The addresses on which a process and its children listen, by port. A Unix socket is not among them."""
     inodes = set()
     for each in (pid, *_children(pid)):
-        for descriptor in Path(f"/proc/{each}/fd").iterdir():
-            try:
-                inodes.add(str(descriptor.readlink()))
-            except OSError:
-                continue
+        with suppress(FileNotFoundError):  # it has ended
+            for descriptor in Path(f"/proc/{each}/fd").iterdir():
+                with suppress(OSError):
+                    inodes.add(str(descriptor.readlink()))
     found = {}
     for line in [*_lines("/proc/net/tcp"), *_lines("/proc/net/tcp6")]:
         fields = line.split()
@@ -96,9 +95,10 @@ def _lines(path: str) -> list[str]:
 
 def _children(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            yield int(child)
-            yield from _children(int(child))
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from _children(int(child))
 
 
 LOOPBACK = "0100007F"  # as /proc writes 127.0.0.1
