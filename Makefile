@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Without compiled files each process that a test starts would compile the whole package again: half of its CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for sockets and processes, so there are more processes than cores.
-WORKERS ?= $(or $(shell expr 3 \* $$(nproc 2>/dev/null) / 2 2>/dev/null),auto)
+WORKERS ?= $(or $(shell expr 2 \* $$(nproc 2>/dev/null) 2>/dev/null),auto)
 
 .PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -47,8 +48,9 @@ def a_long_script(server: RedisServer) -> Iterator[None]:
         running = threads.submit(
             lambda: redis.Redis(port=server.port, socket_timeout=PATIENCE).eval("while true do end", 0)
         )
+        until = time.monotonic() + PATIENCE
         while not refused(client):
-            pass
+            assert time.monotonic() < until, "it was not seen while it was loading"
         yield
         client.script_kill()
         assert running.exception() is not None
