@@ -254,6 +254,16 @@ def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_o
     assert len(now.delivered()) == 1
 
 
+def test_no_row_is_taken_from_a_run_that_ends() -> None:
+    """Its record is closed as soon as no row is leased, and an answer that came later would be lost."""
+    place = MemoryPlace()
+    now = begin(place, place.open(), new_row(place, 0), new_row(place, 1))
+    (row,) = now.work.take(now.worker, 1, 0.0)
+    now.store.set_phase(now.number, "draining")
+    assert now.work.take(now.worker, 1, 0.0) == []
+    assert now.work.commit(now.worker, 1, [now.ended(row.lease)]) == set()
+
+
 def test_a_worker_never_reaches_the_run_that_listens_at_the_path_of_its_own(tmp_path: Path) -> None:
     """In a resumed run its number belongs to another worker, whose rows it would hand back."""
     place, ended = MemoryPlace(), threading.Event()

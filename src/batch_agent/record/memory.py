@@ -318,6 +318,8 @@ class MemoryStore:
     def _take(self, worker: int, most: int) -> list[LeasedRow]:
         self._end_leases()
         rows: list[LeasedRow] = []
+        if self._phase != "running":  # the record is closed as soon as no row is leased
+            return rows
         while len(rows) < most and (self._returned or self._fresh):
             queued = self._queued.get(heappop(self._returned) if self._returned else self._fresh.popleft())
             if queued is not None and queued.lease is None:
