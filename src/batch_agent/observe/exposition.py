@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from batch_agent.errors import SpecError
 
@@ -64,19 +64,21 @@ class Counter(Values):
 
     kind = "counter"
 
-    def add(self, amount: float = 1.0, *labels: str) -> None:
+    def add(self, amount: float = 1.0, *labels: str) -> Self:
         if labels in self.values:
             self.values[labels] += amount
-            return
-        key = self._key(labels)
-        self.values[key] = self.values.get(key, 0.0) + amount
+        else:
+            key = self._key(labels)
+            self.values[key] = self.values.get(key, 0.0) + amount
+        return self
 
 
 class Gauge(Values):
     kind = "gauge"
 
-    def set(self, value: float, *labels: str) -> None:
+    def set(self, value: float, *labels: str) -> Self:
         self.values[self._key(labels)] = value
+        return self
 
 
 class Histogram(Family):

@@ -156,10 +156,7 @@ def _failure_lines(statistics: Statistics) -> list[str]:
 
 def _token_line(statistics: Statistics) -> str:
     usage = statistics.usage
-    line = f"{amount(usage.prompt_tokens)} in"
-    if usage.cached_tokens:
-        line += f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)"
-    line += f", {amount(usage.completion_tokens)} out"
+    line = tokens(statistics)
     if usage.reasoning_tokens:
         line += f" ({share(usage.reasoning_tokens, usage.completion_tokens)} reasoning)"
     line += f" in {counted(statistics.turns, 'turn')}"

@@ -41,7 +41,7 @@ from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
-from batch_agent.observe.terminal import LiveDisplay, NoDisplay, PlainDisplay, TerminalDisplay
+from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
 from batch_agent.record.address import directory_of
 from batch_agent.run.changes import Changes, retries
 from batch_agent.run.recording import OnChange
@@ -171,7 +171,7 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
             raise SpecError("--dashboard needs a terminal without results; give --output FILE or redirect the results")
         return LiveDisplay(stderr)
     if options.json and not options.dashboard:
-        return NoDisplay()
+        return TerminalDisplay()
     return LiveDisplay(stderr) if able and not shared and not piped else PlainDisplay(stderr)
 
 
