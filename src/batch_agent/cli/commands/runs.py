@@ -13,7 +13,7 @@ from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, dollars, harmless, terminal_width
+from batch_agent.observe.text import amount, dollars, harmless, table, terminal_width
 from batch_agent.record.address import RunPlace, place_of
 from batch_agent.record.reader import RunSnapshot, look, runs_in
 
@@ -98,10 +98,8 @@ def _table(lines: Sequence[tuple[str, ...]], width: int | None) -> str:
     """Return the table without empty columns, and without the last columns if the terminal is too narrow."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
-    while width is not None and len(columns) > NEEDED and sum(widths) + 2 * len(widths) - 2 > width:
+    while width is not None and len(columns) > NEEDED and sum(widths) + 2 * len(columns) - 2 > width:
         columns.pop()
         widths.pop()
-    rows = zip(*columns, strict=True)
-    return "\n".join(
-        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    head, *rest = zip(*columns, strict=True)
+    return table(head, rest)
