@@ -7,16 +7,16 @@ import asyncio
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from batch_agent.agent.comparison import Comparison, measured_speed
 from batch_agent.agent.dryrun import DryRun, marks_for
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.prepare import prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import (
@@ -35,15 +35,17 @@ from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in
 from batch_agent.cli.output.streams import flush_words, put, put_json, say
 from batch_agent.cli.spec.load import is_pipeline, load_flow, load_plan, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
+from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
 from batch_agent.record.address import directory_of
-from batch_agent.run.changes import Changes, retries
+from batch_agent.run.changes import retries
 from batch_agent.run.recording import OnChange
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
@@ -70,24 +72,30 @@ def run_command(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr), ExitStack() as files:
         take_settings(options)
         resolve_paths(options)
-        if is_pipeline(options):
-            return run_stages(options, stdout, files)
-        spec = load_spec(options)
         if options.dry_run:
-            dry = DryRun.of(BatchAgent.plan(spec))
-            show_plan(dry, comparison_of(options, dry), options, stdout)
-            return ROWS_FAILED if dry.rows == 0 else ALL_OK
+            return _show_plan(options, stdout)
         wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
-        prepared = prepare(spec)
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
-        prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
-        run = Run[object](prepared, command=command_of(options))
+        run, spec, inputs = _loaded(options, log)
         if (ended := go_on(options, run, spec.run_dir)) is not None:
             return ended
-        fetch_missing(prepared.backend.name, sys.stderr)
-        with page_beside(options, spec), open_output(options, spec) as writer:
-            return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
+        for prepared in run.parts.values():
+            fetch_missing(prepared.backend.name, sys.stderr)
+        closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
+        with closed, page_beside(options, spec), open_output(options, spec) as writer:
+            return asyncio.run(_run(run, inputs, writer, view, Reporter(options, spec, writer, stdout)))
+
+
+def _loaded(options: argparse.Namespace, log: RequestLog) -> tuple[Run[object] | Flow, BatchSpec, object]:
+    """Return the run or the pipeline, its spec, and its inputs."""
+    if is_pipeline(options):
+        flow = load_flow(options, command=command_of(options), wrap=log.wrap)
+        return flow, flow.spec, flow.inputs
+    spec = load_spec(options)
+    prepared = prepare(spec)
+    prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
+    return Run[object](prepared, command=command_of(options)), spec, spec.inputs
 
 
 def comparison_of(options: argparse.Namespace, plan: DryRun | PipelinePlan) -> Comparison | None:
@@ -118,15 +126,15 @@ def _speed(text: str) -> float:
     return speed
 
 
-def show_plan(
-    plan: DryRun | PipelinePlan, comparison: Comparison | None, options: argparse.Namespace, stdout: TextIO
-) -> None:
-    """Print a plan and its cost at other providers."""
+def _show_plan(options: argparse.Namespace, stdout: TextIO) -> int:
+    """Print what would be sent, and its cost at other providers."""
+    plan = load_plan(options) if is_pipeline(options) else DryRun.of(BatchAgent.plan(load_spec(options)))
+    comparison = comparison_of(options, plan)
     if options.json:
-        record = plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()})
-        put_json(record, stdout)
-        return
-    put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
+        put_json(plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()}), stdout)
+    else:
+        put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
+    return ROWS_FAILED if isinstance(plan, DryRun) and plan.rows == 0 else ALL_OK
 
 
 @contextmanager
@@ -175,36 +183,50 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
     return LiveDisplay(stderr) if able and not shared and not piped else PlainDisplay(stderr)
 
 
-async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
-    with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
-        async with run:
-            unwritten = 0
-            recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
+async def _run(
+    run: Run[object] | Flow, inputs: object, writer: ResultWriter, view: TerminalDisplay, report: Reporter
+) -> int:
+    async with run:
+        unwritten, all_ok = 0, True
+        recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
 
-            def statistics() -> Statistics:
-                now = _statistics(run, spec.inputs, unwritten)
-                return replace(now, recent_results=tuple(starmap(_in_short, recent)))
+        def statistics() -> Statistics:
+            now = _statistics(run, inputs, unwritten)
+            return replace(now, recent_results=tuple(starmap(_in_short, recent)))
 
-            try:
-                with Interrupts(run) as interrupts:
-                    async with Display(view, statistics):
-                        async for result in run.results():
-                            shown = plainly(result, run.schema)
-                            faithful = await writer.write(shown)
-                            unwritten += result.ok and not (shown.ok and faithful)
-                            outcome = shown.output if shown.ok else shown.error
-                            recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
-            except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-                report.broke_off(statistics())
-                return SIGNALLED + signal.SIGPIPE
-            except BatchAgentError:
-                report.broke_off(statistics())
-                raise
-            settle_output(writer, statistics())
-            report.finished(statistics(), run.tool_statistics())
-            if interrupts.stopped_by is not None:
-                return SIGNALLED + interrupts.stopped_by
-            return exit_code(statistics())
+        try:
+            with Interrupts(run) as interrupts:
+                async with Display(view, statistics):
+                    async for result, schema in _results(run):
+                        shown = plainly(result, schema)
+                        faithful = await writer.write(shown)
+                        unwritten += result.ok and not (shown.ok and faithful)
+                        all_ok &= shown.ok
+                        outcome = shown.output if shown.ok else shown.error
+                        recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
+        except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+            report.broke_off(statistics())
+            return SIGNALLED + signal.SIGPIPE
+        except BatchAgentError:
+            report.broke_off(statistics())
+            raise
+        settle_output(writer, statistics())
+        report.finished(statistics(), run.tool_statistics())
+        if interrupts.stopped_by is not None:
+            return SIGNALLED + interrupts.stopped_by
+        code = exit_code(statistics())
+        return code if all_ok or code != ALL_OK else ROWS_FAILED
+
+
+async def _results(run: Run[object] | Flow) -> AsyncIterator[tuple[AgentResult[object], OutputSchema[object] | None]]:
+    """Yield each result with its schema. The results of a pipeline are those of its last stage, at the end."""
+    if isinstance(run, Flow):
+        await run.finish()
+        for result in run.results():
+            yield result, run.nodes[-1].prepared.schema
+    else:
+        async for result in run.results():
+            yield result, run.schema
 
 
 def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str) -> RecentResult:
@@ -216,7 +238,7 @@ def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str
     return RecentResult(index, ok, text[:SHOWN_CHARACTERS], seconds, job_id)
 
 
-def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
+def _statistics(run: Run[object] | Flow, rows: object, unwritten: int) -> Statistics:
     """Return the statistics of the run. ``unwritten`` rows count as failed: their outputs could not be written."""
     expected = rows.expected_rows() if isinstance(rows, LazyRows) else None
     statistics = with_expected(run.statistics(), expected)
@@ -234,55 +256,9 @@ def exit_code(statistics: Statistics) -> int:
     return ROWS_FAILED if statistics.failed or undone or nothing else ALL_OK
 
 
-# A pipeline: the output has the results of the last stage, the run directory all others.
-def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) -> int:
-    if options.dry_run:
-        plan = load_plan(options)
-        show_plan(plan, comparison_of(options, plan), options, stdout)
-        return ALL_OK
-    wants_comparison(options)
-    log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
-    flow = load_flow(options, command=command_of(options), wrap=log.wrap)
-    if (ended := go_on(options, flow, flow.spec.run_dir)) is not None:
-        return ended
-    for node in flow.nodes:
-        fetch_missing(node.prepared.backend.name, sys.stderr)
-    view = choose_view(options, sys.stderr, stdout)
-    inputs = flow.inputs
-    closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
-    with closed, page_beside(options, flow.spec), open_output(options, flow.spec) as writer:
-        return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
-
-
-async def _finish(flow: Flow, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
-    async with flow:
-        with Interrupts(flow) as interrupts:
-            async with Display(view, flow.statistics):
-                await flow.finish()
-        for result in flow.results():
-            await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
-    settle_output(writer, flow.statistics())
-    report.finished(flow.statistics(), flow.tool_statistics())
-    if interrupts.stopped_by is not None:
-        return SIGNALLED + interrupts.stopped_by
-    code = exit_code(flow.statistics())
-    return ROWS_FAILED if code == ALL_OK and not all(result.ok for result in flow.results()) else code
-
-
-class Resumable(Protocol):
-    """A run or a pipeline that has not begun."""
-
-    on_change: OnChange
-
-    @property
-    def parts(self) -> Mapping[str, Prepared]: ...
-
-    def changes(self) -> Changes: ...
-
-
 # Before anything is sent, ``resume``, ``retry-failed`` and ``run --resume`` say which options differ from the record,
 # how many recorded answers they would drop, and what the rest costs.
-def go_on(options: argparse.Namespace, run: Resumable, run_dir: object) -> int | None:
+def go_on(options: argparse.Namespace, run: Run[object] | Flow, run_dir: object) -> int | None:
     """Compare a resumed run with its record. Returns the exit status if the run does not begin: there is nothing to do,
     or recorded answers would be dropped and neither the arguments nor the user at the terminal allow that."""
     if not options.resume or run_dir is None:
