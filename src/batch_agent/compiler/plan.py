@@ -52,9 +52,9 @@ from batch_agent.compiler.system import (
     strip_preamble,
 )
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
-from batch_agent.compiler.tokens import BYTES_PER_TOKEN, ContextRoom, estimate_tokens
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN, estimate_tokens
 from batch_agent.documents.content import DocumentContent
-from batch_agent.errors import InputError, JobError, SpecError
+from batch_agent.errors import InputError, JobError, Oversized, SpecError
 from batch_agent.job import Job, UnreadableRow
 from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
@@ -115,7 +115,7 @@ class Plan:
 
     def fit(self, context: int) -> None:
         """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
-        self.sizing = replace(self.sizing, limit=replace(self.sizing.limit, model_max_context=context))
+        self.sizing = replace(self.sizing, context=context)
 
     @property
     def prefix_tokens(self) -> int:
@@ -155,7 +155,7 @@ class Plan:
         if self.sizing.fits(tokens):
             return job
         if self.sizing.how == "fail" or not isinstance(template, Template):
-            self.sizing.limit.check(tokens)
+            self.sizing.check(tokens)
             return job
         cut = self.sizing.cut(template.names, _texts(template, fields), tokens)
         if self.sizing.how == "truncate":
@@ -284,8 +284,9 @@ def compile_plan(
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
         )
-    limit = ContextRoom(spec.model_max_context, spec.min_response_tokens)
-    sizing = Sizing(spec.oversized, limit, spec.max_tokens, tools=bool(tools))
+    sizing = Sizing(
+        spec.oversized, spec.model_max_context, spec.min_response_tokens, spec.max_tokens, tools=bool(tools)
+    )
 
     template: TaskTemplate | None = None
     unhoisted, head, warning = None, "", None
@@ -485,34 +486,45 @@ what several say; where they contradict each other, the one that read the passag
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The size limit of a row that is made to fit. ``max_tokens`` is the answer's limit, if set."""
+    """What fits the model's ``context``, and what is done with a row that does not. ``least`` tokens are reserved for
+    the answer, ``max_tokens`` is its limit, if set. If the context is unknown, nothing is too long."""
 
     how: How
-    limit: ContextRoom
+    context: int | None
+    least: int
     max_tokens: int | None = None
     tools: bool = False
 
     @property
     def room(self) -> int:
-        """Return the token limit of a request, shared part included."""
-        context, least = self.limit.model_max_context or 0, self.limit.min_response_tokens
-        answer = max(least, min(self.max_tokens or 0, context // 2))
+        """Return the token limit of a request that is made to fit, shared part included."""
+        context = self.context or 0
+        answer = max(self.least, min(self.max_tokens or 0, context // 2))
         return int((context - answer) * (CAREFUL_WITH_TOOLS if self.tools else CAREFUL))
 
     def fits(self, tokens: int) -> bool:
-        return self.limit.room is None or tokens <= self.limit.room
+        return self.context is None or tokens <= self.context - self.least
+
+    def check(self, tokens: int, hint: str = "") -> None:
+        """Raise Oversized for a request that does not fit."""
+        if self.context is not None and not self.fits(tokens):
+            raise Oversized(
+                f"about {tokens:,} tokens of system prompt, tools and message (estimated) do not fit: "
+                f"model_max_context {self.context:,} less min_response_tokens {self.least:,} leaves "
+                f"{self.context - self.least:,}{hint}"
+            )
 
     def cut(self, names: Sequence[str], texts: Mapping[str, str], tokens: int) -> list[dict[str, str]]:
         """Return the texts of the fields for each request that replaces one of ``tokens`` tokens; ``names`` are
         repeated as often as they occur in the task. Raises Oversized if cutting the longest field is not enough."""
         if not names:
-            self.limit.check(tokens)
+            self.check(tokens)
         name = longest(names, texts)
         text, times = texts[name], names.count(name)
         others = tokens - estimate_tokens(text) * times
         most = (self.room - others) // times - MARK_TOKENS
         if most < LEAST_TOKENS:
-            self.limit.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
+            self.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
         pieces = _headed(text, most) if self.how == "truncate" else _numbered(split(text, most))
         return [{**texts, name: piece} for piece in pieces]
 
