@@ -27,12 +27,12 @@ from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.compiler.prices import find_prices
-from batch_agent.conformance.examination import CHECKS, estimate, examine
+from batch_agent.conformance.examination import CHECKS, examine, most_usage
 from batch_agent.conformance.finding import STATUSES, Answered, Report
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.fleet.backend import Fleet
-from batch_agent.messages import JsonObject, Usage
+from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, harmless
 from batch_agent.version import __version__
 
@@ -328,12 +328,10 @@ def may_be_paid(name: str) -> bool:
 
 def cost_note(backend: str, model: str) -> str:
     """Return the most that the questions cost, in words."""
-    most = estimate(CHECKS)
-    tokens = f"{most.prompt_tokens:,} prompt and {most.answer_tokens:,} answer tokens"
-    prices = find_prices(None, model=model, backend=backend)
-    usage = Usage(prompt_tokens=most.prompt_tokens, completion_tokens=most.answer_tokens)
-    cost = "its prices are unknown here" if prices is None else f"${prices.cost(usage):.4f} by {prices.source}"
-    return f"{backend}: {most.questions} questions to {model}, at most about {tokens}; {cost}"
+    most, prices = most_usage(), find_prices(None, model=model, backend=backend)
+    tokens = f"{most.prompt_tokens:,} prompt and {most.completion_tokens:,} answer tokens"
+    cost = "its prices are unknown here" if prices is None else f"${prices.cost(most):.4f} by {prices.source}"
+    return f"{backend}: {len(CHECKS)} questions to {model}, at most about {tokens}; {cost}"
 
 
 async def _model(backend: Backend, model: str | None) -> str:
@@ -345,8 +343,7 @@ async def _model(backend: Backend, model: str | None) -> str:
     except TimeoutError:
         raise SpecError(f"{backend.name} did not list its models in {LISTING_SECONDS:g} s: give --model") from None
     if len(names) != 1:
-        known = f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else "no model"
-        raise SpecError(f"{backend.name} serves {known}: give --model")
+        raise SpecError(f"{backend.name} serves {listed(names) or 'no model'}: give --model")
     return names[0]
 
 
