@@ -26,7 +26,7 @@ import orjson
 
 from batch_agent.documents import DocumentError, format_of_document
 from batch_agent.documents.content import plain_text
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, SpecError, explained
 from batch_agent.files.compression import Codec, extra, format_of
 from batch_agent.files.json_array import parse_json
 from batch_agent.files.rows import BOM, GUESSED, Reading, Row, converted, is_utf8, parse_jsonl, parse_text
@@ -82,11 +82,8 @@ def _opened(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    try:
-        with os.scandir(directory) as listing:
-            entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda e: e.name)
-    except OSError as error:
-        raise SpecError(f"cannot read the directory {directory}: {error.strerror}") from None
+    with explained(f"cannot read the directory {directory}"), os.scandir(directory) as listing:
+        entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda e: e.name)
     if {entry.name for entry in entries} >= RUN_FILES:
         return
     for entry in entries:
@@ -507,9 +504,8 @@ def _arrow_files(directory: Path) -> list[Path]:
 
 def _described(path: Path) -> dict[str, object]:
     try:
-        value = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+        with explained(f"cannot read {path}"):
+            value = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise SpecError(f"{path} is not JSON: {error.msg}") from None
     if not isinstance(value, dict):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
-from batch_agent.errors import SpecError
+from batch_agent.errors import explained
 from batch_agent.events import Event
 
 logger = logging.getLogger("batch_agent")
@@ -33,10 +33,8 @@ class EventLines:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        try:
+        with explained(f"events: cannot write {self._path}"):
             self._file = self._path.open("ab")
-        except OSError as error:
-            raise SpecError(f"events: cannot write {self._path}: {error.strerror}") from None
         self._waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
         self._dropped = 0
         self._writer = threading.Thread(target=self._write_all, name="batch-agent events", daemon=True)

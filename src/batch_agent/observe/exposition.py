@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal, Self
 
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, about
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -168,10 +168,8 @@ async def serve_metrics(place: int | str, page: Callable[[], str]) -> AsyncItera
 
     host, port = read_place(place)
     door = Door(routes({"/metrics": {"GET": metrics}}), _refused, host=host, port=port)
-    try:
+    with about("metrics_port: "):
         await door.__aenter__()
-    except SpecError as error:
-        raise SpecError(f"metrics_port: {error}") from None
     try:
         yield f"{door.url}/metrics"
     finally:

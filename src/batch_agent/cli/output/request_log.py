@@ -20,7 +20,7 @@ from typing import BinaryIO
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.cli.output.streams import say
-from batch_agent.errors import BackendError, SpecError
+from batch_agent.errors import BackendError, explained
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject, Message, Reply
 from batch_agent.observe.text import duration, harmless
@@ -40,10 +40,8 @@ class RequestLog:
         self._verbose = verbose
         self._file: BinaryIO | None = None
         if log_file is not None:
-            try:
+            with explained(f"cannot write the log file {Path(log_file)}"):
                 self._file = files.enter_context(open(log_file, "ab", buffering=0, opener=private))  # noqa: SIM115
-            except OSError as error:
-                raise SpecError(f"cannot write the log file {Path(log_file)}: {error.strerror}") from None
 
     def wrap(self, backend: Backend, api_key: str | None) -> Backend:
         """Return a backend that logs its exchanges, or the same backend if no log is wanted."""

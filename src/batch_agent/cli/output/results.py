@@ -18,13 +18,13 @@ import stat
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Self
 
 from batch_agent.blocking import in_thread
-from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError
+from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError, explained
 from batch_agent.files.compression import Codec
 from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import InOrderOfInput, check_table, complete_file, is_table, write_table
@@ -107,15 +107,13 @@ class ResultWriter:
         return faithful
 
     def _in_order(self, index: int, line: bytes) -> Iterator[bytes]:
-        try:
+        with explained("cannot store a result until earlier rows finish", BatchAgentError):
             if self._waiting is None:
                 path = self._waiting_path
                 self._waiting = tempfile.TemporaryFile() if path is None else path.open("w+b")  # noqa: SIM115
                 self._order = InputOrder(self._waiting)
             assert self._order is not None
             yield from self._order.put(index, line)
-        except OSError as error:
-            raise BatchAgentError(f"cannot store a result until earlier rows finish: {error.strerror}") from None
 
 
 def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
@@ -135,31 +133,33 @@ class FileLines(ResultLines):
     """Results in a file. Its old content is deleted when the first result arrives, not when a run fails to start."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.destination = path, str(path)
+        self.destination = str(path)
         self._codec = Codec(path)
         self._stream: IO[bytes] | None = None
         self._size = 0  # bytes of whole lines
-        try:
+        with explained(f"cannot write the results to {path}"):
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
 
     def finish(self, *, empty: bool) -> None:
         with self._file:
             if empty:
                 self._start()
             if self._stream is not None:
-                self._in_words(self._stream.close)
+                with explained(f"cannot write the results to {self.destination}", BatchAgentError):
+                    self._stream.close()
 
     def write_now(self, line: bytes) -> None:
         stream = self._start()
-        try:
-            self._in_words(lambda: _write_all(stream, line))
-        except BatchAgentError:
-            if stream is self._file:
-                with suppress(OSError):  # not a regular file
-                    self._file.truncate(self._size)
-            raise
+        with explained(f"cannot write the results to {self.destination}", BatchAgentError):
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[stream.write(rest) :]
+            except OSError:
+                if stream is self._file:
+                    with suppress(OSError):  # not a regular file
+                        self._file.truncate(self._size)
+                raise
         self._size += len(line)
 
     def _start(self) -> IO[bytes]:
@@ -168,12 +168,6 @@ class FileLines(ResultLines):
                 self._file.truncate(0)
             self._stream = self._codec.writer(self._file)
         return self._stream
-
-    def _in_words(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except OSError as error:
-            raise BatchAgentError(f"cannot write the results to {self._path}: {error.strerror}") from None
 
 
 class TableLines(ResultLines):
@@ -254,29 +248,18 @@ class StdoutLines(ResultLines):
 
 def _check_place(path: Path) -> None:
     """Raise SpecError if a file beside the output cannot be written. The file is neither created nor changed."""
-    try:
+    with explained(f"cannot write the results to {path}"):
         if path.exists():
             path.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
-
-
-def _write_all(stream: IO[bytes], data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[stream.write(rest) :]
 
 
 @contextmanager
 def written_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that replaces the old one when it is complete. Raises BatchAgentError if it cannot be written."""
-    try:
-        with complete_file(path) as stream:
-            yield stream
-    except OSError as error:
-        raise BatchAgentError(f"cannot write {path}: {error.strerror}") from None
+    with explained(f"cannot write {path}", BatchAgentError), complete_file(path) as stream:
+        yield stream
 
 
 def refuse_overwriting(output: Path, other: Path, what: str) -> None:

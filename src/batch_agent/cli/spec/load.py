@@ -20,7 +20,7 @@ from batch_agent.cli.spec.recorded import recording_of
 from batch_agent.cli.spec.rows import STDIN, read_rows
 from batch_agent.cli.spec.specfile import STAGES, SpecFile, load_env_file, read_specfile, read_text
 from batch_agent.compiler.schema import JSON_TYPES
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, about
 from batch_agent.files.rows import as_row
 from batch_agent.messages import JsonObject
 from batch_agent.option import NotSettable, notes
@@ -151,10 +151,8 @@ def given_options(options: argparse.Namespace) -> dict[str, object]:
     flags = {name: getattr(options, argument) for name, argument in FLAGS.items()}
     given = {name: value for name, value in flags.items() if value is not None}
     if options.schema is not None:
-        try:
+        with about("--schema "):
             given["output_schema"] = schema_of(options.schema, place)
-        except SpecError as error:
-            raise SpecError(f"--schema {error}") from None
     given |= dict(map(_setting, options.set or ()))
     return SpecFile(place / name_of_run(options), "", given).followed()
 
@@ -258,19 +256,15 @@ KINDS = ("map", "flat_map", "filter", "join", "reduce")
 def load_flow(options: argparse.Namespace, **more: Any) -> Flow:
     """Return the pipeline of the spec file, overridden by the command line. ``more`` are arguments of Flow."""
     file, pipeline, whole = _loaded(options)
-    try:
+    with file.named():
         return Flow(pipeline.inputs, pipeline.stages, whole, **more)
-    except SpecError as error:
-        raise file.error(str(error)) from None
 
 
 def load_plan(options: argparse.Namespace) -> PipelinePlan:
     """Return the plan of the pipeline. Nothing is sent."""
     file, pipeline, whole = _loaded(options)
-    try:
+    with file.named():
         return pipeline.plan(**whole)
-    except SpecError as error:
-        raise file.error(str(error)) from None
 
 
 def _loaded(options: argparse.Namespace) -> tuple[SpecFile, Pipeline[Any], dict[str, Any]]:
@@ -292,10 +286,8 @@ def _extended(
         if not isinstance(stage, dict) or len(stage) != 1 or next(iter(stage)) not in KINDS:
             raise file.error(f"stages: number {number} must be one of {', '.join(KINDS)}, such as map: {{task: …}}")
         [(kind, content)] = stage.items()
-        try:
+        with file.named(), about(f"stages: number {number}, {kind}: "):
             pipeline = _with(file, pipeline, kind, content, read_rows)
-        except SpecError as error:
-            raise file.error(f"stages: number {number}, {kind}: {error}") from None
     return pipeline
 
 
