@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, Self, TypeAlias
@@ -110,14 +111,6 @@ def _row(path: Path, *, paged: bool) -> Row:
 CELL_CHARACTERS = 2**24
 
 
-def parse_csv(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    return _parse(lines, name, ",")
-
-
-def parse_tsv(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    return _parse(lines, name, "\t")
-
-
 @dataclass(frozen=True, slots=True)
 class _Header:
     columns: list[str]
@@ -145,7 +138,7 @@ def refuse_twice(columns: list[str], name: str) -> None:
         raise SpecError(f"{name} has more than one column {', '.join(sorted(map(repr, twice)))}")
 
 
-def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
+def parse_delimited(lines: Iterable[bytes], name: str, *, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(CELL_CHARACTERS)
     source = _Lines(lines)
     reader = csv.reader(source, delimiter=delimiter)
@@ -246,8 +239,8 @@ _Parser: TypeAlias = Callable[[Iterable[bytes], str], Iterator[Row]]
 LINE_PARSERS: dict[str, _Parser] = {
     ".jsonl": parse_jsonl,
     ".ndjson": parse_jsonl,
-    ".csv": parse_csv,
-    ".tsv": parse_tsv,
+    ".csv": partial(parse_delimited, delimiter=","),
+    ".tsv": partial(parse_delimited, delimiter="\t"),
     ".txt": parse_text,
 }
 KNOWN = (*LINE_PARSERS, ".json", ".parquet")

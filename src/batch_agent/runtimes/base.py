@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -41,29 +41,6 @@ class Transcript:
 
 
 ReadEvent: TypeAlias = Callable[[Transcript, JsonObject], None]
-
-
-class EventRecorder:
-    """Writes the lines of standard output to a file, and reads the events among them. Other lines are ignored."""
-
-    def __init__(self, file: Path, read: ReadEvent) -> None:
-        self._file, self._read = file.open("wb"), read
-        self.transcript = Transcript()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def take(self, line: bytes) -> None:
-        self._file.write(line)
-        event = json_of(line) if line.lstrip().startswith(b"{") else None
-        if isinstance(event, dict):
-            self._read(self.transcript, event)
 
 
 def read_opencode(transcript: Transcript, event: JsonObject) -> None:
@@ -291,18 +268,25 @@ class CommandLineRuntime(ABC):
         """Run the agent and return its last message."""
         program, home = await asyncio.to_thread(self.check), ctx.workdir.absolute() / "home"
         await asyncio.to_thread(_fresh, home)
-        place = self._place(ctx, home)
+        place, transcript = self._place(ctx, home), Transcript()
         async with self._tree(home.with_name("tree")) as tree:
             env = {**self._env(ctx, home), **self.prepare(place)}
-            with EventRecorder(ctx.workdir / "events.jsonl", type(self).read_event) as recorder:
+            with (ctx.workdir / "events.jsonl").open("wb") as file:
+
+                def take(line: bytes) -> None:
+                    file.write(line)
+                    event = json_of(line) if line.lstrip().startswith(b"{") else None
+                    if isinstance(event, dict):  # other lines are no events
+                        type(self).read_event(transcript, event)
+
                 try:
-                    ended = await self._run(self.command(program, place), tree, env, ctx, recorder)
+                    ended = await self._run(self.command(program, place), tree, env, ctx, take)
                 finally:
-                    recorder.flush()
+                    file.flush()
                     await asyncio.to_thread(_keep, ctx, tree)
         if self.backend is not None:
-            ctx.add_usage(recorder.transcript.usage)
-        return self._output(ended, recorder.transcript)
+            ctx.add_usage(transcript.usage)
+        return self._output(ended, transcript)
 
     @asynccontextmanager
     async def _tree(self, place: Path) -> AsyncIterator[AgentTree]:
@@ -334,14 +318,19 @@ class CommandLineRuntime(ABC):
         return backend.client.base_url
 
     async def _run(
-        self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: EventRecorder
+        self,
+        command: Sequence[str],
+        tree: AgentTree,
+        env: Mapping[str, str],
+        ctx: RowContext,
+        on_line: Callable[[bytes], None],
     ) -> ProcessEnd:
         errors = ctx.workdir / "stderr.txt"
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:
                 return await run_agent(
-                    command, cwd=tree.cwd, env=env, prompt=ctx.prompt, errors=errors, on_line=recorder.take
+                    command, cwd=tree.cwd, env=env, prompt=ctx.prompt, errors=errors, on_line=on_line
                 )
         except TimeoutError:
             if not limit.expired():

@@ -357,28 +357,24 @@ class BackendFinding:
     advice: Sequence[Advice] = ()  # on the engine's settings for agents
 
 
-def asked_services(environ: Mapping[str, str] = os.environ) -> Iterator[BackendFinding]:
+def asked_services() -> Iterator[BackendFinding]:
     """Check each provider that has a key or an address for its models. For the others, say what is missing."""
     for scheme in SCHEMES.values():
-        given = _given(scheme, environ)
-        if given or (scheme.is_service and scheme.listed):
-            yield _service(scheme, environ)
+        if _is_given(scheme) or (scheme.is_service and scheme.listed):
+            url = f"{scheme.name}://"
+            try:
+                backend, _ = open_backend(url, model=None, api_key=None)
+            except SpecError as error:
+                yield BackendFinding(url, False, str(error))
+            else:
+                yield replace(asyncio.run(_asked(backend, None)), backend=url)
 
 
-def _given(scheme: Scheme, environ: Mapping[str, str]) -> bool:
+def _is_given(scheme: Scheme) -> bool:
     """Return whether the environment has the provider's key, or its address if it needs no key."""
-    if scheme.name in PROVIDERS and environ.get(base_variable(scheme.name), "").strip():
+    if scheme.name in PROVIDERS and os.environ.get(base_variable(scheme.name), "").strip():
         return True
-    return scheme.is_service and "batch" not in scheme.name and bool(environ.get(scheme.key, "").strip())
-
-
-def _service(scheme: Scheme, environ: Mapping[str, str]) -> BackendFinding:
-    url = f"{scheme.name}://"
-    try:
-        backend, _ = open_backend(url, model=None, api_key=None, environ=environ)
-    except SpecError as error:
-        return BackendFinding(url, False, str(error))
-    return replace(asyncio.run(_asked(backend, None)), backend=url)
+    return scheme.is_service and "batch" not in scheme.name and bool(os.environ.get(scheme.key, "").strip())
 
 
 async def fleet_note(fleet: Fleet) -> tuple[bool, str]:
