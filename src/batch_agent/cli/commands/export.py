@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import IO
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.results import refuse_in_run_directory, refuse_overwriting, written_file
-from batch_agent.cli.output.streams import say, writing
+from batch_agent.cli.output.results import opened_output, refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
@@ -69,7 +67,7 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
     if kind == MESSAGES:
         _export_messages(run, part, records, output)
     elif kind == JSONL:
-        with _opened(output) as stream:
+        with opened_output(output) as stream:
             stream.writelines(to_json(record) + b"\n" for record in records)
     else:
         _export_table(records, TABLES[kind], output)
@@ -113,7 +111,7 @@ def _export_table(records: FinishedRows, kind: str, output: Path | None) -> None
     elif kind == PARQUET:
         raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
     columns = columns_of(records)
-    with _opened(output) as stream:
+    with opened_output(output) as stream:
         write_records(records, columns, stream, kind)
 
 
@@ -122,15 +120,5 @@ def _export_messages(run: RunReader, part: RunReader, records: FinishedRows, out
         prepared = prepared_again(run).get(part.stage_name if part is not run else "")
     if prepared is None:
         raise prompts_changed(part.name)
-    with _opened(output) as stream:
+    with opened_output(output) as stream:
         stream.writelines(transcript_lines(part, prepared, records))
-
-
-@contextmanager
-def _opened(output: Path | None) -> Iterator[IO[bytes]]:
-    if output is None:
-        with writing(sys.stdout):
-            yield sys.stdout.buffer
-    else:
-        with written_file(output) as stream:
-            yield stream

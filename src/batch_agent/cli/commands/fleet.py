@@ -134,7 +134,7 @@ def read_hosts(path: str) -> list[AgentEndpoint]:
 
 
 def wait(options: argparse.Namespace) -> int:
-    from batch_agent.cli.output.results import written_file
+    from batch_agent.cli.output.results import opened_output
     from batch_agent.fleet.probe import Prober, Waited, needed, wait_until_ready
 
     hosts = read_hosts(options.hostfile)
@@ -161,12 +161,8 @@ def wait(options: argparse.Namespace) -> int:
             say(f"  and {len(waited.missing) - SHOWN:,} more")
         return UNREACHABLE
     say(found)
-    lines = "\n".join(endpoint.line for endpoint in waited.ready)
-    if output is None:
-        put(lines)
-    else:
-        with written_file(output) as file:
-            file.write(f"{lines}\n".encode())
+    with opened_output(output) as file:
+        file.writelines(f"{endpoint.line}\n".encode() for endpoint in waited.ready)
     return ALL_OK
 
 

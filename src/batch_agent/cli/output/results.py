@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from batch_agent.blocking import in_thread
+from batch_agent.cli.output.streams import writing
 from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError, explained
 from batch_agent.files.compression import Codec
 from batch_agent.files.results import result_line, unwritten
@@ -260,6 +262,17 @@ def written_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that replaces the old one when it is complete. Raises BatchAgentError if it cannot be written."""
     with explained(f"cannot write {path}", BatchAgentError), complete_file(path) as stream:
         yield stream
+
+
+@contextmanager
+def opened_output(path: Path | None) -> Iterator[IO[bytes]]:
+    """Open the file like ``written_file``; None is standard output."""
+    if path is None:
+        with writing(sys.stdout):
+            yield sys.stdout.buffer
+    else:
+        with written_file(path) as stream:
+            yield stream
 
 
 def refuse_overwriting(output: Path, other: Path, what: str) -> None:
