@@ -250,8 +250,8 @@ class Scheduler:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether another agent takes each slot that becomes free, so that an agent gains nothing by being ready sooner.
-        False if something other than the slots keeps agents from starting."""
+        """Whether another agent takes each slot that becomes free, so that no agent gains by being ready sooner. False
+        if something other than the slots keeps agents from starting."""
         if self.admission.holding:
             return False
         if self.waiting:
