@@ -16,6 +16,7 @@ from pydantic import JsonValue
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, OutputError, SpecError, WorkerFailed
+from batch_agent.option import check_kind
 from batch_agent.outputs.validate import parse_output
 from batch_agent.ticks.action import Action, ActionSpace, AnswerForm, Observation, fault_of, idle
 from batch_agent.ticks.backends import arguments_for, method_of, result_of
@@ -114,8 +115,7 @@ class Agent:
             raise SpecError(f"fallback is {fault}; give an Action, or a function of the observation")
         if not (callable(priority) or isinstance(priority, int | float)):
             raise SpecError(f"priority is {priority!r}; it is a number, or a function of the observation")
-        if not isinstance(system_prompt, str | None):
-            raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
+        check_kind(str, "text", system_prompt=system_prompt)
         self.agent_id = agent_id
         self.given_backend = backend
         self.lent_backend: object = None  # the runtime's, for an agent without one

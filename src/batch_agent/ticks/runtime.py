@@ -34,6 +34,7 @@ from batch_agent.errors import BackendError, BatchAgentError, OutputError, SpecE
 from batch_agent.fleet.backend import running_loop
 from batch_agent.foreign import describe, encodable
 from batch_agent.messages import Conversation, Message
+from batch_agent.option import check_kind, check_positive
 from batch_agent.ticks.action import Action, Decision, idle, text_of_reply
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
 from batch_agent.ticks.backends import (
@@ -43,8 +44,6 @@ from batch_agent.ticks.backends import (
     TickBackend,
     UsersBackend,
     backend_key,
-    check_counts,
-    check_numbers,
     read_config,
 )
 from batch_agent.ticks.mind import LONG, Given, Mind, Patience, Thought
@@ -117,10 +116,9 @@ class TickRuntime(Generic[A]):
         trace: str | Path | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        check_numbers("a number of seconds above 0", lambda n: 0 < n < math.inf, deadline=deadline, timeout=timeout)
-        if not isinstance(system_prompt, str | None):
-            raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
-        check_counts(max_workers=max_workers, max_inflight=max_inflight)
+        check_positive(int | float, deadline=deadline, timeout=timeout)
+        check_positive(int, max_workers=max_workers, max_inflight=max_inflight)
+        check_kind(str, "text", system_prompt=system_prompt)
         self.deadline = deadline
         self.running = False
         self._schema = OutputSchema.of(schema)
