@@ -34,8 +34,7 @@ from batch_agent.fleet.backend import OneLoop, running_loop
 from batch_agent.foreign import describe, encodable
 from batch_agent.messages import Conversation, Message
 from batch_agent.option import check_kind, check_positive
-from batch_agent.ticks.action import Action, Decision, idle, text_of_reply
-from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
+from batch_agent.ticks.agent import Action, Agent, Decision, Fallback, TypedAgent, idle, text_of_reply
 from batch_agent.ticks.backends import (
     TIMEOUT,
     Sampling,
