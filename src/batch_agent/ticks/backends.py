@@ -202,16 +202,15 @@ class TickBackend:
             self._calls.add(group.call)
             group.call.add_done_callback(self._calls.discard)
         assert group.call is not None
-        me = object()
-        group.waiting[me] = make
+        group.waiting[make] = None
         try:
             answers = await asyncio.shield(group.call)
         finally:
-            del group.waiting[me]
+            del group.waiting[make]
             if not group.waiting:
                 group.leave()
                 group.call.cancel()
-        answer = answers[group.sent.index(me)]
+        answer = answers[group.sent.index(make)]
         if isinstance(answer, JobError):
             raise answer
         return answer
@@ -282,13 +281,13 @@ class _Group:
     def __init__(self, of: TickBackend) -> None:
         self._of = of
         self.call: asyncio.Task[Replies] | None = None
-        self.waiting: dict[object, Make] = {}
-        self.sent: list[object] = []
+        self.waiting: dict[Make, None] = {}
+        self.sent: list[Make] = []
 
     async def send(self, endpoint: str) -> Replies:
         self.leave()
         self.sent = list(self.waiting)
-        made = [_made(make) for make in self.waiting.values()]
+        made = [_made(make) for make in self.sent]
         requests = [request for request in made if isinstance(request, ModelRequest)]
         replies = iter(await self._of.backend.infer_batch(requests) if requests else ())
         return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
