@@ -169,5 +169,6 @@ def check_positive(kind: type | UnionType, *, or_zero: bool = False, **options: 
 
 def check_kind(kind: object, what: str, **options: object) -> None:
     for option, value in options.items():
-        if value is not None and not isinstance(value, cast(type, kind)):
+        is_flag = isinstance(value, bool) and kind is int  # a bool is an int in Python
+        if value is not None and (is_flag or not isinstance(value, cast(type, kind))):
             raise SpecError(f"{option} is {value!r}; it must be {what}, or None")
