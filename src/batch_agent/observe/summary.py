@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from batch_agent.events import CacheRead
-from batch_agent.messages import JsonObject
+from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Outage, Prewarm, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
@@ -97,13 +97,7 @@ def summary_json(
         ],
         "inference_seconds": round(statistics.inference_seconds, 3),
         "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
-        "tokens": {
-            "prompt": usage.prompt_tokens,
-            "cached": usage.cached_tokens,
-            "cache_write": usage.cache_write_tokens,
-            "completion": usage.completion_tokens,
-            "reasoning": usage.reasoning_tokens,
-        },
+        "tokens": {**usage_json(usage), "cache_write": usage.cache_write_tokens},
         "prefix_hit_rate": round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None,
         "kv": None if statistics.kv is None else cache_json(statistics.kv),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
@@ -184,6 +178,15 @@ def _cache_line(kv: CacheRead) -> str:
     if kv.kept_alive:
         parts.append(f"shared prefix touched {counted(kv.kept_alive, 'time')}")
     return "; ".join(parts)
+
+
+def usage_json(usage: Usage) -> JsonObject:
+    return {
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "completion": usage.completion_tokens,
+        "reasoning": usage.reasoning_tokens,
+    }
 
 
 def cache_json(kv: CacheRead) -> JsonObject:

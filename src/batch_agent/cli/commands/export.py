@@ -11,7 +11,7 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.results import opened_output, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
-from batch_agent.cli.spec.recorded import files_read_by
+from batch_agent.cli.spec.load import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import SpecError

@@ -39,15 +39,19 @@ from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import flush_words, put, put_json, say
 from batch_agent.cli.spec.load import (
+    KEPT,
+    command_again,
+    command_of,
     is_pipeline,
     load_flow,
     load_plan,
     load_spec,
+    recorded_command,
+    refuse_left_out,
     resolve_paths,
     settings_beside,
     take_settings,
 )
-from batch_agent.cli.spec.recorded import KEPT, command_again, command_of, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, JobError, SpecError

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import orjson
 from pydantic import JsonValue
@@ -295,12 +295,8 @@ def admin_command(options: argparse.Namespace) -> int:
 
 
 def _listed(document: JsonObject) -> Iterator[str]:
-    batches = document["data"]
-    assert isinstance(batches, list)
-    for batch in batches:
-        assert isinstance(batch, dict)
-        counts = batch["request_counts"]
-        assert isinstance(counts, dict)
+    for batch in cast("list[JsonObject]", document["data"]):
+        counts = cast("JsonObject", batch["request_counts"])
         done = f"{counts['completed']} of {counts['total']} done, {counts['failed']} failed"
         yield f"{batch['id']}  {batch['status']}  {batch['tenant']}  {batch['endpoint']}  {done}"
 

@@ -108,9 +108,8 @@ def status_json(view: RunSnapshot) -> JsonObject:
 
 def _numbers(view: RunSnapshot) -> JsonObject:
     now = view.progress
-    counts: JsonObject = {"ok": now.ok, "failed": now.failed, "resumed": now.resumed}
-    rows: JsonObject = {"total": view.total, "done": now.ok + now.failed, **counts}
     done = now.ok + now.failed
+    rows: JsonObject = {"total": view.total, "done": done, "ok": now.ok, "failed": now.failed, "resumed": now.resumed}
     per_row = None if now.cost is None or not done else now.cost / done
     return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
 
@@ -220,17 +219,8 @@ def _views(place: RunPlace) -> tuple[list[RunSnapshot], list[str]]:
 
 
 def _run_json(view: RunSnapshot) -> JsonObject:
-    now = view.progress
-    return {
-        "run_dir": view.name,
-        "state": view.state,
-        "rows": {"total": view.total, "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed},
-        "tokens": now.tokens,
-        "cost": now.cost,
-        "started": view.facts.get("started"),
-        "model": view.facts.get("model"),
-        "backend": view.facts.get("backend"),
-    }
+    facts: JsonObject = {name: view.facts.get(name) for name in ("started", "model", "backend")}
+    return {"run_dir": view.name, "state": view.state, **_numbers(view), **facts}
 
 
 def _cells(view: RunSnapshot) -> tuple[str, ...]:

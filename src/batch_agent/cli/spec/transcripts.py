@@ -17,8 +17,7 @@ from batch_agent.agent.fingerprint import matched
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.transcript import conversations, transcript
 from batch_agent.api import BatchAgent
-from batch_agent.cli.spec.load import is_pipeline, load_flow, load_spec
-from batch_agent.cli.spec.recorded import command_again, recorded_command
+from batch_agent.cli.spec.load import command_again, is_pipeline, load_flow, load_spec, recorded_command
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
