@@ -139,9 +139,8 @@ def _message(message: JsonObject, lost: list[str]) -> Message:
 
 def _call(call: JsonObject) -> ToolCall:
     function = mapping_of(call.get("function"), "function")
-    return ToolCall(
-        string(call.get("id"), "id"), string(function.get("name"), "name"), string(function.get("arguments"), "name")
-    )
+    name, arguments = string(function.get("name"), "name"), string(function.get("arguments"), "arguments")
+    return ToolCall(string(call.get("id"), "id"), name, arguments)
 
 
 def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:

@@ -233,7 +233,6 @@ def _processor(environ: Mapping[str, str], collector: CollectorState) -> BatchSp
 
 
 def _metrics(environ: Mapping[str, str], collector: CollectorState) -> OtelMetrics:
-
     if _is_grpc(environ, "METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
 
