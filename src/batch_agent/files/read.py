@@ -43,28 +43,22 @@ RUN_FILES = {"run.json", "journal.db"}  # a directory with these is a run direct
 PDF_PACKAGES = "pypdfium2 pillow"
 
 
-def open_folder(directory: Path) -> Reading:
-    return _opened(
-        lambda: _files(directory), f"the directory {directory} has no files to read (hidden files are skipped)"
-    )
-
-
-def open_document_file(path: Path) -> Reading:
-    """Return one document as one row."""
-    return _opened(lambda: iter((path,)), "")
-
-
 def open_pattern(pattern: str) -> Reading:
-    """Return the files that match a pattern such as ``papers/**/*.pdf``, in sorted order, without hidden files."""
+    """Return the files that match a pattern such as ``papers/**/*.pdf``, in sorted order, without hidden files. Files
+    that hold many rows are refused: each would become one row."""
+    kind = format_of(Path(pattern))[0]
+    if kind in KNOWN and kind != ".txt":
+        raise SpecError(f"inputs: with a pattern, each file is one row, but {kind} files hold many rows: give one file")
     found = sorted(Path(name) for name in glob.iglob(pattern, recursive=True))  # noqa: PTH207
-    return _opened(lambda: (path for path in found if path.is_file()), f"no file matches {pattern}")
+    return open_files(lambda: (path for path in found if path.is_file()), f"no file matches {pattern}")
 
 
 def is_pattern(text: str) -> bool:
     return glob.has_magic(text)
 
 
-def _opened(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
+def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
+    """Return each file as a row. Raises SpecError with the message ``nothing`` if there is none."""
     total, formats = 0, set[str | None]()
     for path in files():
         total += 1
@@ -270,14 +264,17 @@ def _open(path: Path, asked: str | None) -> Reading:
         status = path.stat()
     except OSError as error:
         if is_pattern(str(path)):
-            return _open_pattern(path)
+            return open_pattern(str(path))
         raise SpecError(f"cannot read the inputs {path}: {error.strerror}") from None
     if stat.S_ISDIR(status.st_mode):
-        return open_dataset(path) if is_dataset(path) else open_folder(path)
+        if (path / STATE).is_file() or (path / DICT).is_file():
+            return open_dataset(path)
+        nothing = f"the directory {path} has no files to read (hidden files are skipped)"
+        return open_files(lambda: _files(path), nothing)
     kind, compression = format_of(path)
     kind = asked or kind
     if asked is None and format_of_document(path) is not None:
-        return open_document_file(path)
+        return open_files(lambda: iter((path,)), "")
     if kind == ".parquet" and not compression:
         return open_parquet(path)
     if kind in SPREADSHEETS:
@@ -294,14 +291,6 @@ def _open(path: Path, asked: str | None) -> Reading:
 
     memory = source.size * (COMPRESSION if compression else 1)
     return Reading(parse(parts, str(path)), source.close, expected, memory)
-
-
-def _open_pattern(pattern: Path) -> Reading:
-    """Open a pattern. A pattern of files of rows is refused: each file would become one row."""
-    kind = format_of(pattern)[0]
-    if kind in KNOWN and kind != ".txt":
-        raise SpecError(f"inputs: with a pattern, each file is one row, but {kind} files hold many rows: give one file")
-    return open_pattern(str(pattern))
 
 
 class LazyRows(Iterator[Row]):
@@ -444,10 +433,6 @@ def open_parquet(path: Path) -> Reading:
     memory = sum(file.metadata.row_group(group).total_byte_size for group in groups)
     rows = _rows(path, itertools.chain.from_iterable(batches), pyarrow)
     return Reading(rows, file.close, lambda taken: max(total, taken), memory)
-
-
-def is_dataset(directory: Path) -> bool:
-    return (directory / STATE).is_file() or (directory / DICT).is_file()
 
 
 def open_dataset(directory: Path) -> Reading:

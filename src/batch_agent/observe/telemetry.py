@@ -140,16 +140,13 @@ class Telemetry:
 
     def _shut_down(self) -> None:
         try:
-            self._flush()
+            if self._processor is not None:
+                shutdown: Callable[[], object] = self._processor.shutdown
+                shutdown()
+            if self._metrics is not None:
+                self._metrics.close()
         finally:
             self._collector.close()
-
-    def _flush(self) -> None:
-        if self._processor is not None:
-            shutdown: Callable[[], object] = self._processor.shutdown
-            shutdown()
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 class CollectorState:
