@@ -525,23 +525,18 @@ class Sizing:
         most = (self.room - others) // times - MARK_TOKENS
         if most < LEAST_TOKENS:
             self.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
-        pieces = _headed(text, most) if self.how == "truncate" else _numbered(split(text, most))
-        return [{**texts, name: piece} for piece in pieces]
+        if self.how == "truncate":
+            kept = head(text, most)
+            left = estimate_tokens(text[len(kept) :])
+            return [{**texts, name: f"{kept.rstrip()}\n[Cut here to fit: about {left:,} tokens more are left out.]"}]
+        pieces = split(text, most)
+        marks = (f"[Part {number} of {len(pieces)}]" for number in range(1, len(pieces) + 1))
+        return [{**texts, name: f"{mark}\n{piece}"} for mark, piece in zip(marks, pieces, strict=True)]
 
 
 def longest(names: Sequence[str], texts: Mapping[str, str]) -> str:
     """Return the field that takes the most room in the task."""
     return max(texts, key=lambda name: estimate_tokens(texts[name]) * names.count(name))
-
-
-def _numbered(pieces: Sequence[str]) -> list[str]:
-    return [f"[Part {number} of {len(pieces)}]\n{piece}" for number, piece in enumerate(pieces, start=1)]
-
-
-def _headed(text: str, most: int) -> list[str]:
-    kept = head(text, most)
-    left = estimate_tokens(text[len(kept) :])
-    return [f"{kept.rstrip()}\n[Cut here to fit: about {left:,} tokens more are left out.]"]
 
 
 # The best border near the end of a piece is a heading, then a blank line, the end of a line, a space; a text without

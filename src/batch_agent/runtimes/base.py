@@ -76,13 +76,10 @@ def read_claude(transcript: Transcript, event: JsonObject) -> None:
             transcript.text = _string(event.get("result")) or transcript.text
             if event.get("is_error") is True:
                 transcript.error = _string(event.get("result")) or _string(event.get("subtype")) or "it failed"
-            transcript.usage += claude_usage(event.get("usage"))
-
-
-def claude_usage(value: JsonValue) -> Usage:
-    cached, written = counted(value, "cache_read_input_tokens"), counted(value, "cache_creation_input_tokens")
-    prompt = counted(value, "input_tokens") + cached + written
-    return Usage(prompt, cached, counted(value, "output_tokens"), 0, written)
+            usage = event.get("usage")
+            cached, written = counted(usage, "cache_read_input_tokens"), counted(usage, "cache_creation_input_tokens")
+            prompt = counted(usage, "input_tokens") + cached + written
+            transcript.usage += Usage(prompt, cached, counted(usage, "output_tokens"), 0, written)
 
 
 def read_codex(transcript: Transcript, event: JsonObject) -> None:

@@ -20,7 +20,7 @@ from batch_agent.errors import InputError, Interrupted, SpecError
 from batch_agent.job import AgentError, AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.results import Results, Summary
-from batch_agent.topology.pipeline import FlowOutcome, Pipeline, finished
+from batch_agent.topology.pipeline import Pipeline, finished
 from batch_agent.topology.reduce import Reduction, Shape
 from batch_agent.topology.stages import OF_A_STAGE, FlatMap
 
@@ -94,10 +94,6 @@ async def run_reduced(pipeline: Pipeline[Any], options: Options, progress: bool 
         with suppress(AttributeError, KeyError, TypeError):  # an exception of foreign code may have no room for it
             error.results = error.results[MAP]  # type: ignore[attr-defined]
         raise
-    return reduced_by(outcome)
-
-
-def reduced_by(outcome: FlowOutcome[Any]) -> Reduced[Any, Any]:
     reduction = outcome.reductions.get(REDUCE)
     if reduction is None:
         unfinished = Interrupted(f"the run ended before the reduction ({outcome.statistics.ended})")
