@@ -279,7 +279,11 @@ def compile_plan(
     """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
-    _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
+    for name, text in (("system_prompt", spec.system_prompt), ("task", spec.task)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SpecError(f"{name} has text that is not valid Unicode: {error}") from None
     if spec.oversized != "fail" and spec.template != "braces":
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
@@ -427,14 +431,6 @@ def _system_text(spec: BatchSpec, schema: OutputSchema[object] | None) -> str:
 
 def _join(*parts: str) -> str:
     return "\n\n".join(filter(None, parts))
-
-
-def _check_unicode(**texts: str) -> None:
-    for name, text in texts.items():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise SpecError(f"{name} has text that is not valid Unicode: {error}") from None
 
 
 def tool_tokens(tool: ToolSpec) -> int:

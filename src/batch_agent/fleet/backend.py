@@ -427,15 +427,12 @@ class Fleet(Backend):
 
     async def load(self, endpoint: str = "") -> Load | None:
         """Return the load of the endpoint, or the sum over all servers. None if it is not reported."""
-        if not endpoint:
-            return await self._whole_load()
-        server = self._servers.get(endpoint)
-        if server is None or not server.backend.capabilities.reports_load:
-            return None
-        await self._enter(server)
-        return await server.backend.load()
-
-    async def _whole_load(self) -> Load | None:
+        if endpoint:
+            server = self._servers.get(endpoint)
+            if server is None or not server.backend.capabilities.reports_load:
+                return None
+            await self._enter(server)
+            return await server.backend.load()
         asked = [server.name for server in self._present if server.backend.capabilities.reports_load]
         answers = await asyncio.gather(*map(self.load, asked), return_exceptions=True)
         for answer in answers:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from batch_agent.events import CacheRead
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.observe.metrics import Outage, Prewarm, RecentError, RecentResult, Statistics, ToolUse
+from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
 
@@ -58,7 +58,9 @@ def summary_lines(
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
     if statistics.prewarm is not None:
-        lines += _labelled("prewarm", [_prewarm_line(statistics.prewarm)])
+        begun, used, wasted = statistics.prewarm.begun, statistics.prewarm.hits, statistics.prewarm.wasted
+        words = f"{begun:,} calls begun before they were asked for: {used:,} used, {wasted:,} wasted"
+        lines += _labelled("prewarm", [f"{words}; {statistics.prewarm.misses:,} calls were not foreseen"])
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
     if output:
         lines += _labelled("results", [harmless(output)])
@@ -197,11 +199,6 @@ def _tool_line(statistics: Statistics) -> str:
     line = f"{counted(statistics.tool_calls, 'call')}: {statistics.tool_runs:,} run"
     line += f", {statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
     return line + (f", {statistics.tool_errors:,} failed" if statistics.tool_errors else "")
-
-
-def _prewarm_line(prewarm: Prewarm) -> str:
-    line = f"{prewarm.begun:,} calls begun before they were asked for: {prewarm.hits:,} used, {prewarm.wasted:,} wasted"
-    return f"{line}; {prewarm.misses:,} calls were not foreseen"
 
 
 def _tool_words(statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> list[str]:

@@ -303,16 +303,12 @@ class CommandLineRuntime(ABC):
             return Place(home, ctx.base_url, ctx.api_key, model)
         if self.backend == LOGIN:
             return Place(home, "", "", "" if model == LOGIN else model)
-        url = self._address()
-        names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
-        return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
-
-    def _address(self) -> str:
-        """Return the address of the agent's own backend, as ``http://host:port/v1``."""
         backend = open_backend(self.backend)[0]
         if not isinstance(backend, HttpBackend):
             raise SpecError(f"backend: {self.name} needs a server over HTTP, not {backend.name}")
-        return backend.client.base_url
+        url = backend.client.base_url  # http://host:port/v1
+        names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
+        return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
 
     async def _run(
         self,

@@ -25,12 +25,12 @@ from batch_agent.backends.openai.providers import PROVIDERS, base_variable
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
 from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
+from batch_agent.cli.output.streams import put, put_json
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.compiler.prices import find_prices
 from batch_agent.conformance.examination import CHECKS, examine, most_usage
-from batch_agent.conformance.finding import STATUSES, Answered, Report
+from batch_agent.conformance.finding import STATUSES, Answered
 from batch_agent.errors import BackendError, SpecError
-from batch_agent.files.results import to_json
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, harmless
@@ -135,7 +135,10 @@ def doctor_command(options: argparse.Namespace) -> int:
         return thorough_command(options.backend or options.url, options.model, json=options.json, yes=options.yes)
     batch = {"agents": options.agents, "context_tokens": options.context}
     found = Diagnosis.of_this_machine(options.backend or options.url, batch)
-    print(to_json(found.to_json()).decode() if options.json else "\n".join(map(harmless, found.lines())))
+    if options.json:
+        put_json(found.to_json())
+    else:
+        put("\n".join(map(harmless, found.lines())))
     return ALL_OK if found.default.works else RUN_FAILED
 
 
@@ -301,19 +304,12 @@ async def _examined(backend: Backend, model: str | None, *, json: bool, yes: boo
     if sys.stderr.isatty() and not json:
         print("\r\x1b[K", end="", file=sys.stderr)
     report = replace(report, about={"batch_agent": __version__, "python": platform.python_version()})
-    _print(report, json=json)
-    return ALL_OK if report.answers_at_all else RUN_FAILED
-
-
-def _print(report: Report, *, json: bool) -> None:
     if json:
-        print(to_json(report.to_json()).decode())
-        return
-    for line in report.lines():
-        print(harmless(line))
-    for status, meaning in STATUSES.items():
-        if report.counts[status]:
-            print(f"  {status:<9} {meaning}")
+        put_json(report.to_json())
+    else:
+        meanings = [f"  {status:<9} {meaning}" for status, meaning in STATUSES.items() if report.counts[status]]
+        put("\n".join([*map(harmless, report.lines()), *meanings]))
+    return ALL_OK if report.answers_at_all else RUN_FAILED
 
 
 def _tick(answer: Answered) -> None:

@@ -70,7 +70,14 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
         with opened_output(output) as stream:
             stream.writelines(to_json(record) + b"\n" for record in records)
     else:
-        _export_table(records, TABLES[kind], output)
+        table = TABLES[kind]
+        if output is not None:
+            check_table(output, table)
+        elif table == PARQUET:
+            raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
+        columns = columns_of(records)
+        with opened_output(output) as stream:
+            write_records(records, columns, stream, table)
     if records.torn:
         are = "is" if records.torn == 1 else "are"
         say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
@@ -103,16 +110,6 @@ def _kind_of(output: Path | None) -> str:
     if extension not in (JSONL, *TABLES):
         raise SpecError(f"the format of {output} is unknown: use .jsonl, .csv, .tsv or .parquet, or give --format")
     return extension
-
-
-def _export_table(records: FinishedRows, kind: str, output: Path | None) -> None:
-    if output is not None:
-        check_table(output, kind)
-    elif kind == PARQUET:
-        raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
-    columns = columns_of(records)
-    with opened_output(output) as stream:
-        write_records(records, columns, stream, kind)
 
 
 def _export_messages(run: RunReader, part: RunReader, records: FinishedRows, output: Path | None) -> None:

@@ -390,22 +390,21 @@ def _bench_json(benches: Sequence[Bench], wanted: Wanted) -> JsonObject:
                 "model": one.model,
                 "tokens_in": one.tokens_in,
                 "knee": one.knee,
-                "steps": [_step_json(step) for step in one.steps],
+                "steps": [
+                    {
+                        "in_flight": step.inflight,
+                        "answers": len(step.answers),
+                        "failures": step.failures,
+                        "tokens_per_second": _rounded(step.tokens_per_second),
+                        "requests_per_second": _rounded(step.requests_per_second),
+                        "latency": _rounded(step.latency),
+                    }
+                    for step in one.steps
+                ],
                 "reason": one.reason,
             }
             for one in benches
         ],
-    }
-
-
-def _step_json(step: Measurement) -> JsonObject:
-    return {
-        "in_flight": step.inflight,
-        "answers": len(step.answers),
-        "failures": step.failures,
-        "tokens_per_second": _rounded(step.tokens_per_second),
-        "requests_per_second": _rounded(step.requests_per_second),
-        "latency": _rounded(step.latency),
     }
 
 

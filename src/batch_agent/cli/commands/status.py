@@ -102,7 +102,8 @@ def status_json(view: RunSnapshot) -> JsonObject:
     if view.workers:
         status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
-        status["stages"] = [_stage_json(name, view.stages.get(name)) for name in names]
+        begun = {name: {"state": stage.state, **_numbers(stage)} for name, stage in view.stages.items()}
+        status["stages"] = [{"name": name, **begun.get(name, {"state": NOT_BEGUN})} for name in names]
     return status
 
 
@@ -112,12 +113,6 @@ def _numbers(view: RunSnapshot) -> JsonObject:
     rows: JsonObject = {"total": view.total, "done": done, "ok": now.ok, "failed": now.failed, "resumed": now.resumed}
     per_row = None if now.cost is None or not done else now.cost / done
     return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
-
-
-def _stage_json(name: str, stage: RunSnapshot | None) -> JsonObject:
-    if stage is None:
-        return {"name": name, "state": NOT_BEGUN}
-    return {"name": name, "state": stage.state, **_numbers(stage)}
 
 
 def _text(view: RunSnapshot) -> str:
