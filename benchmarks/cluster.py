@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -40,7 +41,7 @@ from benchmarks.shared_tools import CALLS
 AGENTS, SLOW = 48, 0.2  # alive in each worker, and seconds that an answer takes
 LINEAR_BAR, CPU_BAR, MEMORY_BAR = 0.9, 1.5, 1.2
 PROCESS_BARS = {2: 1.8, 4: 3.4}
-PROCESS_ROWS = 10_000
+PROCESS_ROWS = 30_000
 SPEC = """\
 task: "Review record #{{record}}: what does it say of the topic?"
 model: bench
@@ -212,16 +213,27 @@ def linear(folder: Path, counts: Sequence[int], rows_each: int) -> dict[int, flo
     return rates
 
 
+def usable_cores() -> list[int]:
+    """The numbers of this machine's cores: one of each physical core first, then the other threads of these."""
+
+    def thread(number: int) -> int:
+        told = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        first = re.match(r"\d+", told.read_text() if told.exists() else "")
+        return 0 if first is None or int(first[0]) == number else 1
+
+    return sorted(os.sched_getaffinity(0), key=lambda number: (thread(number), number))
+
+
 def processes(folder: Path, rows: int, repetitions: int) -> dict[int, dict[str, float]]:
-    """Seconds of a run of ``rows`` rows of two turns beyond those of a tenth of them, by number of processes: wall time
-    and CPU time, the best of several repetitions."""
+    """Seconds of a run of ``rows`` rows of two turns beyond those of a third of them, by number of processes: wall time
+    and CPU time, the best of several repetitions. The first third is long enough for all processes to start in it."""
     best: dict[tuple[int, int], tuple[float, float]] = {}
-    cores = sorted(os.sched_getaffinity(0))
+    cores = usable_cores()
     counts = [count for count in (1, *PROCESS_BARS) if count <= max(2, len(cores) // 2)]
     with serving() as server:
         for number in range(repetitions):
             for count in counts:
-                for size in (rows // 10, rows):
+                for size in (rows // 3, rows):
                     place = prepared(folder / f"rows-{size}", server.url, size, agents=256, tools=True)
                     words = ("--processes", str(count)) if count > 1 else ()
                     os.sched_setaffinity(0, cores[:count])  # the processes that are started inherit it
@@ -232,7 +244,7 @@ def processes(folder: Path, rows: int, repetitions: int) -> dict[int, dict[str, 
                     best[count, size] = min(wall, least_wall), min(cpu, least_cpu)
     found = {}
     for count in counts:
-        (wall, cpu), (few_wall, few_cpu) = best[count, rows], best[count, rows // 10]
+        (wall, cpu), (few_wall, few_cpu) = best[count, rows], best[count, rows // 3]
         found[count] = {"wall_s": wall - few_wall, "cpu_s": cpu - few_cpu}
         print(f"{count} processes: {found[count]}", flush=True)
     return found
