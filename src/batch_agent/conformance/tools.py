@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jsonschema_rs
 import orjson
@@ -17,6 +18,7 @@ from batch_agent.messages import JsonObject, Message, ToolCall
 CALL_TOKENS, SCHEMA_TOKENS = 256, 256
 CALL_AS_TEXT = re.compile(r'<tool_call>|<function|"(name|function)"\s*:\s*"weather"')  # forms of the usual templates
 ASK_WEATHER = "What is the weather in Paris for the next 3 days? Use the tool weather."
+HELLO = "Reply with the single word hello and nothing else."
 ASK_BOTH = "Call the tool weather for Paris for 2 days, and the tool clock for Tokyo, both at once."
 SCHEMA: JsonObject = {
     "type": "object",
@@ -50,15 +52,7 @@ async def tool_auto(s: Subject) -> Finding:
     return unclear(f"the model did not call the tool: {heard.text[:60]!r}", flag(s, "tools"))
 
 
-async def tool_required(s: Subject) -> Finding:
-    return await _forced(s, "required")
-
-
-async def tool_named(s: Subject) -> Finding:
-    return await _forced(s, "clock")
-
-
-async def _forced(s: Subject, choice: str) -> Finding:
+async def _forced(s: Subject, *, choice: str) -> Finding:
     try:
         heard = await s.hear(
             "What is the weather in Paris for the next 3 days, and what time is it there?",
@@ -75,6 +69,9 @@ async def _forced(s: Subject, choice: str) -> Finding:
     if choice != "required" and heard.tool_calls[0].name != choice:
         return missing(f"the model called {heard.tool_calls[0].name}, not {choice}")
     return works(f"finish_reason {heard.finish_reason}")
+
+
+tool_required, tool_named = partial(_forced, choice="required"), partial(_forced, choice="clock")
 
 
 async def tool_none(s: Subject) -> Finding:
@@ -178,19 +175,8 @@ async def _raw_call(s: Subject, *, streamed: bool = False) -> RawAnswer:
 # Structured output
 
 
-async def schema(s: Subject) -> Finding:
-    return await _kept(s, "Reply with the single word hello and nothing else.", SCHEMA)
-
-
-async def schema_streamed(s: Subject) -> Finding:
-    return await _kept(s, "Reply with the single word hello and nothing else.", SCHEMA, streamed=True)
-
-
-async def schema_bounds(s: Subject) -> Finding:
-    return await _kept(s, "What is 400 plus 100? Answer with the number.", BOUNDED)
-
-
-async def _kept(s: Subject, prompt: str, wanted: JsonObject, *, streamed: bool = False) -> Finding:
+async def schema(s: Subject, *, streamed: bool = False, bounds: bool = False) -> Finding:
+    prompt, wanted = ("What is 400 plus 100? Answer with the number.", BOUNDED) if bounds else (HELLO, SCHEMA)
     if not s.backend.capabilities.native_schema:
         note = s.backend.capabilities.schema_note or "this backend sends no schema"
         return emulated(f"{note}: the prompt has it, and answers are validated and repaired")
@@ -204,6 +190,9 @@ async def _kept(s: Subject, prompt: str, wanted: JsonObject, *, streamed: bool =
     return emulated(f"answers are validated and repaired, because the server answered {heard.text[:40]!r}")
 
 
+schema_streamed, schema_bounds = partial(schema, streamed=True), partial(schema, bounds=True)
+
+
 async def schema_with_tools(s: Subject) -> Finding:
     if not s.is_chat:
         can = s.backend.capabilities.schema_with_tools
@@ -211,12 +200,7 @@ async def schema_with_tools(s: Subject) -> Finding:
     form: JsonObject = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
     instead = "Batch Agent sends them apart: one turn without tools follows if the answer does not fit"
     try:
-        answer = await s.raw(
-            "Reply with the single word hello and nothing else.",
-            {"response_format": form},
-            tools=(WEATHER,),
-            max_tokens=SCHEMA_TOKENS,
-        )
+        answer = await s.raw(HELLO, {"response_format": form}, tools=(WEATHER,), max_tokens=SCHEMA_TOKENS)
     except BackendError as error:
         return emulated(f"refused with {error.status}: {instead}")
     text = str(answer.message().get("content") or "")

@@ -165,11 +165,16 @@ class RunNumbers(ListSink):
         self._caches[event.run] = event
 
     def page(self) -> str:
-        self._count_tokens()
-        return page([*self._state(), *self._counted()])
-
-    def _counted(self) -> Iterable[Family]:
-        return (value for value in vars(self).values() if isinstance(value, Family))
+        prompt, completion, cached, writes, reasoning = self._usage
+        kinds = {  # they do not overlap
+            "input": prompt - cached - writes,
+            "output": completion - reasoning,
+            "cached": cached,
+            "cache_write": writes,
+            "reasoning": reasoning,
+        }
+        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
+        return page([*self._state(), *(value for value in vars(self).values() if isinstance(value, Family))])
 
     def _state(self) -> list[Family]:
         """Return the current gauges."""
@@ -211,18 +216,6 @@ class RunNumbers(ListSink):
             self._usage[4] += usage.reasoning_tokens
         if cost:
             self.cost.add(cost)
-
-    def _count_tokens(self) -> None:
-        """Count the kinds of tokens, which do not overlap."""
-        prompt, completion, cached, writes, reasoning = self._usage
-        kinds = {
-            "input": prompt - cached - writes,
-            "output": completion - reasoning,
-            "cached": cached,
-            "cache_write": writes,
-            "reasoning": reasoning,
-        }
-        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
 
     def _row_ended(self, event: JobFinished) -> None:
         if event.run == self._own:

@@ -163,15 +163,16 @@ def _numbered() -> Any:
     numbers = count()
 
     def rows(plan: object) -> list[object]:
-        return [{"item": item, "index": next(numbers), **_own_fields(item)} for item in items_of(plan)]
+        return [
+            {
+                "item": item,
+                "index": next(numbers),
+                **({} if isinstance(item, str | int | float | list | None) else fields_of(item)),
+            }
+            for item in items_of(plan)
+        ]
 
     return rows
-
-
-def _own_fields(item: object) -> Mapping[str, object]:
-    if isinstance(item, str | int | float | list | None):
-        return {}
-    return fields_of(item)
 
 
 def _task(options: dict[str, Any]) -> str:
