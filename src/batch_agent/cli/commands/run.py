@@ -264,8 +264,9 @@ def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str
 
 def _statistics(run: Run[object] | Flow, rows: object, unwritten: int) -> Statistics:
     """Return the statistics of the run. ``unwritten`` rows count as failed: their outputs could not be written."""
-    expected = rows.expected_rows() if isinstance(rows, LazyRows) else None
-    statistics = with_expected(run.statistics(), expected)
+    statistics = run.statistics()
+    if isinstance(rows, LazyRows) and isinstance(run, Run):  # a pipeline counts the rows of all its stages
+        statistics = with_expected(statistics, rows.expected_rows())
     if not unwritten:
         return statistics
     failures = Counter(statistics.failures) + Counter({Invalid.type: unwritten})
