@@ -28,10 +28,9 @@ from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
-from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES
+from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES, Interactive
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, new_id
-from batch_agent.serve.interactive import Interactive
 from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import (
@@ -101,7 +100,7 @@ class Api:
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        tenant = await in_thread(partial(self._catalog.tenant_of, given_key(request)))
+        tenant = await in_thread(self._catalog.tenant_of, given_key(request))
         if tenant is None:
             raise RequestRefused(
                 401, "Incorrect API key provided.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
@@ -146,8 +145,8 @@ class Api:
                     else:
                         fields[field.name or ""] = await _field(field, watch)
             file = self._checked_file(id, tenant, name, fields, part)
-            await in_thread(partial(part.rename, self._files / id))
-            await in_thread(partial(self._catalog.add_file, file))
+            await in_thread(part.rename, self._files / id)
+            await in_thread(self._catalog.add_file, file)
         except TimeoutError:
             raise RequestRefused(408, "the file came too slowly") from None
         except ValueError as error:  # of the parser
@@ -178,17 +177,17 @@ class Api:
 
     async def _save(self, field: BodyPartReader, part: Path, tenant: Tenant, watch: _Watch) -> None:
         size = 0
-        with await in_thread(partial(_created, part)) as file:
+        with await in_thread(_created, part) as file:
             async for chunks in _chunks(field, watch):
                 size += len(chunks)
                 if size > tenant.max_file:
                     raise self._too_large(tenant)
                 self.check_room(0)
                 try:
-                    await in_thread(partial(file.write, chunks))
+                    await in_thread(file.write, chunks)
                 except OSError as error:
                     raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
-            await in_thread(partial(_to_disk, file))
+            await in_thread(_to_disk, file)
 
     def _too_large(self, tenant: Tenant) -> RequestRefused:
         return RequestRefused(413, f"the file is larger than {tenant.max_file} bytes", param="file")
@@ -209,20 +208,18 @@ class Api:
             raise RequestRefused(400, "order must be asc or desc", param="order")
         purpose, after = query.get("purpose"), query.get("after")
         found = await in_thread(
-            partial(
-                self._catalog.files,
-                tenant.name,
-                purpose=purpose,
-                after=after,
-                limit=limit + 1,
-                newest_first=order == "desc",
-            )
+            self._catalog.files,
+            tenant.name,
+            purpose=purpose,
+            after=after,
+            limit=limit + 1,
+            newest_first=order == "desc",
         )
         items = [file_object(file) for file in found[:limit]]
         return json_response(page_object(items, more=len(found) > limit))
 
     async def _file(self, tenant: Tenant, id: str, *, param: str | None = None) -> StoredFile:
-        file = await in_thread(partial(self._catalog.file, id, tenant.name))
+        file = await in_thread(self._catalog.file, id, tenant.name)
         if file is None:
             raise RequestRefused(404, f"No such File object: {id}", param=param or "id")
         return file
@@ -232,8 +229,8 @@ class Api:
 
     async def _delete_file(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
         file = await self._file(tenant, id)
-        await in_thread(partial(self._catalog.remove_file, id))
-        await in_thread(partial(self.path_of(file).unlink, missing_ok=True))
+        await in_thread(self._catalog.remove_file, id)
+        await in_thread(self.path_of(file).unlink, missing_ok=True)
         return json_response({"id": id, "object": "file", "deleted": True})
 
     def path_of(self, file: StoredFile) -> Path:
@@ -282,7 +279,7 @@ class Api:
         self.check_room(0)
         folder = self._batches.folder(batch.id)
         try:
-            await in_thread(partial(_link_input, self.path_of(file), folder))
+            await in_thread(_link_input, self.path_of(file), folder)
         except FileNotFoundError:
             raise RequestRefused(404, f"No such File object: {file.id}", param="input_file_id") from None
         return self._batch_response(await self._add(request, batch, folder))
@@ -292,7 +289,7 @@ class Api:
         key = request.headers.get("Idempotency-Key")
         if key is None:
             return None
-        batch = await in_thread(partial(self._catalog.batch_under, tenant.name, key))
+        batch = await in_thread(self._catalog.batch_under, tenant.name, key)
         if batch is not None and batch.digest != digest:
             raise _reused()
         return batch
@@ -306,16 +303,16 @@ class Api:
     ) -> ServedBatch:
         key = request.headers.get("Idempotency-Key")
         try:
-            added = await in_thread(partial(self._catalog.add_batch, batch, key, admit))
+            added = await in_thread(self._catalog.add_batch, batch, key, admit)
         except BaseException as error:
-            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
             if isinstance(error, KeyReused):
                 raise _reused() from None
             raise
         if added.id == batch.id:
             await self._batches.start(batch)
         else:
-            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
         return added
 
     def _batch_response(self, batch: ServedBatch) -> web.Response:
@@ -323,13 +320,13 @@ class Api:
 
     async def _list(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
         limit, after = read_limit(request.query, 100, 20), request.query.get("after")
-        found = await in_thread(partial(self._catalog.batches, tenant.name, "openai", after=after, limit=limit + 1))
+        found = await in_thread(self._catalog.batches, tenant.name, "openai", after=after, limit=limit + 1)
         items = [batch_object(self._batches.progress(batch), self._batches.estimate(batch)) for batch in found[:limit]]
         return json_response(page_object(items, more=len(found) > limit))
 
     async def _batch(self, tenant: Tenant, id: str, *, anthropic: bool = False) -> ServedBatch:
         wire = "anthropic" if anthropic else "openai"
-        batch = await in_thread(partial(self._catalog.batch, id, tenant.name, wire))  # type: ignore[arg-type]
+        batch = await in_thread(self._catalog.batch, id, tenant.name, wire)  # type: ignore[arg-type]
         if batch is None:
             what = "No message batch found with id" if anthropic else "No batch found with id"
             raise RequestRefused(404, f"{what} '{id}'.")
@@ -351,13 +348,13 @@ class Api:
         now, window = self._now(), self._limits.anthropic_window
         id = new_id("msgbatch_")
         folder, kept = self._batches.folder(id), False
-        await in_thread(partial(folder.mkdir, mode=0o700, parents=True))
+        await in_thread(folder.mkdir, mode=0o700, parents=True)
         try:
             body = folder / "body.json"
             digest = await self._spool(request, body)
             if (before := await self._before(request, tenant, digest)) is not None:
                 return self._message_batch(request, before)
-            total, model = await in_thread(partial(_read_messages, body, folder))
+            total, model = await in_thread(_read_messages, body, folder)
 
             def admit() -> None:
                 if over := self._batches.over_limit(tenant, total):
@@ -372,7 +369,7 @@ class Api:
             return self._message_batch(request, added)
         finally:
             if not kept:
-                await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+                await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _spool(self, request: web.BaseRequest, path: Path) -> str:
         """Write the body of a request to disk. Returns its digest."""
@@ -380,7 +377,7 @@ class Api:
             raise RequestRefused(413, "the body is larger than 256 MB")
         digest, size = sha256(), 0
         try:
-            with await in_thread(partial(_created, path)) as file:
+            with await in_thread(_created, path) as file:
                 async with asyncio.timeout(None) as limit:
                     watch = _Watch(limit, self._limits.patience)
                     async for chunk in request.content.iter_chunked(CHUNK_BYTES):
@@ -389,7 +386,7 @@ class Api:
                         if size > MOST_MESSAGES_BYTES:
                             raise RequestRefused(413, "the body is larger than 256 MB")
                         digest.update(chunk)
-                        await in_thread(partial(file.write, chunk))
+                        await in_thread(file.write, chunk)
         except TimeoutError:
             raise RequestRefused(408, "the body came too slowly") from None
         except OSError as error:
@@ -564,8 +561,8 @@ async def send_files(request: web.BaseRequest, paths: list[Path], kind: str) -> 
             return response
         for path, size in zip(paths, sizes, strict=True):
             if size:
-                with await in_thread(partial(_opened, path)) as file:
-                    while chunk := await in_thread(partial(file.read, CHUNK_BYTES)):
+                with await in_thread(_opened, path) as file:
+                    while chunk := await in_thread(file.read, CHUNK_BYTES):
                         await response.write(chunk)
         await response.write_eof()
         return response

@@ -296,7 +296,7 @@ class ServedBatches:
 
     async def start(self, batch: ServedBatch) -> None:
         """Begin with a batch, unless this or another process works on it."""
-        if not await in_thread(partial(self._catalog.claim, batch.id, self._owner, self._lease)):
+        if not await in_thread(self._catalog.claim, batch.id, self._owner, self._lease):
             return
         if batch.id not in self._live and self._tasks is not None and not self._turnstile.resting:
             self._stops[batch.id] = asyncio.Event()
@@ -328,8 +328,8 @@ class ServedBatches:
 
     async def remove(self, batch: ServedBatch) -> None:
         """Remove a batch that has ended, and everything that belongs to it."""
-        await in_thread(partial(self._catalog.remove_batch, batch.id))
-        await in_thread(partial(shutil.rmtree, self.folder(batch.id), ignore_errors=True))
+        await in_thread(self._catalog.remove_batch, batch.id)
+        await in_thread(shutil.rmtree, self.folder(batch.id), ignore_errors=True)
 
     def progress(self, batch: ServedBatch) -> ServedBatch:
         """Return a batch with its current numbers."""
@@ -365,7 +365,7 @@ class ServedBatches:
         """Take a batch to its end. One whose files cannot be read or written is tried again."""
         while True:
             try:
-                batch = await in_thread(partial(self._catalog.batch, id))
+                batch = await in_thread(self._catalog.batch, id)
                 if batch is None or batch.is_over:
                     return
                 if batch.status == "validating" or (batch.status == "cancelling" and not batch.total):
@@ -385,10 +385,10 @@ class ServedBatches:
             return
         async with self._validating:
             await self._models.models()  # so that ``knows`` knows
-            checked = await in_thread(partial(self._check, batch))
+            checked = await in_thread(self._check, batch)
         if checked is None:
             return
-        tenant = await in_thread(partial(self._tenant, batch.tenant))
+        tenant = await in_thread(self._tenant, batch.tenant)
 
         def change(now: ServedBatch) -> ServedBatch | None:
             if now.status != "validating":
@@ -403,7 +403,7 @@ class ServedBatches:
         def notice(changed: ServedBatch) -> JsonObject | None:
             return notice_of(changed, self._now())
 
-        await in_thread(partial(self._catalog.change_batch, batch.id, change, notice))
+        await in_thread(self._catalog.change_batch, batch.id, change, notice)
         self._notify()
 
     def _check(self, batch: ServedBatch) -> Checked | None:
@@ -436,7 +436,7 @@ class ServedBatches:
         locks: list[Lock] = []
         try:
             await in_whole_thread(lambda: locks.append(self._lock(batch.id)))
-            now = await in_thread(partial(self._catalog.batch, batch.id))
+            now = await in_thread(self._catalog.batch, batch.id)
             if now is not None and not now.is_over:  # else another process has finished it
                 await self._work_alone(now)
         finally:
@@ -476,7 +476,7 @@ class ServedBatches:
             spec = travelling_spec(self._models, batch.model, inputs=running.inlet, run_dir=place)
             run = Run[object](replace(prepare(spec), backend=self._models), within=self._shared)
         running.run = run
-        tenant = await in_thread(partial(self._tenant, batch.tenant))
+        tenant = await in_thread(self._tenant, batch.tenant)
         if tenant is not None:  # it may have come after the latest look at the books
             account = self._turnstile.account(batch.tenant)
             account.share, account.tokens_per_day = tenant.share, tenant.tokens_per_day
@@ -525,7 +525,7 @@ class ServedBatches:
             if done != told:
                 told = done
                 with suppress(StoreError):
-                    await in_thread(partial(self._catalog.change_batch, running.batch.id, self.progress))
+                    await in_thread(self._catalog.change_batch, running.batch.id, self.progress)
 
     async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str) -> None:
         """Complete the files of a batch, and end it."""
@@ -533,7 +533,7 @@ class ServedBatches:
         def change(now: ServedBatch) -> ServedBatch:
             return replace(now, stop=stop or now.stop) if now.status == "finalizing" else self._begin_end(now, stop)
 
-        begun = await in_thread(partial(self._catalog.change_batch, batch.id, change))
+        begun = await in_thread(self._catalog.change_batch, batch.id, change)
         assert begun is not None
         stop = begun.stop
         await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
@@ -571,14 +571,14 @@ class ServedBatches:
         """Delete the run of a batch that has ended, if it is in Redis: everything is in the files."""
         if self._store:
             with suppress(StoreError):
-                await in_thread(partial(delete_run, StoreAddress.parse(f"{self._store}/{RUNS_PREFIX}{id}")))
+                await in_thread(delete_run, StoreAddress.parse(f"{self._store}/{RUNS_PREFIX}{id}"))
 
     async def forget_runs(self) -> None:
         """Delete what a process that was killed has left in Redis. Runs of other servers stay."""
         if self._store:
-            names = await in_thread(partial(run_names, StoreAddress.parse(self._store, named=False)))
+            names = await in_thread(run_names, StoreAddress.parse(self._store, named=False))
             for id in [name.removeprefix(RUNS_PREFIX) for name in names if name.startswith(RUNS_PREFIX)]:
-                batch = await in_thread(partial(self._catalog.batch, id))
+                batch = await in_thread(self._catalog.batch, id)
                 if batch is not None and batch.is_over:
                     await self.forget_run(id)
 
@@ -591,7 +591,7 @@ class ServedBatches:
     async def _put(self, batch: ServedBatch, files: list[StoredFile] | None = None) -> None:
         """Write a batch that has ended, with the notice to its tenant."""
         notice = notice_of(batch, self._now())
-        await in_thread(partial(self._catalog.put_batch, batch, files or [], notice))
+        await in_thread(self._catalog.put_batch, batch, files or [], notice)
         self._notify()
 
     # How many runs are open

@@ -37,21 +37,25 @@ from batch_agent.run.shared import Shared
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.trust import join_line
 from batch_agent.serve.api import Api, ApiLimits, refuse, send_files
+from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
 from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
 from batch_agent.serve.governor import Governor
-from batch_agent.serve.interactive import Interactive
-from batch_agent.serve.lines import ERRORS, OUTPUT, PART
+from batch_agent.serve.lines import ERRORS, OUTPUT, PART, row_of, rows_of
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit
-from batch_agent.serve.page import PATHS, page_response, row_of, rows_of
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
+from batch_agent.view.security import add_headers, static_file
 
 logger = logging.getLogger("batch_agent")
 
 DEFAULT_PORT = 8787
+# The page is that of ``view`` with a script of its own. The key stays in the tab, and is sent as a header. So another
+# site cannot use it, and there is no cookie to protect.
+SCRIPTS = ("dom", "serve")
+PATHS = ("/", "/static/app.js", "/static/app.css")
 GB = 1024**3
 DAY = 86400.0
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
@@ -219,7 +223,7 @@ class BatchService:
         if request.path == "/health" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
         if request.path in PATHS and request.method in ("GET", "HEAD"):
-            return page_response(request.path)
+            return add_headers(static_file(request.path.removeprefix("/static/").strip("/") or "index.html", SCRIPTS))
         if request.path == "/metrics" and request.method == "GET":
             return metrics_response(await self.admin.metrics(request))
         try:
@@ -256,7 +260,7 @@ class BatchService:
         spent = self.turnstile.take_spent()
         if spent:
             try:
-                await in_thread(partial(self.catalog.add_usage, spent))
+                await in_thread(self.catalog.add_usage, spent)
             except StoreError:
                 for tenant, tokens in spent.items():
                     self.turnstile.spent[tenant] = self.turnstile.spent.get(tenant, 0) + tokens
@@ -275,9 +279,9 @@ class BatchService:
         """Remove files and batches that are kept no longer."""
         now = self.options.now()
         for file in await in_thread(self.catalog.expired_files):
-            await in_thread(partial(self.catalog.remove_file, file.id))
-            await in_thread(partial(self.api.path_of(file).unlink, missing_ok=True))
-        for batch in await in_thread(partial(self.catalog.ended_before, now - self.options.keep)):
+            await in_thread(self.catalog.remove_file, file.id)
+            await in_thread(self.api.path_of(file).unlink, missing_ok=True)
+        for batch in await in_thread(self.catalog.ended_before, now - self.options.keep):
             await self.batches.remove(batch)
         await self.batches.forget_runs()
 
@@ -315,7 +319,7 @@ class Admin:
         self.open_metrics = False  # they need no key
 
     async def _tenant(self, request: web.BaseRequest) -> Tenant:
-        tenant = await in_thread(partial(self._catalog.tenant_of, given_key(request)))
+        tenant = await in_thread(self._catalog.tenant_of, given_key(request))
         if tenant is None:
             raise RequestRefused(401, "the key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
         return tenant
@@ -326,7 +330,7 @@ class Admin:
         names = request.path.strip("/").split("/")[1:]
         match request.method, names:
             case "GET", ["status"]:
-                return json_response(await in_thread(partial(self.status, tenant)))
+                return json_response(await in_thread(self.status, tenant))
             case "GET", ["batches"]:
                 limit = read_limit(request.query, 1000, 100)
                 own = None if tenant.is_operator else tenant.name
@@ -358,14 +362,14 @@ class Admin:
         elif state_of is None and state == "waiting" and not batch.is_over:
             note = "another process works on this batch: it shows these lines"
         if own := query.get("custom_id"):
-            row = await in_thread(partial(row_of, folder, own, state_of))
+            row = await in_thread(row_of, folder, own, state_of)
             return {"data": [] if row is None else [row], "next": None, "note": None}
-        rows, next = await in_thread(partial(rows_of, folder, state, int(after), limit, state_of))
+        rows, next = await in_thread(rows_of, folder, state, int(after), limit, state_of)
         return {"data": [*rows], "next": next, "note": note or None}
 
     async def _batch(self, tenant: Tenant, id: str) -> ServedBatch:
         own = None if tenant.is_operator else tenant.name
-        batch = await in_thread(partial(self._catalog.batch, id, own))
+        batch = await in_thread(self._catalog.batch, id, own)
         if batch is None:
             raise RequestRefused(404, f"there is no batch {id[:64]!r}")
         return batch

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -199,7 +198,7 @@ class LocalBackend(Backend):
             except BaseException:  # cancelled: it is not known what of the last requests reached the engine
                 process.kill()
                 raise
-            await in_thread(partial(self._keeper.keep, self._key, engine, self._options.keep))
+            await in_thread(self._keeper.keep, self._key, engine, self._options.keep)
 
     async def _engine(self) -> EngineProcess:
         """Return the running process, ready for requests. Starts it if needed."""
