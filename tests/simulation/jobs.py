@@ -12,13 +12,12 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
-from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.batch.services import OpenAIJobs
 from tests.simulation.model import answer, mark_of
 from tests.simulation.process import Process
 from tests.simulation.world import World
 
 from batch_agent.backends.base import Backend, Capabilities
+from batch_agent.backends.batch import JobBackend, OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.http.connection import ResponseParser
 from batch_agent.http.failures import BrokenOff, ClosedEarly, ConnectFailed

@@ -8,8 +8,7 @@ from urllib.parse import quote, urlsplit
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.batch.services import OpenAIJobs
+from batch_agent.backends.batch import JobBackend, OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend, OpenAIServer
 from batch_agent.backends.openai.providers import PROVIDERS, Dialect, base_variable, needs_responses
 from batch_agent.backends.openai.responses import ResponsesBackend
