@@ -10,13 +10,13 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ParamSpec, TypeVar
 
 import orjson
 from aiohttp import BodyPartReader, web
@@ -30,8 +30,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
 from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES, Interactive
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
-from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, new_id
-from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines
+from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, Wire, new_id
+from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines, sync
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import (
     ENDPOINTS,
@@ -54,6 +54,8 @@ PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NO_ROOM = "the disk of this server is almost full: no file is accepted now"
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Answer = Awaitable[web.StreamResponse]
 Serves = Callable[[web.BaseRequest, Tenant, str], Answer]
 
@@ -141,10 +143,11 @@ class Api:
                         raise RequestRefused(400, "a form inside the form is not accepted")
                     if field.name == "file" and name is None:
                         name = field.filename or "file"
-                        await self._save(field, part, tenant, watch)
+                        await self._store(_chunks(field, watch), part, tenant.max_file, self._too_large(tenant))
                     else:
                         fields[field.name or ""] = await _field(field, watch)
             file = self._checked_file(id, tenant, name, fields, part)
+            await _on_disk(sync, part)
             await in_thread(part.rename, self._files / id)
             await in_thread(self._catalog.add_file, file)
         except TimeoutError:
@@ -175,29 +178,24 @@ class Api:
         expires = None if after is None else now + after
         return StoredFile(id, tenant.name, name[:512], part.stat().st_size, purpose, now, expires)
 
-    async def _save(self, field: BodyPartReader, part: Path, tenant: Tenant, watch: _Watch) -> None:
-        size = 0
-        with await in_thread(_created, part) as file:
-            async for chunks in _chunks(field, watch):
-                size += len(chunks)
-                if size > tenant.max_file:
-                    raise self._too_large(tenant)
+    async def _store(self, chunks: AsyncIterator[bytes], path: Path, most: int, too_large: RequestRefused) -> str:
+        """Write what a client sends to disk. Returns its digest."""
+        digest, size = sha256(), 0
+        with await _on_disk(_created, path) as file:
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > most:
+                    raise too_large
                 self.check_room(0)
-                try:
-                    await in_thread(file.write, chunks)
-                except OSError as error:
-                    raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
-            await in_thread(_to_disk, file)
+                digest.update(chunk)
+                await _on_disk(file.write, chunk)
+        return digest.hexdigest()
 
     def _too_large(self, tenant: Tenant) -> RequestRefused:
         return RequestRefused(413, f"the file is larger than {tenant.max_file} bytes", param="file")
 
-    @property
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self._catalog.data).free
-
     def check_room(self, size: int) -> None:
-        if self.free_bytes - size < self._limits.reserve:
+        if shutil.disk_usage(self._catalog.data).free - size < self._limits.reserve:
             raise RequestRefused(507, NO_ROOM, code="insufficient_storage")
 
     async def _list_files(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
@@ -324,12 +322,10 @@ class Api:
         items = [batch_object(self._batches.progress(batch), self._batches.estimate(batch)) for batch in found[:limit]]
         return json_response(page_object(items, more=len(found) > limit))
 
-    async def _batch(self, tenant: Tenant, id: str, *, anthropic: bool = False) -> ServedBatch:
-        wire = "anthropic" if anthropic else "openai"
-        batch = await in_thread(self._catalog.batch, id, tenant.name, wire)  # type: ignore[arg-type]
+    async def _batch(self, tenant: Tenant, id: str, wire: Wire = "openai") -> ServedBatch:
+        batch = await in_thread(self._catalog.batch, id, tenant.name, wire)
         if batch is None:
-            what = "No message batch found with id" if anthropic else "No batch found with id"
-            raise RequestRefused(404, f"{what} '{id}'.")
+            raise RequestRefused(404, f"No {'batch' if wire == 'openai' else 'message batch'} found with id '{id}'.")
         return batch
 
     async def _show(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
@@ -373,25 +369,15 @@ class Api:
 
     async def _spool(self, request: web.BaseRequest, path: Path) -> str:
         """Write the body of a request to disk. Returns its digest."""
+        too_large = RequestRefused(413, "the body is larger than 256 MB")
         if (request.content_length or 0) > MOST_MESSAGES_BYTES:
-            raise RequestRefused(413, "the body is larger than 256 MB")
-        digest, size = sha256(), 0
+            raise too_large
         try:
-            with await in_thread(_created, path) as file:
-                async with asyncio.timeout(None) as limit:
-                    watch = _Watch(limit, self._limits.patience)
-                    async for chunk in request.content.iter_chunked(CHUNK_BYTES):
-                        watch.alive()
-                        size += len(chunk)
-                        if size > MOST_MESSAGES_BYTES:
-                            raise RequestRefused(413, "the body is larger than 256 MB")
-                        digest.update(chunk)
-                        await in_thread(file.write, chunk)
+            async with asyncio.timeout(None) as limit:
+                chunks = _watched(request, _Watch(limit, self._limits.patience))
+                return await self._store(chunks, path, MOST_MESSAGES_BYTES, too_large)
         except TimeoutError:
             raise RequestRefused(408, "the body came too slowly") from None
-        except OSError as error:
-            raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
-        return digest.hexdigest()
 
     def _message_batch(self, request: web.BaseRequest, batch: ServedBatch) -> web.Response:
         return json_response(message_batch_object(self._batches.progress(batch), _address(request)))
@@ -410,21 +396,21 @@ class Api:
         return json_response(document)
 
     async def _show_messages(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        return self._message_batch(request, await self._batch(tenant, id, anthropic=True))
+        return self._message_batch(request, await self._batch(tenant, id, "anthropic"))
 
     async def _cancel_messages(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        batch = await self._batch(tenant, id, anthropic=True)
+        batch = await self._batch(tenant, id, "anthropic")
         return self._message_batch(request, await self._batches.cancel(id) or batch)
 
     async def _delete_messages(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        batch = await self._batch(tenant, id, anthropic=True)
+        batch = await self._batch(tenant, id, "anthropic")
         if not batch.is_over:
             raise RequestRefused(400, f"Message batch {id} is in progress: cancel it before you delete it.")
         await self._batches.remove(batch)
         return json_response({"id": id, "type": "message_batch_deleted"})
 
     async def _results(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        batch = await self._batch(tenant, id, anthropic=True)
+        batch = await self._batch(tenant, id, "anthropic")
         if not batch.is_over:
             raise RequestRefused(404, f"Message batch {id} has no results yet: it has not ended.")
         folder = self._batches.folder(id)
@@ -482,7 +468,13 @@ class _Watch:
         self._limit.reschedule(asyncio.get_running_loop().time() + self._patience)
 
 
-async def _chunks(field: BodyPartReader, watch: _Watch):  # type: ignore[no-untyped-def]
+async def _watched(request: web.BaseRequest, watch: _Watch) -> AsyncIterator[bytes]:
+    async for chunk in request.content.iter_chunked(CHUNK_BYTES):
+        watch.alive()
+        yield chunk
+
+
+async def _chunks(field: BodyPartReader, watch: _Watch) -> AsyncIterator[bytes]:
     held = bytearray()
     while chunk := await field.read_chunk(64 * 1024):
         watch.alive()
@@ -503,17 +495,20 @@ async def _field(field: BodyPartReader, watch: _Watch) -> str:
     return text.decode("utf-8", "replace")
 
 
+async def _on_disk(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that writes, in a thread. Raises RequestRefused if the disk does not take it."""
+    try:
+        return await in_thread(function, *args, **kwargs)
+    except OSError as error:
+        raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
+
+
 def _created(path: Path) -> BinaryIO:
     return open(path, "wb", opener=private)
 
 
 def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
-
-
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _link_input(source: Path, folder: Path) -> None:

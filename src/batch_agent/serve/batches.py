@@ -442,7 +442,8 @@ class ServedBatches:
         finally:
             for lock in locks:
                 lock.release()
-            self._leave_open(batch)
+            self._open.get(batch.tenant, set()).discard(batch.id)
+            self._open_next(batch.tenant)
 
     async def _work_alone(self, batch: ServedBatch) -> None:
         """Run and finalize a batch whose lock is held."""
@@ -531,7 +532,9 @@ class ServedBatches:
         """Complete the files of a batch, and end it."""
 
         def change(now: ServedBatch) -> ServedBatch:
-            return replace(now, stop=stop or now.stop) if now.status == "finalizing" else self._begin_end(now, stop)
+            if now.status in ("finalizing", "cancelling") or stop == "cancelled":
+                return replace(now, stop=stop or now.stop)
+            return now.at("finalizing", self._now(), stop=stop)
 
         begun = await in_thread(self._catalog.change_batch, batch.id, change)
         assert begun is not None
@@ -582,12 +585,6 @@ class ServedBatches:
                 if batch is not None and batch.is_over:
                     await self.forget_run(id)
 
-    def _begin_end(self, batch: ServedBatch, stop: str) -> ServedBatch:
-        """Return a batch whose lines are done or will not be asked any more."""
-        if stop == "cancelled" or batch.status == "cancelling":
-            return replace(batch, stop=stop or batch.stop)
-        return batch.at("finalizing", self._now(), stop=stop)
-
     async def _put(self, batch: ServedBatch, files: list[StoredFile] | None = None) -> None:
         """Write a batch that has ended, with the notice to its tenant."""
         notice = notice_of(batch, self._now())
@@ -620,7 +617,3 @@ class ServedBatches:
             if not turn.done():
                 opened.add(id)
                 turn.set_result(None)
-
-    def _leave_open(self, batch: ServedBatch) -> None:
-        self._open.get(batch.tenant, set()).discard(batch.id)
-        self._open_next(batch.tenant)

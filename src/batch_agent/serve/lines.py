@@ -339,16 +339,16 @@ def _finish_index(folder: Path, index: sqlite3.Connection) -> None:
     except sqlite3.Error as error:
         raise StoreError(f"the index of {folder}: {error}") from error
     part = folder / (INDEX + PART)
-    _sync(part)
+    sync(part)
     part.replace(folder / INDEX)
-    _sync(folder)
+    sync(folder)
 
 
 def has_index(folder: Path) -> bool:
     return (folder / INDEX).exists()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -415,7 +415,7 @@ class BatchLines:
                 query = "SELECT number, digest FROM line WHERE id = ?"
                 for number, digest in self._index.execute(query, (digest_of_id(outcome["custom_id"]),)).fetchall():
                     self._count(number, ok=ok, stop=_stop_in(outcome))
-                    if not (self.dedupes and self._is_copy(number, digest)):
+                    if not self.dedupes or self._first_same(digest) == number:
                         self.tallied.add(_usage_in(outcome))
             if whole != os.fstat(file.fileno()).st_size:
                 file.truncate(whole)
@@ -434,18 +434,15 @@ class BatchLines:
         query += f"ORDER BY prefix, number LIMIT {AT_ONCE}"
         while found := self._index.execute(query, (group, number)).fetchall():
             for number, offset, size, group, digest in found:
-                if not self.is_done(number) and not (self.dedupes and self._waits_for_same(number, digest)):
+                if self.is_done(number):
+                    continue
+                first = self._first_same(digest) if self.dedupes else number  # its answer is also that of the others
+                if first == number or self.is_done(first):
                     yield BatchLine(number, offset, size, group)
 
-    def _waits_for_same(self, number: int, digest: bytes) -> bool:
-        """Return whether an earlier line asks the same, and its answer is still to come."""
-        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0]
-        return bool(first != number and not self.is_done(first))
-
-    def _is_copy(self, number: int, digest: bytes) -> bool:
-        """Return whether an earlier line asks the same."""
-        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()
-        return bool(first[0] != number)
+    def _first_same(self, digest: bytes) -> int:
+        """Return the number of the first line that asks the same."""
+        return int(self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0])
 
     def read(self, line: BatchLine) -> LineRequest:
         found = read_json(os.pread(self._input.fileno(), line.size, line.offset))
@@ -502,9 +499,9 @@ class BatchLines:
                 file.close()
             part = self.folder / (name + PART)
             if part.exists():
-                _sync(part)
+                sync(part)
                 part.replace(self.folder / name)
-        _sync(self.folder)
+        sync(self.folder)
 
     def _unfinished(self) -> Iterator[BatchLine]:
         number = -1
