@@ -307,7 +307,8 @@ class LocalBackend(Backend):
             grammar = compile_turn(shape, max_tokens)
             instructions = [describe_tools(shape.tools)] if shape.tools else []
             if shape.schema is not None and grammar.schema_unforced:
-                instructions.append(describe_schema(shape.schema))
+                told = json_text(shape.schema)
+                instructions.append(f"Your answer must be JSON alone, valid against this JSON schema: {told}")
             free = shape.tools and shape.tool_choice in (None, "auto")
             turn = _Turn(
                 grammar=grammar.text,
@@ -415,11 +416,6 @@ def describe_tools(tools: Sequence[ToolSpec]) -> str:
         f'To call one, write {OPEN}{{"name": …, "arguments": …}}{CLOSE}. When you know enough, answer instead.'
     )
     return "\n".join(lines)
-
-
-def describe_schema(schema: JsonObject) -> str:
-    """Return the instruction for an answer whose schema no grammar enforces."""
-    return f"Your answer must be JSON alone, valid against this JSON schema: {json_text(schema)}"
 
 
 def read_call(text: str) -> ToolCall | None:

@@ -75,13 +75,15 @@ def provider(address: Address) -> Backend:
     own = bool(address.url.netloc)
     address = _placed(address, base_variable(name), found.base_url)
     key = address.key() if found.key is None else _key(address, found.key, name)
-    keeps = {"always": True, "maybe": True, "never": False}[found.schemas]
     return _form(address)(
         address.base_url(found.port if own else None),
         api_key=key,
         headers=address.headers,
         capabilities=_capabilities(
-            address, native_schema=keeps, proven=found.schemas == "always", files=found.files and not own
+            address,
+            native_schema=found.schemas != "never",
+            proven=found.schemas == "always",
+            files=found.files and not own,
         ),
         name=f"{name}://{address.place}",
         dialect=found.dialect,
