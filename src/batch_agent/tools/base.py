@@ -42,7 +42,7 @@ from batch_agent.messages import ToolSpec
 from batch_agent.spec import MCP
 from batch_agent.tools.execution import calls_per_second
 from batch_agent.tools.mcp.address import CONNECT_SECONDS, McpServer, server_of
-from batch_agent.tools.schema import MAX_TOKENS, Documentation, Function, Signature, is_async, render, signature_of
+from batch_agent.tools.schema import MAX_TOKENS, Function, Signature, documentation_of, is_async, render, signature_of
 
 if TYPE_CHECKING:
     from batch_agent.runtimes.base import CommandLineRuntime
@@ -247,11 +247,10 @@ class Tool(Generic[P, R_co]):
 
         def make(function: Function) -> Tool:
             known = _name_of(function, name)
-            documentation = Documentation.of(function)
-            signature = signature_of(function, known, documentation.parameters)
-            text = documentation.description if description is None else description
+            documented, parameters = documentation_of(function)
+            signature = signature_of(function, known, parameters)
             return Tool(
-                spec=ToolSpec(known, text, signature.json_schema),
+                spec=ToolSpec(known, documented if description is None else description, signature.json_schema),
                 function=function,
                 signature=signature,
                 name=known,

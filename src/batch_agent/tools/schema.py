@@ -147,27 +147,20 @@ class Signature:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Documentation:
-    """The parts of a docstring: the description without its sections, and the description of each parameter."""
+def documentation_of(function: Function) -> tuple[str, Mapping[str, str]]:
+    """Return the docstring without its sections, and the description of each parameter."""
+    text = inspect.getdoc(_plain_function(function)) or ""
+    if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+        text = inspect.getdoc(type(function)) or ""
+    import docstring_parser  # here, because a run without tools does not need it
 
-    description: str
-    parameters: Mapping[str, str]
-
-    @classmethod
-    def of(cls, function: Function) -> Documentation:
-        text = inspect.getdoc(_plain_function(function)) or ""
-        if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
-            text = inspect.getdoc(type(function)) or ""
-        import docstring_parser  # here, because a run without tools does not need it
-
-        try:
-            parsed = docstring_parser.parse(text)
-        except docstring_parser.ParseError:
-            return cls(text, {})
-        parts = (parsed.short_description, parsed.long_description)
-        described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in parsed.params}
-        return cls("\n\n".join(part for part in parts if part), described)
+    try:
+        parsed = docstring_parser.parse(text)
+    except docstring_parser.ParseError:
+        return text, {}
+    parts = (parsed.short_description, parsed.long_description)
+    described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in parsed.params}
+    return "\n\n".join(part for part in parts if part), described
 
 
 def signature_of(function: Function, name: str, described: Mapping[str, str]) -> Signature:
