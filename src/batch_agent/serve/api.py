@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,11 +22,12 @@ from aiohttp import BodyPartReader, web
 from pydantic import JsonValue
 
 from batch_agent.blocking import in_thread
-from batch_agent.door import RequestRefused, given_key, json_response, read_body, read_object
+from batch_agent.door import PATIENCE_SECONDS, RequestRefused, given_key, json_response, read_body, read_object
 from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
+from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES, Interactive
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, Wire, new_id
@@ -60,13 +60,6 @@ Answer = Awaitable[web.StreamResponse]
 Serves = Callable[[web.BaseRequest, Tenant, str], Answer]
 
 
-@dataclass(frozen=True, slots=True)
-class ApiLimits:
-    reserve: int  # bytes of disk that are kept free
-    anthropic_window: float  # seconds
-    patience: float
-
-
 class Api:
     def __init__(
         self,
@@ -74,12 +67,10 @@ class Api:
         batches: ServedBatches,
         interactive: Interactive,
         models: ServedModels,
-        limits: ApiLimits,
-        *,
-        now: Callable[[], float],
+        options: ServeOptions,
     ) -> None:
         self._catalog, self._batches, self._interactive, self._models = catalog, batches, interactive, models
-        self._limits, self._now = limits, now
+        self._options, self._now = options, options.now
         self._files = catalog.data / "files"
         self._routes: dict[tuple[str, str], Serves] = {
             ("POST", "/v1/files"): self._upload,
@@ -135,7 +126,7 @@ class Api:
         name: str | None = None
         try:
             async with asyncio.timeout(None) as limit:
-                watch = _Watch(limit, self._limits.patience)
+                watch = _Watch(limit, PATIENCE_SECONDS)
                 reader = await request.multipart()
                 while (field := await reader.next()) is not None:
                     watch.alive()
@@ -195,7 +186,7 @@ class Api:
         return RequestRefused(413, f"the file is larger than {tenant.max_file} bytes", param="file")
 
     def check_room(self, size: int) -> None:
-        if shutil.disk_usage(self._catalog.data).free - size < self._limits.reserve:
+        if shutil.disk_usage(self._catalog.data).free - size < self._options.reserve:
             raise RequestRefused(507, NO_ROOM, code="insufficient_storage")
 
     async def _list_files(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
@@ -243,7 +234,7 @@ class Api:
     # Batches of OpenAI
 
     async def _create(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
-        raw = await read_body(request, self._limits.patience, MOST_CREATE_BYTES)
+        raw = await read_body(request, PATIENCE_SECONDS, MOST_CREATE_BYTES)
         body = read_object(raw)
         known = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
         if extra := sorted(body.keys() - known):
@@ -341,7 +332,7 @@ class Api:
 
     async def _create_messages(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
         self.check_room(request.content_length or 0)
-        now, window = self._now(), self._limits.anthropic_window
+        now, window = self._now(), self._options.anthropic_window
         id = new_id("msgbatch_")
         folder, kept = self._batches.folder(id), False
         await in_thread(folder.mkdir, mode=0o700, parents=True)
@@ -374,7 +365,7 @@ class Api:
             raise too_large
         try:
             async with asyncio.timeout(None) as limit:
-                chunks = _watched(request, _Watch(limit, self._limits.patience))
+                chunks = _watched(request, _Watch(limit, PATIENCE_SECONDS))
                 return await self._store(chunks, path, MOST_MESSAGES_BYTES, too_large)
         except TimeoutError:
             raise RequestRefused(408, "the body came too slowly") from None

@@ -21,7 +21,7 @@ from batch_agent.agent.context import AgentContext, work_of
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Policy
-from batch_agent.door import RequestRefused, json_response, read_body, read_object
+from batch_agent.door import PATIENCE_SECONDS, RequestRefused, json_response, read_body, read_object
 from batch_agent.errors import (
     BackendError,
     BatchAgentError,
@@ -339,12 +339,12 @@ def status_of(error: JobError) -> int:
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MOST_RETRIES = 2
-PATIENCE_SECONDS = 60.0  # that an outage is waited out
+OUTAGE_SECONDS = 60.0  # that an outage is waited out
 
 
 class Interactive:
-    def __init__(self, models: ServedModels, dispatcher: Dispatcher, turnstile: Turnstile, patience: float) -> None:
-        self._models, self._dispatcher, self._turnstile, self._patience = models, dispatcher, turnstile, patience
+    def __init__(self, models: ServedModels, dispatcher: Dispatcher, turnstile: Turnstile) -> None:
+        self._models, self._dispatcher, self._turnstile = models, dispatcher, turnstile
         self._reader = RequestReader()
         self.requests = 0
         self.failures = 0
@@ -353,7 +353,7 @@ class Interactive:
         """Answer one request. Raises RequestRefused."""
         if "Content-Encoding" in request.headers:
             raise RequestRefused(415, "compressed bodies are not accepted")
-        body = read_object(await read_body(request, self._patience, MAX_BODY_BYTES))
+        body = read_object(await read_body(request, PATIENCE_SECONDS, MAX_BODY_BYTES))
         model = body.get("model")
         if isinstance(model, str) and model and not self._models.knows(model):
             await self._models.models()  # it may be new
@@ -390,7 +390,7 @@ class Interactive:
             call.on_tool_call = start_nothing  # so that the backend streams
         elif stream is not None:
             question.relay = stream.put
-        wait_until = clock() + PATIENCE_SECONDS
+        wait_until = clock() + OUTAGE_SECONDS
         policy = Policy(MOST_RETRIES, wait_until=wait_until, wanted=lambda _: stream is None or not stream.begun)
         before = turnstile.inflight
         governor.began(clock(), before)

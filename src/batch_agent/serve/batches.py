@@ -36,6 +36,7 @@ from batch_agent.record.redis.reading import delete_run, run_names
 from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
+from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, for_clients, status_of
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, LineRequest, check_lines, has_index
@@ -57,7 +58,8 @@ LOCK = "lock"  # in the folder of a batch, held by the process that works on it
 QUEUE_LIMIT = "queue_limit_exceeded"
 RUN = "run"
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
-LEASE = 10.0  # seconds after which rows of a worker in another process, or the batch of a server, are taken over
+LEASE = 10.0  # seconds after which rows of a worker in another process are taken over
+LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
 
 
 @dataclass(slots=True, eq=False)
@@ -252,8 +254,7 @@ def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> 
 
 
 class ServedBatches:
-    """All batches of a server. ``lease``: seconds for which a process owns a batch, if several share the catalog.
-    ``store``: URL of the Redis server that has their runs; "": each is a directory. ``now`` returns unix seconds."""
+    """All batches of a server. ``notify`` is called when a batch has ended and its tenant may have a webhook."""
 
     def __init__(
         self,
@@ -261,16 +262,14 @@ class ServedBatches:
         models: ServedModels,
         shared: Shared,
         turnstile: Turnstile,
-        *,
-        max_lines: int,
-        lease: float | None = None,
-        store: str = "",
-        now: Callable[[], float],
-        notify: Callable[[], None] = lambda: None,
+        options: ServeOptions,
+        notify: Callable[[], None],
     ) -> None:
         self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
-        self._store = store
-        self._max_lines, self._lease, self._now, self._notify = max_lines, lease, now, notify
+        self._max_lines, self._store, self._now = options.max_lines, options.store, options.now
+        self._notify = notify
+        # Seconds for which a process owns a batch, if several share the catalog.
+        self._lease = LEASE_SECONDS if options.shared else None
         self._owner = secrets.token_hex(8)  # the name of this process
         self.running: dict[str, RunningBatch] = {}
         self._live: dict[str, asyncio.Task[None]] = {}

@@ -21,12 +21,12 @@ import orjson
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
+from batch_agent.serve import GB
 
 OPERATOR = "operator"  # the tenant of the generated key
 KEY_FILE = "key"
 FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
 BUSY_SECONDS = 30.0
-GB = 1024**3
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS tenant (
     name TEXT PRIMARY KEY, hash TEXT UNIQUE NOT NULL, revoked INTEGER NOT NULL DEFAULT 0, terms TEXT NOT NULL);
