@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import math
 import os
 import re
 import types
@@ -39,6 +38,7 @@ from typing_extensions import ParamSpec, TypeVar
 from batch_agent.errors import SpecError, ToolError, ToolFailed
 from batch_agent.foreign import describe, message_of
 from batch_agent.messages import ToolSpec
+from batch_agent.option import check_kind, check_positive
 from batch_agent.spec import MCP
 from batch_agent.tools.execution import calls_per_second
 from batch_agent.tools.mcp.address import CONNECT_SECONDS, McpServer, server_of
@@ -239,11 +239,11 @@ class Tool(Generic[P, R_co]):
             cache_key: function of the arguments; calls with equal keys are the same call.
             version: change it when the tool's results change; rows recorded with the old version are sent again.
         """
-        _check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
-        _check_positive(int | float, timeout=timeout, ttl=ttl)
-        _check_kind(str, "text", name=name, description=description, version=version)
-        _check_kind(bool, "True or False", cacheable=cacheable)
-        _check_kind(Callable, "a function of the tool's arguments", cache_key=cache_key)
+        check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
+        check_positive(int | float, timeout=timeout, ttl=ttl)
+        check_kind(str, "text", name=name, description=description, version=version)
+        check_kind(bool, "True or False", cacheable=cacheable)
+        check_kind(Callable, "a function of the tool's arguments", cache_key=cache_key)
 
         def make(function: Function) -> Tool:
             known = _name_of(function, name)
@@ -302,7 +302,7 @@ class Tool(Generic[P, R_co]):
 
         The other options are those of ``define``, for each call.
         """
-        _check_positive(int, max_batch=max_batch)
+        check_positive(int, max_batch=max_batch)
         function = _batch_function(key_arg, batch_query, connection, batch)
 
         def make(described: Function) -> Tool:
@@ -351,7 +351,7 @@ class Tool(Generic[P, R_co]):
         """
         from batch_agent.tools.mcp.listing import mcp_tools
 
-        _check_positive(int | float, timeout=timeout)
+        check_positive(int | float, timeout=timeout)
         address = server_of(server, headers=headers, env=env, cwd=cwd, connect_timeout=connect_timeout)
         return mcp_tools(address, only, prefix, reads, timeout)
 
@@ -374,7 +374,7 @@ class Tool(Generic[P, R_co]):
         """
         from batch_agent.tools.mcp.listing import mcp_file_tools
 
-        _check_positive(int | float, timeout=timeout)
+        check_positive(int | float, timeout=timeout)
         return mcp_file_tools(Path(path), servers, prefix, reads, timeout)
 
     @staticmethod
@@ -497,18 +497,3 @@ def _effect_of(
     if cache_key is not None and found == "write":
         raise SpecError(f"tool {name}: cache_key needs cacheable=True or effect='read'; every call of a write runs")
     return found
-
-
-def _check_positive(kind: type | types.UnionType, **options: int | float | None) -> None:
-    for option, value in options.items():
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if value is None or (is_number and math.isfinite(value) and value > 0):
-            continue
-        what = "a whole number" if kind is int else "a number"
-        raise SpecError(f"{option} is {value!r}; it must be {what} above 0, or None")
-
-
-def _check_kind(kind: object, what: str, **options: object) -> None:
-    for option, value in options.items():
-        if value is not None and not isinstance(value, cast(type, kind)):
-            raise SpecError(f"{option} is {value!r}; it must be {what}, or None")
