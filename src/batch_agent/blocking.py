@@ -38,12 +38,12 @@ class _DaemonThreads(concurrent.futures.Executor):
         return future
 
 
-_THREADS = _DaemonThreads()
+THREADS = _DaemonThreads()
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
     """Call ``function``. Returns its result, or raises its exception."""
-    return asyncio.get_running_loop().run_in_executor(_THREADS, partial(function, *args, **kwargs))
+    return asyncio.get_running_loop().run_in_executor(THREADS, partial(function, *args, **kwargs))
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:

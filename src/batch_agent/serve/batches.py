@@ -39,7 +39,7 @@ from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, for_clients, status_of
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, LineRequest, check_lines, has_index
+from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, check_lines, has_index
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
 from batch_agent.serve.turnstile import Entrant, Turnstile
@@ -67,7 +67,7 @@ class Granted:
     """A line that was started. ``expected``: the tokens that its tenant's account was charged for it."""
 
     line: BatchLine
-    asked: LineRequest
+    body: JsonObject
     expected: float
     sent_at: float = 0.0
     beside: int = 0  # other requests that were in flight then
@@ -91,7 +91,7 @@ class RunningBatch(Entrant):
         self._clock = asyncio.get_running_loop().time
         self._granted: dict[int, Granted] = {}
         self._ordered = lines.left_in_order()
-        self._next: tuple[BatchLine, LineRequest] | None = None
+        self._next: tuple[BatchLine, str, JsonObject] | None = None
         self._later: deque[BatchLine] = deque()  # lines that wait for the first one with their prefix
         self._leaders: dict[bytes, float] = {}  # by prefix: the loop time until which others wait for its first line
         self.run: Run[object] | None = None
@@ -104,7 +104,7 @@ class RunningBatch(Entrant):
         if self._next is None and not self.closed:
             try:
                 line = self._next_in_order()
-                self._next = None if line is None else (line, self.lines.read(line))
+                self._next = None if line is None else (line, *self.lines.read(line))
             except (OSError, ValueError, sqlite3.Error) as error:
                 self.failure = error
                 self.close()
@@ -112,15 +112,15 @@ class RunningBatch(Entrant):
 
     def start(self, expected: float) -> None:
         assert self._next is not None
-        (line, asked), self._next = self._next, None
+        (line, own, body), self._next = self._next, None
         if line.has_long_prefix and line.group not in self._leaders:
             if len(self._leaders) >= MOST_LATER:
                 self._leaders.clear()
             self._leaders[line.group] = self._clock() + LEAD_SECONDS
-        self._granted[line.number] = Granted(line, asked, expected)
-        row: JsonObject = {"id": asked.custom_id, "line": line.number}
+        self._granted[line.number] = Granted(line, body, expected)
+        row: JsonObject = {"id": own, "line": line.number}
         if self._travels:
-            row |= {"name": self._name(line.number), "endpoint": self.batch.endpoint, "body": asked.body}
+            row |= {"name": self._name(line.number), "endpoint": self.batch.endpoint, "body": body}
         self.inlet.put(Placed(line.number, row))
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class RunningBatch(Entrant):
             return dialogue.ask(shape, send=send)
 
         name = self._name(granted.line.number)
-        answer = await ask_line(self._models, self.batch.endpoint, name, granted.asked.body, ask, call)
+        answer = await ask_line(self._models, self.batch.endpoint, name, granted.body, ask, call)
         granted.tokens = answer.tokens
         if granted.sent_at and answer.ok:
             seconds, governor = self._clock() - granted.sent_at, self._turnstile.governor

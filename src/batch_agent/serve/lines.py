@@ -60,14 +60,6 @@ class BatchLine:
 
 
 @dataclass(frozen=True, slots=True)
-class LineRequest:
-    """What a line asks for."""
-
-    custom_id: str
-    body: JsonObject
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
     """``errors`` are empty if the batch may run. ``model``: if all lines have the same one."""
 
@@ -444,10 +436,11 @@ class BatchLines:
         """Return the number of the first line that asks the same."""
         return int(self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0])
 
-    def read(self, line: BatchLine) -> LineRequest:
+    def read(self, line: BatchLine) -> tuple[str, JsonObject]:
+        """Return the custom_id of a line, and what it asks for."""
         found = read_json(os.pread(self._input.fileno(), line.size, line.offset))
         assert isinstance(found, dict) and isinstance(found["body"], dict)
-        return LineRequest(str(found["custom_id"]), found["body"])
+        return str(found["custom_id"]), found["body"]
 
     def at(self, number: int) -> BatchLine:
         row = self._index.execute("SELECT offset, size, prefix FROM line WHERE number = ?", (number,)).fetchone()
@@ -468,7 +461,7 @@ class BatchLines:
             for copy in self._index.execute(query, (number, number)).fetchall():
                 same = BatchLine(*copy)
                 if not self.is_done(same.number):
-                    self._write(same.number, self.read(same).custom_id, outcome, ok=ok)
+                    self._write(same.number, self.read(same)[0], outcome, ok=ok)
 
     def _write(
         self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool, stop: str = ""
@@ -492,7 +485,7 @@ class BatchLines:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a
         batch calls it. May be repeated, also by another process: the files say what an earlier one has written."""
         for line in self._unfinished():
-            self._write(line.number, self.read(line).custom_id, not_done(self._wire, stop), ok=False, stop=stop)
+            self._write(line.number, self.read(line)[0], not_done(self._wire, stop), ok=False, stop=stop)
         for name, ok in ((OUTPUT, True), (ERRORS, False)):
             file = self._files.pop(ok, None)
             if file is not None:

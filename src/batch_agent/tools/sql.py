@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import sqlite3
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from batch_agent.blocking import THREADS
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.foreign import describe
 from batch_agent.tools.schema import Function, is_async
@@ -167,19 +167,9 @@ def _check_threads(connection: object) -> None:
     error should appear before a run starts."""
     if not isinstance(connection, sqlite3.Connection):
         return
-    refused: list[Exception] = []
-
-    def use() -> None:
-        try:
-            connection.cursor().close()
-        except Exception as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    if refused:
+    refused = THREADS.submit(lambda: connection.cursor().close()).exception()
+    if refused is not None:
         raise SpecError(
-            f"connection cannot be used in a thread of the tool pool ({describe(refused[0])}): give a function that "
+            f"connection cannot be used in a thread of the tool pool ({describe(refused)}): give a function that "
             "opens one, connection=lambda: sqlite3.connect(path), or make it with check_same_thread=False"
         )

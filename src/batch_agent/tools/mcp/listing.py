@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from batch_agent.blocking import THREADS
 from batch_agent.compiler.schema import no_retrieval
 from batch_agent.errors import BadArguments, SpecError, ToolError
 from batch_agent.messages import Content, JsonObject, ToolSpec
@@ -143,18 +142,9 @@ def _listed(server: McpServer) -> list[ToolOffer]:
         async with open_client(server, Stderr()) as client, asyncio.timeout(server.connect_timeout):
             return await offers_of(client)
 
-    outcome: Future[list[ToolOffer]] = Future()
-
-    def drive() -> None:
-        try:
-            outcome.set_result(asyncio.run(listed()))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     # In a thread with its own loop: tools are made in synchronous code, possibly inside a running loop.
-    threading.Thread(target=drive, name="batch-agent mcp", daemon=True).start()
     try:
-        return outcome.result()
+        return THREADS.submit(lambda: asyncio.run(listed())).result()
     except ToolError as error:
         raise SpecError(str(error)) from None
     except TimeoutError:
