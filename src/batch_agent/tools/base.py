@@ -41,8 +41,8 @@ from batch_agent.messages import ToolSpec
 from batch_agent.option import check_kind, check_positive
 from batch_agent.spec import MCP
 from batch_agent.tools.execution import calls_per_second
-from batch_agent.tools.mcp.address import CONNECT_SECONDS, server_of
-from batch_agent.tools.schema import MAX_TOKENS, Documentation, Function, Signature, is_async, render, signature_of
+from batch_agent.tools.mcp.address import CONNECT_SECONDS, McpServer, server_of
+from batch_agent.tools.schema import MAX_TOKENS, Function, Signature, documentation_of, is_async, render, signature_of
 
 if TYPE_CHECKING:
     from batch_agent.runtimes.base import CommandLineRuntime
@@ -134,28 +134,6 @@ def _text(key: object) -> str:
     return str(key).strip().casefold()
 
 
-class OpenResource(Protocol):
-    """A resource in use by one run."""
-
-    async def ready(self) -> None:
-        """Wait until it can be used, within its own time limit. Raises ToolError."""
-
-    async def close(self) -> None: ...
-
-
-class Resource(Protocol):
-    """A resource that the calls of a tool share within one run, such as a session with a server. Equal resources are
-    opened once.
-
-    The pool opens it for the first call and closes it at the end. The tool's function gets the opened resource as its
-    first argument. Its second argument is a function that reports progress: calling it restarts the timeout.
-    """
-
-    def __hash__(self) -> int: ...
-
-    def open(self, spawn: Spawn, /) -> OpenResource: ...
-
-
 class ToolOptions(TypedDict, total=False):
     """The options of ``Tool.define``, for type checkers."""
 
@@ -198,7 +176,10 @@ class Tool(Generic[P, R_co]):
     cache_key: CacheKey | None = field(default=None, repr=False)
     batching: Batching | None = field(default=None, repr=False)  # one lookup answers many calls
     version: str | None = None  # a change means that results differ, so recorded answers are not used any more
-    resource: Resource | None = field(default=None, repr=False)  # shared by its calls in one run
+    # The calls of a run share one session with this server. The pool opens it for the first call and closes it at the
+    # end. The function gets the session as its first argument, and a function that reports progress as its second:
+    # calling that restarts the timeout.
+    resource: McpServer | None = field(default=None, repr=False)
 
     @property
     def description(self) -> str:
@@ -266,11 +247,10 @@ class Tool(Generic[P, R_co]):
 
         def make(function: Function) -> Tool:
             known = _name_of(function, name)
-            documentation = Documentation.of(function)
-            signature = signature_of(function, known, documentation.parameters)
-            text = documentation.description if description is None else description
+            documented, parameters = documentation_of(function)
+            signature = signature_of(function, known, parameters)
             return Tool(
-                spec=ToolSpec(known, text, signature.json_schema),
+                spec=ToolSpec(known, documented if description is None else description, signature.json_schema),
                 function=function,
                 signature=signature,
                 name=known,
