@@ -193,7 +193,7 @@ class Dispatcher:
         if ticket is None:
             ticket = self.slots.claim(AgentForecast(LAST) if progress is None else progress, LAST)
         while True:
-            slot, call, request = ticket.slot, None, question.request
+            slot, call, cost, request = ticket.slot, None, None, question.request
             if slot is None or self.slots.stopped:
                 patient = policy.wait_out and (policy.wait_until is None or slot is not None)
                 slot = await (self.slots.hold(ticket) if patient else self._hold(ticket, policy))
@@ -208,9 +208,8 @@ class Dispatcher:
                     reply = await self.attempt(question, slot, policy, sent, observer)
                 else:
                     reply = await hedged(self, question, slot, policy)
-                cost = (
-                    None if spending is None else spending.settle(call, request, reply.usage, reply.saved is not None)
-                )
+                if spending is not None:
+                    cost = spending.settle(call, request, reply.usage, reply.saved is not None)
             except BackendError as failure:
                 error, queued = failure, clock()
                 seconds = queued - sent
