@@ -333,7 +333,7 @@ class ServedStore:
         return cast("tuple[set[str], RunStanding]", self._call("renew", worker, list(leases)))
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        return cast("set[str]", self._call("commit", worker, number, list(changes)))
+        return cast("set[str]", self._call("commit", worker, number, list(changes), outlay))
 
     def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
         self._call("hand_back", worker, list(leases))

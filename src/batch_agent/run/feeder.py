@@ -43,6 +43,7 @@ AT_ONCE = 256  # rows fed, results read, or records looked up per call
 AHEAD = 16  # rows of a list or a file that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
+COUNTED = 1.0  # seconds between two looks at what worker processes have done
 CALLS = 4  # most concurrent calls of the store
 
 
@@ -321,7 +322,7 @@ class Feeder:
             self.facts |= facts()
             await self.run(partial(self.store.write_facts, self.session, dict(self.facts)))
         if self.tasks is not None:
-            self._keeping.append(self.tasks.create_task(self._keep(lease)))
+            self._keeping += (self.tasks.create_task(self._keep(lease)), self.tasks.create_task(self._keep_counting()))
             if has_rows:
                 filling = self.tasks.create_task(self._keep_full())
                 self._keeping.append(filling)
@@ -352,6 +353,16 @@ class Feeder:
             await self.standing()
             if self.joining and not self._draining:
                 await self._notice_workers()
+
+    async def _keep_counting(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTED)
+            await self.count_work()
+
+    async def count_work(self) -> None:
+        """Count what worker processes have done in this session."""
+        if not self.alone and self._session is not None:
+            self._emit.metrics.elsewhere = await self.run(self.store.worked)
 
     async def _notice_workers(self) -> None:
         """Say how to start a worker while a run that needs one has none."""

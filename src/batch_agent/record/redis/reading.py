@@ -117,6 +117,9 @@ class RedisReader(RunReader):
         if session > 1 and not counts.fed:  # results of earlier sessions are not counted before they are fed again
             ok, failed = self.rows.counts()
         tokens, cost = (table.spent_of(of_stage(name, self.stage_name)) for name in (BUDGET_TOKENS, BUDGET_COST))
+        if self.stage_name:  # the table is that of the whole run
+            own_tokens, own_cost = self.store.spent_recorded()
+            tokens, cost = tokens + own_tokens, cost + own_cost
         stages = {}
         for name in stage_names(facts):
             with self.stage(name) as stage:

@@ -31,6 +31,7 @@ from batch_agent.record.store import (
     FeederReplaced,
     FeederSession,
     Identity,
+    Increment,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -76,8 +77,8 @@ CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is deleted
 
 READ = """
 local time = redis.call('TIME')
-local found = redis.call('HMGET', KEYS[1], 'version', 'table')
-return {found[1] or '0', found[2] or '{}', time[1], time[2]}
+local found, spent = redis.call('HMGET', KEYS[1], 'version', 'table'), redis.call('HMGET', KEYS[2], 'tokens', 'cost')
+return {found[1] or '0', found[2] or '{}', time[1], time[2], spent[1] or '0', spent[2] or '0'}
 """
 # ARGV: version, table, the worker that changed it ("" for none), and the end of its membership ("" if it left).
 # A worker that leaves a run which was deleted meanwhile leaves no key behind.
@@ -194,13 +195,14 @@ class RedisShares:
                 return answer
 
     def _read_table(self) -> tuple[str, Table, float]:
-        version, table, seconds, micros = self._share_script(READ, ["lent"], [])
+        version, table, seconds, micros, tokens, cost = self._share_script(READ, ["lent", "run"], [])
         try:
             found = Table.from_json(cast(JsonObject, from_json(table)))
         except ValueError:
             raise StoreError(
                 f"{self._share_key('lent')} in Redis is damaged or forged: it is no table of shares"
             ) from None
+        found.outside = {BUDGET_TOKENS: int(tokens), BUDGET_COST: int(cost)}
         return version.decode(), found, int(seconds) + int(micros) / 1e6
 
     # Calls
@@ -439,8 +441,17 @@ class RedisRunStore(RedisShares):
     def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
         self._fenced(scripts.CLOSE_FEED, session, to_json(facts), phase)
 
+    def worked(self) -> Mapping[str, float]:
+        found = self._command("HGET", self.key("run"), "counts")
+        return cast("dict[str, float]", json.loads(found)) if found else {}
+
+    def spent_recorded(self) -> tuple[int, int]:
+        """Return the tokens, and the cost in units of 1e-9 $, that workers have reported with their commits."""
+        tokens, cost = self._command("HMGET", self.key("run"), "tokens", "cost")
+        return int(tokens or 0), int(cost or 0)
+
     def spent(self) -> Outlay:
-        """Return what is spent in the table of shares."""
+        """Return what the run has spent, by the commits of its workers and by the table of shares."""
         table, _ = self.table()
         return Outlay(table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST) / DOLLAR)
 
@@ -493,7 +504,10 @@ class RedisRunStore(RedisShares):
             return {place.decode() for place in lost}, _standing(standing)
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        more = Increment() if outlay is None or outlay.more is None else outlay.more
+        counts = json.dumps(dict(more.counts)) if more.counts else ""
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
+        arguments += (more.tokens, more.cost, counts)
         for change in changes:
             lease, steps = change.lease, [_pack(step) for step in change.steps]
             arguments += (lease.place, lease.token, lease.row, change.result or b"", change.error, len(steps), *steps)
