@@ -19,9 +19,12 @@ from tests.run.process_work import NOTES, note
 from tests.run.test_processes import ROOT, looks_joined, process, row_of, workers_of
 
 from batch_agent import BatchAgent, Pipeline
-from batch_agent.messages import Usage
+from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.summary import summary_json
-from batch_agent.record.reader import look
+from batch_agent.record.reader import RunSnapshot, look, open_run
+from batch_agent.record.redis.reading import live_status
+from batch_agent.record.store import RunProgress
+from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 
 ROWS = 8
@@ -166,6 +169,45 @@ async def test_a_session_counts_only_what_it_paid_and_the_record_everything(shap
     found = look(place).progress
     assert (found.tokens, found.cost) == (2 * ROWS * EACH, pytest.approx(2 * ROWS * COST))
     assert sum(result.usage.completion_tokens for result in results) == 2 * ROWS * 30
+
+
+async def taken(run: Run[Any]) -> list[bool]:
+    return [result.ok async for result in run.results()]
+
+
+@pytest.mark.parametrize("shape", SHARED)
+async def test_a_running_run_shows_the_agents_and_the_slots_of_all_processes(shape: str, place: str) -> None:
+    script = Script()
+    async with AsyncExitStack() as extent:
+        server = await extent.enter_async_context(ScriptedServer(script, models=["m"]))
+        given = options(server, shape, place)
+        given.pop("progress")
+        run = await extent.enter_async_context(BatchAgent.open(**given))
+        if shape == "Redis":
+            await extent.enter_async_context(worker(place, server))
+        running = asyncio.ensure_future(taken(run))
+        await until_second_turns(server, running)
+        async with asyncio.timeout(20):
+            while run.statistics().running != ROWS:  # workers report about once per second
+                await asyncio.sleep(0.05)
+        assert run.status()["max_inflight"] == ROWS
+        with open_run(place) as reader:
+            async with asyncio.timeout(20):
+                while (answer := await reader.steer({"do": "status"}))["status"]["agents"]["running"] != ROWS:  # type: ignore[index,call-overload]
+                    await asyncio.sleep(0.05)
+        assert answer["ok"]
+        script.go_on.set()
+        assert await running == [True] * ROWS
+        assert run.statistics().alive == 0
+
+
+def test_the_rate_of_a_run_in_redis_is_that_of_its_feeder_or_of_its_workers() -> None:
+    workers: list[JsonObject] = [{"rows_per_second": 2.0, "agents": {"running": 3}}, {"rows_per_second": 1.0}]
+    feeder: JsonObject = {"rows_per_second": 3.0, "agents": {"running": 4}, "feeder": True}
+    for reports, running in ((workers, 3), ([feeder, *workers], 4)):
+        view = RunSnapshot("r", {"total": 9}, "running", 1, RunProgress(), workers=reports)
+        status = live_status(view, paused=False)
+        assert (status["rows_per_second"], status["seconds_left"], status["agents"]) == (3.0, 3.0, {"running": running})
 
 
 async def test_what_was_spent_before_a_worker_joined_is_counted_once(tmp_path: Path) -> None:

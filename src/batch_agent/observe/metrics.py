@@ -218,6 +218,7 @@ class Statistics:
 
 # The state of a running agent. Plain ints: this is the hot path.
 _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
+LIVE_STATES = {_QUEUED: "queued", _RUNNING: "running", _WAITING: "tools", _BACKING_OFF: "backing_off"}
 
 
 class LiveAgent:
@@ -284,7 +285,9 @@ class Metrics(TypedSink):
         self._down: dict[str, HealthChanged] = {}
         self._down_seconds: dict[str, float] = {}  # of outages that are over, by endpoint
         self._schema_note = ""
-        self.elsewhere: Mapping[str, float] = {}  # the sum of ``counts`` of worker processes
+        # Of worker processes: the sum of ``counts``, and their running agents by state, as a status names it.
+        self.elsewhere: Mapping[str, float] = {}
+        self.agents_elsewhere: Mapping[str, int] = {}
         self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
@@ -322,6 +325,8 @@ class Metrics(TypedSink):
         elapsed = now - run.at if run else 0.0
         down = self._down_by_server(now)
         states = Counter(agent.state for agent in self._agents.values())
+        for state, name in LIVE_STATES.items() if finished is None else ():
+            states[state] += self.agents_elsewhere.get(name, 0)
         counts = self.counts()
         for name, count in self.elsewhere.items():
             counts[name] = counts.get(name, 0) + count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -78,6 +79,7 @@ class Feeder:
         self.alone = store.instant
         self.paced = False  # rows come only when an agent may start, so that all that are there are fed
         self.worker = 0  # number of the worker in this process
+        self.is_outermost = True  # else the run is a stage, and workers report for all stages together
         self.joining = ""  # the command that starts a worker, if the run needs one
         self._had_workers: bool | None = None
         self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
@@ -360,9 +362,16 @@ class Feeder:
             await self.count_work()
 
     async def count_work(self) -> None:
-        """Count what worker processes have done in this session."""
-        if not self.alone and self._session is not None:
-            self._emit.metrics.elsewhere = await self.run(self.store.worked)
+        """Count what worker processes have done in this session, and the agents that they run now."""
+        if self.alone or self._session is None:
+            return
+        metrics, agents = self._emit.metrics, Counter[str]()
+        metrics.elsewhere = await self.run(self.store.worked)
+        table, now = await self.run(self.store.table)
+        for member in table.live(now).values() if self.is_outermost else ():
+            if not member.status.get("feeder"):  # else it is this process
+                agents.update(cast("dict[str, int]", member.status.get("agents") or {}))
+        metrics.agents_elsewhere = agents
 
     async def _notice_workers(self) -> None:
         """Say how to start a worker while a run that needs one has none."""

@@ -16,7 +16,7 @@ import os
 import platform
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import RunUnreachable, SpecError, StoreError
+from batch_agent.errors import RunUnreachable, SpecError
 from batch_agent.events import (
     DrainStarted,
     Ended,
@@ -245,7 +245,8 @@ class Run(Generic[T]):
         if spending.per_second and self._outer is None:  # as the budget counts it
             statistics = replace(statistics, cost=spending.so_far()[1])
         # Workers in other processes reach their peaks at different times; all together keep to the slots.
-        self._most_slots = max(self._most_slots, self.shared.slots or UNLIMITED)
+        slots = self.shared.slots
+        self._most_slots = max(self._most_slots, UNLIMITED if slots is None else slots)
         if self._metrics.elsewhere:
             statistics = replace(statistics, peak_running=min(statistics.peak_running, self._most_slots))
         prewarm = None if self._workshop is None else self._workshop.prewarm
@@ -658,6 +659,7 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
+        feeder.is_outermost = self._outer is None
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
@@ -736,8 +738,7 @@ class Run(Generic[T]):
             state = "failed" if failed is not None else RECORDED_STATES[ended]
             facts: JsonObject = {"state": state, "why": why or None, "ended": now_text()}
             try:
-                with suppress(StoreError):
-                    await self._feeder.count_work()
+                await to_its_end(asyncio.ensure_future(self._feeder.count_work()))
                 facts["summary"] = summary_json(self._controls.statistics())
                 failed = await self._feeder.end(facts) or failed
             except Exception as error:  # any error: the run must not appear successful

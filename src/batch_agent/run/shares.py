@@ -19,7 +19,7 @@ from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.shared import Shared
-from batch_agent.run.sharing import Lending, shared_budgets
+from batch_agent.run.sharing import FEEDER, Lending, shared_budgets
 from batch_agent.run.worker import Leases
 from batch_agent.scheduler.budget import NOTHING, Amount
 
@@ -90,7 +90,7 @@ class Shares:
 
     async def _open_lender(self) -> Lending:
         shared, feeder = self._shared, self._feeder
-        name = str(self._number) if feeder is None else f"feeder-{feeder.session}"
+        name = str(self._number) if feeder is None else f"{FEEDER}{feeder.session}"
         lender = Lending(self._store, name, self._lease)
         self._before = NOTHING  # what this session spent of the shared budgets
         if feeder is not None:

@@ -58,6 +58,7 @@ MANY = 20  # workers; if there are more, each reports less often
 GAP = 0.1  # least seconds between two beats, when a request waits for the next beat
 PEAKS = 3  # a worker wants the most requests that it had in flight in this many beats
 UNLIMITED = 2**62
+FEEDER = "feeder-"  # begin of the name of a feeder as a member, before the number of its session
 ENDPOINTS = 32  # maximum in a worker's report
 THREADS = 8  # most concurrent calls of the store
 
@@ -176,7 +177,7 @@ class Lending:
         claims = {name: place.claim() for name, place in self._places.items()}
         learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
         learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
-        status, sent = _in_short(controls.status()), loop.time()
+        status, sent = {**_in_short(controls.status()), "feeder": self._worker.startswith(FEEDER)}, loop.time()
         self._beating = self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
         beat = await asyncio.shield(self._beating)
         if self._lost is not None:
