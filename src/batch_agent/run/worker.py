@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from batch_agent.agent.agent import Agent, tool_loop
 from batch_agent.agent.dialogue import Resources
@@ -40,6 +40,9 @@ from batch_agent.run.parts import Parts
 from batch_agent.run.rows import compile_all
 from batch_agent.scheduler.core import Ticket
 
+if TYPE_CHECKING:
+    from batch_agent.run.feeder import Feeder
+
 # The rows that one worker holds. It takes rows when it has room, renews their leases, and hands back the rest.
 #
 # Calls of a store outside this process block, so they run in threads. The event loop starts each renewal. This is
@@ -53,16 +56,6 @@ logger = logging.getLogger("batch_agent")
 RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
-
-
-class RowSource(Protocol):
-    """The feeder of the run, if it is in this process."""
-
-    fed: bool  # every input was read and fed
-
-    async def refill(self) -> bool:
-        """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +108,7 @@ class Leases:
         *,
         lease: float,
         generation: int,
-        source: RowSource | None = None,
+        source: Feeder | None = None,
         patience: float = float("inf"),
     ) -> None:
         self.store, self.worker = store, worker
