@@ -63,7 +63,7 @@ class ProcessCrew:
     @asynccontextmanager
     async def at_work(self, run: Run[object]) -> AsyncIterator[None]:
         """Let the processes work on the run. When this ends, they leave."""
-        self._place = f"unix:{run.serve()}"
+        self._place = self._serve(run)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._watch(run))
             try:
@@ -75,6 +75,10 @@ class ProcessCrew:
             finally:
                 self._ending = True
                 await self._leave(watching)
+
+    def _serve(self, run: Run[object]) -> str:
+        """Return the place of the record, for the command line of workers."""
+        return f"unix:{run.serve()}"
 
     async def _watch(self, run: Run[object]) -> None:
         reasons: list[str] = []

@@ -135,6 +135,10 @@ class Feeder:
         """Run a call of the store that may block in a thread."""
         return self._loop.run_in_executor(self._threads, function)
 
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Return the answer of a store in this process at once, else from a thread."""
+        return function() if self.store.instant else await self.run(function)
+
     def set_trouble(self, trouble: str | None, since: float) -> None:
         """Record what currently blocks the run, and since when, for readers outside."""
         if self._session is not None and self.facts.get("trouble") != trouble:
@@ -213,10 +217,7 @@ class Feeder:
         return True
 
     async def _end_inputs(self) -> None:
-        if self.store.instant:
-            self.store.end_inputs(self.session)
-        else:
-            await self.run(partial(self.store.end_inputs, self.session))
+        await self._call(partial(self.store.end_inputs, self.session))
         self.fed = True
         if self.outstanding <= 0:  # else a result sets it
             self._news.set()
@@ -308,9 +309,7 @@ class Feeder:
         return False
 
     async def standing(self) -> RunStanding:
-        if self.store.instant:
-            return self.store.keep_feed(self.session)
-        return await self.run(partial(self.store.keep_feed, self.session))
+        return await self._call(partial(self.store.keep_feed, self.session))
 
     async def share(
         self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool
@@ -412,12 +411,10 @@ class Feeder:
 
     async def _deliver_next(self, wait: float) -> int:
         """Deliver the results that are there. A store outside this process waits for the first."""
-        store = self.store
-        if store.instant:
+        if self.store.instant:
             self._news.clear()
-            found = store.results(self.session, self._position, AT_ONCE, 0.0)
-        else:
-            found = await self.run(partial(store.results, self.session, self._position, AT_ONCE, wait))
+            wait = 0.0
+        found = await self._call(partial(self.store.results, self.session, self._position, AT_ONCE, wait))
         for each in found:
             self._position = each.position
             if not each.own:

@@ -278,10 +278,7 @@ class Leases:
         try:
             with suppress(StoreError):
                 await self._hand_back(rows)
-                if self._threads is None:
-                    self.store.leave(self.worker)
-                else:
-                    await to_its_end(self._run(lambda: self.store.leave(self.worker)))
+                await to_its_end(asyncio.ensure_future(self._call(partial(self.store.leave, self.worker))))
         finally:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
@@ -328,13 +325,15 @@ class Leases:
                 self._judge(standing)
 
     async def _hand_back(self, rows: list[LeasedRow]) -> None:
-        leases = [row.lease for row in rows]
-        if not leases:
-            return
+        if leases := [row.lease for row in rows]:
+            await self._call(partial(self.store.hand_back, self.worker, leases))
+
+    async def _call(self, function: Callable[[], object]) -> None:
+        """Make a call of the store to its end: at once if it is in this process, else in a thread."""
         if self._threads is None:
-            self.store.hand_back(self.worker, leases)
+            function()
         else:
-            await asyncio.shield(self._run(lambda: self.store.hand_back(self.worker, leases)))
+            await asyncio.shield(self._run(function))
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function)
