@@ -1,7 +1,9 @@
-"""Peak memory and time to first result of ``BatchAgent.stream``, as the number of rows grows.
+"""Peak memory and time to first result of ``BatchAgent.stream``, as the number of rows grows; and what a live agent
+and a finished row hold.
 
 ``python -m benchmarks.memory``. Rows come from a generator and results are dropped as they come: neither the rows nor
 the results are held by the benchmark. Each measurement is a process of its own (``stream_rows``), and they take turns.
+For agents that wait for a tool, two sizes of their rows tell apart what grows with the text: how often a text is held.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ ROWS = (1_000, 10_000, 100_000)
 PEAK_BAR = 1.3
 FIRST_BAR = 1.3  # independent of the number of rows, up to the noise of a few milliseconds
 COST_BAR = 1.2
+AGENTS, SHORT, LONG = 1_000, 200, 20_200  # agents that wait, and bytes of their rows' texts
+COPIES_BAR = 2.1  # of a text: one in the input, one in the conversation
 
 Sample = dict[str, float]
 
@@ -48,6 +52,17 @@ def line(name: str, values: list[float], scale: float) -> tuple[str, ...]:
     return (name, *(f"{value * scale:.1f}" for value in values), f"{values[-1] / values[0]:.2f}")
 
 
+def held(server: Server) -> dict[str, float]:
+    """Bytes of a waiting agent and of a result, without the text of the row, and how often each holds that text."""
+    short, long = (run_once(server, AGENTS, "--text", str(size)) for size in (SHORT, LONG))
+    found = {}
+    for name in ("live", "result"):
+        few, many = short[f"{name}_bytes"], long[f"{name}_bytes"]
+        found[f"{name}_copies"] = copies = (many - few) / (LONG - SHORT)
+        found[f"{name}_bytes"] = few - copies * SHORT
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Memory and time to first result.")
     parser.add_argument("--repetitions", type=int, default=3, help="whole runs of each size")
@@ -58,6 +73,7 @@ def main() -> int:
         first = measure(server, options.first_repetitions, "--first-only")
         first_of_list = measure(server, options.first_repetitions, "--first-only", "--list")
         whole = measure(server, options.repetitions)
+        waiting = held(server)
 
     peaks, costs = medians(whole, "peak_bytes"), medians(whole, "cpu_per_row_s")
     firsts, list_firsts = medians(first, "first_result_s"), medians(first_of_list, "first_result_s")
@@ -69,12 +85,18 @@ def main() -> int:
     ]
     print(report.table(("", *(f"{rows:,} rows" for rows in ROWS), "last/first"), table), "\n")
 
+    print(
+        f"a waiting agent: {waiting['live_bytes']:,.0f} bytes and {waiting['live_copies']:.2f} times its text; "
+        f"a finished row: {waiting['result_bytes']:,.0f} bytes and {waiting['result_copies']:.2f} times\n"
+    )
+
     bars = [
+        report.Bar("copies of a text that a waiting agent holds", waiting["live_copies"], "<=", COPIES_BAR),
         report.Bar("peak memory, 100,000 rows over 1,000", peaks[-1] / peaks[0], "<=", PEAK_BAR),
         report.Bar("time to first result, 100,000 rows over 1,000", firsts[-1] / firsts[0], "<=", FIRST_BAR),
         report.Bar("CPU per row, 100,000 rows over 1,000", costs[-1] / costs[0], "<=", COST_BAR),
     ]
-    measurements = [
+    measurements: list[object] = [
         {
             "rows": rows,
             "peak_bytes": report.spread([sample["peak_bytes"] for sample in whole[rows]]),
@@ -84,6 +106,7 @@ def main() -> int:
         }
         for rows in ROWS
     ]
+    measurements.append({"waiting_agents": AGENTS, **waiting})
     return report.finish("memory", env, bars, measurements)
 
 

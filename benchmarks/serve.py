@@ -32,9 +32,10 @@ import aiohttp
 
 from batch_agent import BatchAgent
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
+from batch_agent.serve import ServeOptions
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.models import ServedModel, ServedModels, open_models
-from batch_agent.serve.server import BatchService, ServeOptions
+from batch_agent.serve.server import BatchService
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report
 from benchmarks.server import compiled

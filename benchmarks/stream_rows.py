@@ -1,4 +1,5 @@
-"""One process of ``memory``: ``BatchAgent.stream`` over rows from a generator (or a list), and what it took.
+"""One process of ``memory``: ``BatchAgent.stream`` over rows from a generator (or a list), and what it took; or, with
+``--text``, the memory of agents that wait for a tool, and of their results.
 
 Prints one JSON line. The peak is the kernel's VmHWM, which begins anew with the process; ``ru_maxrss`` does not: it
 starts at the size of whoever started us.
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import time
+import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
 
-from batch_agent import BatchAgent
+from batch_agent import BatchAgent, Tool
 from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, rows
 
 
@@ -51,15 +54,62 @@ async def stream(url: str, count: int, *, as_list: bool, first_only: bool) -> di
     return {"first_result_s": first, "cpu_per_row_s": cpu, "peak_bytes": peak_bytes()}
 
 
+async def waiting(url: str, agents: int, text_bytes: int) -> dict[str, float]:
+    """Bytes that Python holds for each agent while all of them wait for a tool, and for each result afterwards. The
+    text is that of the row, so each agent has it in its input and in its conversation."""
+    all_wait, go_on = asyncio.Event(), asyncio.Event()
+    begun = 0
+
+    @Tool.define(effect="write")
+    async def lookup(topic: str) -> str:
+        """Look up what is known about a topic."""
+        nonlocal begun
+        begun += 1
+        if begun == agents:
+            all_wait.set()
+        await go_on.wait()
+        return f"nothing bad is known about {topic}"
+
+    inputs = ({"record": number, "text": str(number).ljust(text_bytes)} for number in range(agents))
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]  # imports of the small batch
+    run = asyncio.ensure_future(
+        BatchAgent.run(
+            system_prompt=SYSTEM_PROMPT,
+            task=TASK,
+            inputs=inputs,
+            tools=[lookup],
+            model=MODEL,
+            backend=url,
+            max_inflight=64,
+        )
+    )
+    await all_wait.wait()
+    gc.collect()
+    live = tracemalloc.get_traced_memory()[0]
+    go_on.set()
+    results = await run
+    gc.collect()
+    done = tracemalloc.get_traced_memory()[0]
+    if not all(result.ok for result in results):
+        raise SystemExit("rows failed")
+    return {"live_bytes": (live - before) / agents, "result_bytes": (done - before) / agents}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--list", action="store_true", help="rows from a list, not a generator")
     parser.add_argument("--first-only", action="store_true", help="stop at the first result")
+    parser.add_argument("--text", type=int, help="measure agents that wait for a tool, with rows of this many bytes")
     options = parser.parse_args()
 
     async def measured() -> dict[str, float]:
+        if options.text is not None:
+            await waiting(options.url, 64, options.text)
+            return await waiting(options.url, options.rows, options.text)
         await stream(options.url, 100, as_list=False, first_only=False)  # imports and compilations happen here
         return await stream(options.url, options.rows, as_list=options.list, first_only=options.first_only)
 

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from tests.cli.commandline import batch_agent, program
 
 from batch_agent.testing import Request, Say, ScriptedServer
-from batch_agent.testing.script import Script
+from batch_agent.testing.wire import Script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 from batch_agent.backends.anthropic.request import MessagesView
+from batch_agent.backends.bedrock.converse import ConverseView
 from batch_agent.backends.openai.chat import ChatView
+from batch_agent.backends.openai.responses import ItemView
 from batch_agent.messages import Conversation, Image, Message, Reply, Sealed, ToolCall, content_text
 
 
@@ -27,8 +31,31 @@ def test_agents_fork_from_what_they_share_and_each_wire_has_its_own_view() -> No
     assert one.view(MessagesView).system[0] is two.view(MessagesView).system[0]
     chat = one.view(ChatView)
     one.append(Message("assistant", "Hello."))
-    assert one.view(ChatView) is chat and len(chat.pieces) == 3
-    assert len(two.view(ChatView).pieces) == 2 and len(shared.view(ChatView).pieces) == 1
+    assert one.view(ChatView) is chat and len(chat.own) == 2
+    assert len(two.view(ChatView).own) == 1
+    assert chat.shared is two.view(ChatView).shared, "what agents share is encoded once"
+
+
+def test_the_texts_of_a_conversation_are_in_memory_once() -> None:
+    """Each wire refers to the texts of the messages. Their JSON is made for a request and not kept."""
+    shared = Conversation([Message("system", "Be brief.")])
+    text, result = "Tell me of rain. " * 500, "It rained. " * 500
+    talk = Conversation([Message("user", text)], shared)
+    talk.append(Message("assistant", "I look.", (ToolCall("a", "f", "{}"),)))
+    talk.append(Message("tool", result, tool_call_id="a"))
+    for wire in (ChatView, ItemView, MessagesView, ConverseView):
+        talk.view(wire)
+    found, seen, left = list[object](), set[int](), list[object]([talk])
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, str | bytes):
+            found += [value] * (len(value) > 1000)
+        else:
+            left += gc.get_referents(value)
+    assert sorted(map(id, found)) == sorted([id(text), id(result)])
 
 
 def test_an_answer_keeps_its_calls_and_its_sealed_part_as_a_message() -> None:

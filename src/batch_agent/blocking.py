@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -37,12 +38,12 @@ class _DaemonThreads(concurrent.futures.Executor):
         return future
 
 
-_THREADS = _DaemonThreads()
+THREADS = _DaemonThreads()
 
 
-def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Returns the result of ``function``, or raises its exception."""
-    return asyncio.get_running_loop().run_in_executor(_THREADS, function)
+def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """Call ``function``. Returns its result, or raises its exception."""
+    return asyncio.get_running_loop().run_in_executor(THREADS, partial(function, *args, **kwargs))
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:

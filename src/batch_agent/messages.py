@@ -7,7 +7,6 @@ server's prefix cache depends on this.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
@@ -302,7 +301,9 @@ class Reply:
 
 
 class WireView(Protocol):
-    """A conversation in the format of one wire. Its content belongs to the wire; it must only grow."""
+    """A conversation in the format of one wire. Its content belongs to the wire; it must only grow. It refers to the
+    texts of the messages, so that the conversation of an agent is in memory once; only what all agents share is kept
+    encoded."""
 
     def extend(self, messages: Sequence[Message]) -> None:
         """Append these messages."""
@@ -312,25 +313,6 @@ class WireView(Protocol):
 
 
 V = TypeVar("V", bound=WireView)
-
-
-class MessageView(ABC):
-    """The view of a wire that encodes each message separately: one piece of bytes for each."""
-
-    __slots__ = ("pieces",)
-
-    def __init__(self, pieces: Iterable[bytes] = ()) -> None:
-        self.pieces = list(pieces)
-
-    @staticmethod
-    @abstractmethod
-    def encode(message: Message) -> bytes: ...
-
-    def extend(self, messages: Sequence[Message]) -> None:
-        self.pieces.extend(map(self.encode, messages))
-
-    def fork(self) -> Self:
-        return type(self)(self.pieces)
 
 
 class Conversation:

@@ -7,12 +7,13 @@ list of options.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, TypeVar, Union, get_args, get_origin
+from typing import Annotated, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
@@ -150,3 +151,24 @@ def _kind(value: object) -> str:
         return repr(value)
     kinds: dict[type, str] = {str: "text", list: "a list of something else", dict: "a mapping of something else"}
     return kinds.get(type(value), type(value).__name__)
+
+
+# The same checks for options that are arguments of a function: each may also be None.
+
+
+def check_positive(kind: type | UnionType, *, or_zero: bool = False, **options: object) -> None:
+    """Raise SpecError unless each option is a finite number of this kind above 0."""
+    for option, value in options.items():
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        number = cast(float, value) if is_number else -1.0
+        if value is None or (math.isfinite(number) and (number > 0 or (or_zero and number == 0))):
+            continue
+        what = "a whole number" if kind is int else "a number"
+        raise SpecError(f"{option} is {value!r}; it must be {what}{', 0 or more' if or_zero else ' above 0'}, or None")
+
+
+def check_kind(kind: object, what: str, **options: object) -> None:
+    for option, value in options.items():
+        is_flag = isinstance(value, bool) and kind is int  # a bool is an int in Python
+        if value is not None and (is_flag or not isinstance(value, cast(type, kind))):
+            raise SpecError(f"{option} is {value!r}; it must be {what}, or None")

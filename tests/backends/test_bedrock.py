@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import boto3
@@ -169,6 +170,17 @@ def test_a_provider_before_the_models_name_is_enough(monkeypatch: pytest.MonkeyP
 def test_what_is_wrong_with_an_address_is_said(url: str, environ: dict[str, str], why: str) -> None:
     with pytest.raises(SpecError, match=why):
         open_backend(url, model=None, api_key=None, environ=environ)
+
+
+def test_without_boto_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "botocore":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    monkeypatch.delitem(sys.modules, "batch_agent.backends.bedrock.converse")
+    with pytest.raises(SpecError, match="pip install boto3"):
+        open_backend("bedrock://us-east-1/model")
+    assert open_backend("bedrock://us-east-1/model", sends=False)[0].name == "bedrock://us-east-1"
 
 
 async def test_missing_credentials_are_known_before_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import Message, Reply
 from batch_agent.testing import Fail, Say, ScriptedBackend
-from batch_agent.testing.request import Request
+from batch_agent.testing.wire import Request
 
 
 async def test_answers_come_in_the_order_of_the_prompts_and_all_are_asked_at_once() -> None:

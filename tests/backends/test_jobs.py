@@ -15,8 +15,7 @@ from tests.record.redis_servers import RedisServer, needs_redis
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.batch.jobs import JobBackend, JobLedger, Wave
-from batch_agent.backends.batch.services import OpenAIJobs
+from batch_agent.backends.batch import JobBackend, JobLedger, OpenAIJobs, Wave
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, StoreError, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
@@ -154,7 +153,7 @@ async def test_a_worker_that_leaves_does_not_end_the_waves_of_another() -> None:
     await mine.read()
     await theirs.intend("w", {"a": "0"})
     await mine.close({})
-    assert [entry.wave for entry in await JobLedger(record).read()] == ["w"]
+    assert [wave.name for wave in await JobLedger(record).read()] == ["w"]
 
 
 async def test_a_worker_that_takes_a_row_over_finds_the_job_of_the_other_and_identical_rows_get_their_own_answers() -> (
@@ -487,7 +486,7 @@ async def test_a_ledger_that_was_cut_short_goes_on_in_a_line_of_its_own(tmp_path
     ledger = JobLedger(directory)
     await ledger.sent("one", "job-1")
     entries = await ledger.read()
-    assert [(entry.wave, entry.job, entry.requests) for entry in entries] == [("one", "job-1", ["a"])]
+    assert [(wave.name, wave.job, wave.requests) for wave in entries] == [("one", "job-1", ("a",))]
     await ledger.close({})
     assert await ledger.read() == []
     directory.close()
@@ -498,14 +497,18 @@ async def test_a_flipped_bit_in_a_ledger_is_an_error_and_never_another_job(tmp_p
     ledger, file = JobLedger(directory), tmp_path / FILE
     await ledger.intend("one", {"a": "0", "b": "1"})
     await ledger.sent("one", "job-1")
-    whole, entries = file.read_bytes(), await ledger.read()
+
+    async def recorded() -> list[tuple[object, ...]]:
+        return [(wave.name, wave.job, wave.requests, wave.rows, wave.since) for wave in await ledger.read()]
+
+    whole, entries = file.read_bytes(), await recorded()
     refused = 0
     for place in range(len(whole) - 1):  # without the last end of a line
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         file.write_bytes(damaged)
         try:
-            assert await ledger.read() == entries
+            assert await recorded() == entries
         except StoreError as error:
             refused += 1
             assert "of the record of batch jobs" in str(error) and "delete this line" in str(error)

@@ -12,7 +12,8 @@ import pytest
 
 from backends.chat_contract import ChatContract, in_pieces, whole
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
-from batch_agent.backends.openai.chat import OpenAIBackend, Tail, encode_message
+from batch_agent.backends.http.wire import written
+from batch_agent.backends.openai.chat import OpenAIBackend, Tail, message_json
 from batch_agent.backends.openai.providers import Dialect
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BadResponse, InternalError, Rejected, Timeout, Unavailable
@@ -163,13 +164,13 @@ async def test_a_turns_own_fields_stand_behind_the_messages_and_its_headers_besi
 async def test_a_message_of_parts_is_sent_as_parts() -> None:
     picture, address = Image.of(b"png", "image/png"), Image("https://host/a.png")
     message = Message("user", ("Compare: half \ud83d", picture, address))
-    assert orjson.loads(encode_message(message))["content"] == [
+    assert orjson.loads(written(message_json(message)))["content"] == [
         {"type": "text", "text": "Compare: half �"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}},
         {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
     ]
     paper = Document("data:application/pdf;base64,cGRm", name="a.pdf")
-    assert orjson.loads(encode_message(Message("user", ("Read:", paper))))["content"][1] == {
+    assert message_json(Message("user", ("Read:", paper)))["content"][1] == {
         "type": "file",
         "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,cGRm"},
     }
@@ -218,7 +219,7 @@ async def test_the_head_is_encoded_once_per_shape_and_forgotten_with_it() -> Non
 
 
 def test_reasoning_is_not_sent_back() -> None:
-    assert b"secret thought" not in encode_message(Message("assistant", "x", reasoning="secret thought"))
+    assert "secret thought" not in str(message_json(Message("assistant", "x", reasoning="secret thought")))
 
 
 async def test_a_body_of_several_megabytes_is_sent() -> None:

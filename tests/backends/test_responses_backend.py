@@ -12,7 +12,7 @@ from backends.responses_wire import as_bytes, document, events_of, hear_response
 from backends.strict_mode import Refused
 from batch_agent.backends.base import Backend, RequestShape
 from batch_agent.backends.openai.providers import Dialect
-from batch_agent.backends.openai.responses import ResponsesBackend, encode_items
+from batch_agent.backends.openai.responses import ResponsesBackend, items_of
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Document, Image, Message, Usage
 from batch_agent.testing.contract.backend import CALLS, SEARCH, Say, ask, go_on
@@ -210,13 +210,14 @@ async def test_a_stream_whose_end_does_not_repeat_the_answer_is_read_from_its_it
 
 
 def test_pictures_and_files_are_parts_of_a_message() -> None:
-    item = orjson.loads(encode_items(Message("user", ("Look:", Image("https://host/a.png")))))
+    [item] = items_of(Message("user", ("Look:", Image("https://host/a.png"))))
     assert item["content"] == [
         {"type": "input_text", "text": "Look:"},
         {"type": "input_image", "image_url": "https://host/a.png", "detail": "auto"},
     ]
     paper = Document("data:application/pdf;base64,cGRm", name="a.pdf")
-    assert orjson.loads(encode_items(Message("user", (paper,))))["content"] == [
+    [item] = items_of(Message("user", (paper,)))
+    assert item["content"] == [
         {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,cGRm"}
     ]
 

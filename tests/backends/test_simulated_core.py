@@ -76,10 +76,10 @@ def play(model: EngineModel, script: list[tuple[str, object]]) -> list[object]:
         assert len(engine.running) <= model.max_num_seqs
         if planned is None:
             return False
-        assert 0 < sum(share.tokens for share in planned.shares) <= model.max_batched_tokens
+        assert 0 < sum(planned.shares.values()) <= model.max_batched_tokens
         advanced = engine.complete(planned)
         finished.extend(sequence.arrival for sequence in advanced if sequence.ended)
-        trace.append((planned.seconds, [(share.sequence.arrival, share.tokens) for share in planned.shares]))
+        trace.append((planned.seconds, [(each.arrival, tokens) for each, tokens in planned.shares.items()]))
         return True
 
     for kind, value in script:
@@ -156,7 +156,7 @@ def test_a_cached_prefix_that_nobody_holds_still_takes_room_when_it_is_used() ->
     engine.add(tokens(32, "b") + tokens(20, "c"), tokens(1, "o"))  # 8 cached and 5 fresh: 4 too many for now
     step = engine.schedule()
     assert step is not None
-    assert [share.sequence for share in step.shares] == [long]
+    assert [*step.shares] == [long]
     engine.complete(step)
     run(engine)
     assert engine.counters.finished == 3
@@ -195,7 +195,7 @@ def test_a_running_request_never_loses_its_blocks_to_a_new_one() -> None:
     waiting = engine.add(tokens(60, "b"), tokens(1, "o"))
     step = engine.schedule()
     assert step is not None
-    assert [share.sequence for share in step.shares] == [long]
+    assert [*step.shares] == [long]
     assert (engine.waiting, waiting.computed) == (1, 0)
     engine.complete(step)
     run(engine)
@@ -227,7 +227,7 @@ def order(policy: str) -> list[int]:
         engine.add(tokens(4, kind), tokens(2, "o"), priority)
     started: list[int] = []
     for step in run(engine):
-        started += [s.sequence.arrival for s in step.shares if s.sequence.arrival not in started]
+        started += [each.arrival for each in step.shares if each.arrival not in started]
     return started
 
 

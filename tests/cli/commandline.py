@@ -21,7 +21,7 @@ from tests.warm import WarmProcess, start
 
 from batch_agent.cli.main import main
 from batch_agent.testing import ScriptedServer
-from batch_agent.testing.script import Script
+from batch_agent.testing.wire import Script
 
 
 class Outcome(NamedTuple):

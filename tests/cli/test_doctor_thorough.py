@@ -18,7 +18,7 @@ from batch_agent.door import Handler
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer
 from batch_agent.testing.contract.wire import WireServer, stream
-from batch_agent.testing.request import Request
+from batch_agent.testing.wire import Request
 
 
 async def findings(server: ScriptedServer | str, *ids: str, seconds: float = 20.0) -> dict[str, Finding]:

@@ -21,7 +21,7 @@ from batch_agent.fleet.hostfile import parse_hostfile, parse_hosts
 from batch_agent.fleet.probe import Look, read_told
 from batch_agent.messages import Usage
 from batch_agent.testing import Say, ScriptedServer
-from batch_agent.testing.simulate import SimulatedServer
+from batch_agent.testing.server import SimulatedServer
 
 
 @pytest.fixture(autouse=True)

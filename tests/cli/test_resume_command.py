@@ -17,7 +17,7 @@ from batch_agent import BatchAgent
 from batch_agent.cli.main import main
 from batch_agent.record.reader import look
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, ScriptedServer
-from batch_agent.testing.script import Script
+from batch_agent.testing.wire import Script
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from batch_agent.fleet.bench import Bench, MeasuredAnswer, Measurement, Wanted, 
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.messages import Usage
 from batch_agent.testing import Fail, Hang, Say, ScriptedServer, virtual_clock
-from batch_agent.testing.simulate import SimulatedServer
+from batch_agent.testing.server import SimulatedServer
 
 QUICK = Wanted(steps=(2, 4, 8, 16), seconds=5.0, tokens_in=75, tokens_out=15)
 

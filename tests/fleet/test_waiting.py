@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from batch_agent.backends.http.backend import PROBE_SECONDS
+from batch_agent.door import RequestRefused
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.fleet.probe import Prober, Waited, needed, wait_until_ready
@@ -120,7 +121,7 @@ class Health(ScriptedServer):
     async def _health(self, http: web.Request) -> web.Response:
         if self._status is None:
             await asyncio.get_running_loop().create_future()
-        return self.refuse(self._status or 200, "so it is")
+        return self.refuse(http, RequestRefused(self._status or 200, "so it is"))
 
 
 class Empty(ScriptedServer):

@@ -36,15 +36,13 @@ def read(dialect: ClientDialect, body: JsonObject) -> ClientRequest:
 
 
 def chat_body() -> JsonObject:
-    pieces = Conversation(CONVERSATION).view(ChatView).pieces
     tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": TOOL}}
-    return {"messages": [json.loads(piece) for piece in pieces], "tools": [tool], "max_completion_tokens": 9}
+    return {"messages": Conversation(CONVERSATION).view(ChatView).own, "tools": [tool], "max_completion_tokens": 9}
 
 
 def responses_body() -> JsonObject:
-    pieces = b",".join(Conversation(CONVERSATION).view(ItemView).pieces)
     tool = {"type": "function", "name": "look", "description": "Look.", "parameters": TOOL}
-    return {"input": json.loads(b"[%b]" % pieces), "tools": [tool], "max_output_tokens": 9}
+    return {"input": Conversation(CONVERSATION).view(ItemView).own, "tools": [tool], "max_output_tokens": 9}
 
 
 def messages_body() -> JsonObject:

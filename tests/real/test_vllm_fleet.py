@@ -26,7 +26,7 @@ from batch_agent.fleet.bench import Bench, Wanted, bench_all
 from batch_agent.fleet.hostfile import parse_hostfile
 from batch_agent.fleet.probe import Prober
 from batch_agent.fleet.proxy import serve_proxy
-from batch_agent.testing.simulate import SimulatedServer
+from batch_agent.testing.server import SimulatedServer
 
 URLS = [url for url in os.environ.get("BATCH_AGENT_TEST_VLLM", "").split(",") if url]
 pytestmark = [

@@ -15,7 +15,7 @@ from batch_agent.events import Event, TurnFinished
 from batch_agent.messages import Usage
 from batch_agent.observe.metrics import Statistics
 from batch_agent.testing import CallTools, Cut, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
-from batch_agent.testing.script import Script
+from batch_agent.testing.wire import Script
 
 USAGE = Usage(prompt_tokens=100, cached_tokens=40, completion_tokens=50, reasoning_tokens=10)
 PRICES = {"input": 1.0, "cached": 0.5, "output": 2.0}

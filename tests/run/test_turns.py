@@ -288,7 +288,7 @@ async def test_a_tool_started_early_is_not_run_again_when_the_answer_is_complete
 
 @virtual_clock
 async def test_answers_are_streamed_while_early_tools_gain_by_it_and_the_events_say_so() -> None:
-    async def run(chunk_delay: float) -> tuple[list[bool], list[StreamingDecided]]:
+    async def run(chunk_delay: float, max_inflight: int = 64) -> tuple[list[bool], list[StreamingDecided]]:
         def script(request: Request) -> Say:
             if request.turn:
                 return Say("done")
@@ -296,9 +296,14 @@ async def test_answers_are_streamed_while_early_tools_gain_by_it_and_the_events_
             return CallTools(use, late, chunk_delay=chunk_delay)
 
         backend, events = ScriptedBackend(script), list[Event]()
-        inputs = [str(n) for n in range(3 * TRIAL)]
+        inputs = [str(n) for n in range(2 * TRIAL)]
         async with BatchAgent.open(
-            task="{input}", inputs=inputs, tools=[look_up], backend=backend, max_inflight=4, sinks=[events.append]
+            task="{input}",
+            inputs=inputs,
+            tools=[look_up],
+            backend=backend,
+            max_inflight=max_inflight,
+            sinks=[events.append],
         ) as run:
             assert all([result.ok async for result in run.results()])
         decided = [event for event in events if isinstance(event, StreamingDecided)]
@@ -308,6 +313,10 @@ async def test_answers_are_streamed_while_early_tools_gain_by_it_and_the_events_
     assert decision.streams and all(streamed)
     streamed, [decision] = await run(chunk_delay=0.0)
     assert not decision.streams and streamed[0] and not streamed[-1]
+    streamed, _ = await run(chunk_delay=0.05, max_inflight=4)
+    assert not any(streamed[:TRIAL]), (
+        "other agents take each slot that becomes free, so a tool that ends sooner gains nothing"
+    )
 
 
 @virtual_clock

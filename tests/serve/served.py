@@ -12,8 +12,9 @@ from typing import Any
 import aiohttp
 import orjson
 
+from batch_agent.serve import ServeOptions
 from batch_agent.serve.models import ServedModel, ServedModels, open_models
-from batch_agent.serve.server import BatchService, ServeOptions
+from batch_agent.serve.server import BatchService
 from batch_agent.testing import ScriptedServer
 
 CHAT = "/v1/chat/completions"

@@ -123,8 +123,8 @@ async def test_a_file_above_the_limit_gets_413(tmp_path: Path) -> None:
 class WithEmbeddings(ScriptedServer):
     paths = (*ScriptedServer.paths, "/v1/embeddings")
 
-    def wrong_with(self, request: Request) -> None:
-        return None
+    def check(self, request: Request) -> None:
+        pass
 
 
 async def test_embeddings_and_completions_pass_through_as_they_are(tmp_path: Path) -> None:

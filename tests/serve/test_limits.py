@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from batch_agent.serve.models import names_in, open_models
 async def test_below_the_reserve_uploads_get_507_and_no_line_starts(tmp_path: Path) -> None:
     async with backend() as model, serving(tmp_path, model) as client:
         file = await client.upload([chat("a")])
-        client.server.api._limits = type(client.server.api._limits)(2**62, 86400.0, 30.0)
+        client.server.api._options = replace(client.server.api._options, reserve=2**62)
         status, told = await client.try_upload([chat("b")])
         assert status == 507 and told["error"]["message"]
         assert len((await client.get("/v1/files"))["data"]) == 1 and file

@@ -18,10 +18,10 @@ from batch_agent.record.lock import Lock
 from batch_agent.record.redis.reading import run_names
 from batch_agent.run.joining import JoinedWorkers
 from batch_agent.run.trust import Trust
-from batch_agent.serve import batches, server
+from batch_agent.serve import ServeOptions, batches, server
 from batch_agent.serve.catalog import Catalog, Tenant
 from batch_agent.serve.models import ServedModels, open_models
-from batch_agent.serve.server import BatchService, ServeOptions
+from batch_agent.serve.server import BatchService
 from batch_agent.testing import Fail, Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply
 
@@ -34,7 +34,7 @@ async def test_a_second_server_continues_the_batches_of_one_that_is_gone(
     options: dict[str, object] = {"store": redis.url} if in_redis else {"shared": True}
     options["now"] = lambda: time.time() + later
     monkeypatch.setattr(server, "BOOKS_SECONDS", 0.02)
-    monkeypatch.setattr(server, "LEASE_SECONDS", 600.0)  # a slow machine must not lose it to the other server
+    monkeypatch.setattr(batches, "LEASE_SECONDS", 600.0)  # a slow machine must not lose it to the other server
 
     def script(request: Request) -> ScriptedReply:
         return Hang() if is_late and "late" in request.text else Say("done")

@@ -14,10 +14,10 @@ from tests.serve.test_openai_batches import backend
 from batch_agent.backends.base import Load
 from batch_agent.cli.main import main
 from batch_agent.errors import SpecError
-from batch_agent.serve import server
+from batch_agent.serve import ServeOptions, server
 from batch_agent.serve.catalog import Catalog, Tenant
 from batch_agent.serve.models import open_models
-from batch_agent.serve.server import BatchService, ServeOptions
+from batch_agent.serve.server import BatchService
 from batch_agent.serve.turnstile import GROUP, HOLD_SECONDS, PENDING, Entrant
 from batch_agent.testing import Hang, Request, Say
 from batch_agent.testing.replies import ScriptedReply

@@ -17,16 +17,14 @@ from tests.simulation.process import Process
 from tests.simulation.world import World
 
 from batch_agent.backends.base import Backend, Capabilities
-from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.batch.services import OpenAIJobs
+from batch_agent.backends.batch import JobBackend, OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.http.connection import ResponseParser
 from batch_agent.http.failures import BrokenOff, ClosedEarly, ConnectFailed
 from batch_agent.http.origin import Origin
 from batch_agent.http.transport import Pool, Transport
 from batch_agent.testing import Request
-from batch_agent.testing.tracks import track_of
-from batch_agent.testing.wire import Wire
+from batch_agent.testing.wire import Wire, track_of
 
 Answered = tuple[int, Any]  # a status, and JSON or lines
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from batch_agent.messages import JsonObject
 from batch_agent.testing import Request, Say, ToolUse
-from batch_agent.testing.request import content_text
+from batch_agent.testing.wire import content_text
 
 ROW = re.compile(r"v(\d+): work on (\w+)")
 NUMBER = re.compile(r"\bw(\d+)\b|\"(?:low|high)\": ?(\d+)")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from batch_agent.errors import Invalid, OutputError, SpecError
 from batch_agent.ticks import Action, Agent
-from batch_agent.ticks.action import ActionSpace, read_call
+from batch_agent.ticks.agent import ActionSpace, read_call
 from batch_agent.tools.base import Tool
 
 NORTH = {"direction": "north", "steps": 2}

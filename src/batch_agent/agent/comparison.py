@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batch_agent.agent.dryrun import DryRun
-from batch_agent.backends.batch.jobs import PRICE as BATCH_PRICE
+from batch_agent.backends.batch import PRICE as BATCH_PRICE
 from batch_agent.backends.schemes import SCHEMES
 from batch_agent.compiler.prices import HOUR, Prices, priced_models
 from batch_agent.errors import SpecError

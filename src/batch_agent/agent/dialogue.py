@@ -489,7 +489,8 @@ class Dialogue:
             on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
         )
         calls_tools = self._follows or self.max_turns is not None  # else the worker does
-        streams = r.early_tools and can_call and not last and calls_tools and r.streaming.wants_next()
+        may_stream = r.early_tools and can_call and not last and calls_tools
+        streams = may_stream and not scheduler.is_crowded and r.streaming.wants_next()
         self._early = EarlyCalls(r, job, number) if streams else None
         return TurnCall(r, request, job.index, work.tally, self._early, self.schema)
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 from math import inf
 from typing import Self, TypeVar
@@ -25,7 +25,7 @@ from batch_agent.backends.cache_store import ResponseStore, decode_reply, encode
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.errors import BackendError
-from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
+from batch_agent.messages import Message, Reply, Usage, content_json
 
 T = TypeVar("T")
 
@@ -160,18 +160,11 @@ def _for_another(error: BackendError) -> BackendError:
 
 
 def _head(shape: RequestShape, backend: str) -> bytes:
-    parts: JsonObject = {
+    parts = {
+        **{each.name: getattr(shape, each.name) for each in fields(shape)},
         "backend": backend,
-        "model": shape.model,
-        "max_tokens": shape.max_tokens,
-        "temperature": shape.temperature,
-        "top_p": shape.top_p,
-        "seed": shape.seed,
         "stop": list(shape.stop),
         "tools": [[tool.name, tool.description, tool.parameters] for tool in shape.tools],
-        "tool_choice": shape.tool_choice,
-        "schema": shape.schema,
-        "schema_name": shape.schema_name,
         "extra_body": dict(shape.extra_body),
     }
     return json.dumps(parts, sort_keys=True).encode()

@@ -195,7 +195,8 @@ class Dispatcher:
         while True:
             slot, call, request = ticket.slot, None, question.request
             if slot is None or self.slots.stopped:
-                slot = await self._hold(ticket, policy)
+                patient = policy.wait_out and (policy.wait_until is None or slot is not None)
+                slot = await (self.slots.hold(ticket) if patient else self._hold(ticket, policy))
             if spending is not None and not (spending.is_free and slot.endpoint.server.rates is None):
                 call = await self.reserve(slot, request)
             sent, attempts = clock(), attempts + 1
@@ -308,9 +309,7 @@ class Dispatcher:
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> Slot:
-        """Wait for the slot. Raises while every endpoint is down, if the policy does not wait out outages."""
-        if policy.wait_out and (policy.wait_until is None or ticket.slot is not None):
-            return await self.slots.hold(ticket)
+        """Wait for the slot, but not for the end of an outage, or not for long. Raises if every endpoint is down."""
         timer: asyncio.TimerHandle | None = None
         if self._is_patient(policy):
             assert policy.wait_until is not None

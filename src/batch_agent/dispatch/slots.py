@@ -20,7 +20,7 @@ from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
-from batch_agent.scheduler.ordering import AgentForecast
+from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
 
@@ -520,7 +520,7 @@ class Slots:
             ticket.avoid = frozenset({avoid})
         if ticket.slot is not None:
             self._watcher.sent(ticket.slot)
-        else:
+        elif turns == FIRST or not self.scheduler.is_occupied:
             self._grant(now)  # it leaves no more room for agents than before
         if len(self.scheduler.endpoints) > 1 or self._watcher.undecided:
             self._check_idle()
@@ -733,7 +733,7 @@ class Slots:
             if waiter is not None and not waiter.done():
                 waiter.set_result(slot)
             self._watcher.sent(slot)
-            if not scheduler.waiting and not scheduler.wanted:
+            if not scheduler.wanted:
                 return
         # One that is overdue waits for a slot, not for the clock.
         if scheduler.waiting and now < scheduler.due < inf:

@@ -15,6 +15,7 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import ClientBody, RequestShape
+from batch_agent.door import RequestRefused
 from batch_agent.messages import Content, Image, JsonObject, Message, Part, Reply
 
 # Fields that affect how a request is delivered or accounted, but not its meaning.
@@ -27,12 +28,11 @@ BESIDE = DELIVERY | CONVERSATION
 BILLING = "x-anthropic-billing-header:"  # start of a system block that differs from session to session
 
 
-class BadRequest(Exception):
+class BadRequest(RequestRefused):
     """The client's request is invalid. ``param`` is the invalid field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(400, message, param=param)
 
 
 @dataclass(frozen=True, slots=True)

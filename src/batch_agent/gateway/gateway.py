@@ -43,27 +43,33 @@ COMMENT, SPACE = b": keep-alive\n\n", b" "
 
 
 class Waiting:
-    """Entered while the answer is pending. ``response`` is the one that was started, if any."""
+    """Entered while the answer is pending. ``response`` is the one that was started, if any. ``keeps_alive``: data is
+    sent although there is no answer yet."""
 
-    def __init__(self, request: web.BaseRequest, *, streamed: bool) -> None:
-        self._request, self._streamed = request, streamed
+    def __init__(self, request: web.BaseRequest, *, streamed: bool, keeps_alive: bool = True) -> None:
+        self._request, self._streamed, self._keeps_alive = request, streamed, keeps_alive
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self.response: web.StreamResponse | None = None
 
     async def __aenter__(self) -> Self:
-        self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self.put, self._sign)
+        if self._keeps_alive:
+            self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self.put, self._sign)
         return self
 
     async def __aexit__(self, kind: object, *exception: object) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._task is not None:
             self._queue.put_nowait(None)
             if kind is not None:
                 self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def begun(self) -> bool:
+        return self._task is not None
 
     @property
     def _sign(self) -> bytes:
@@ -82,7 +88,7 @@ class Waiting:
         self.response = response
         while True:
             try:
-                async with asyncio.timeout(EVERY_SECONDS):
+                async with asyncio.timeout(EVERY_SECONDS if self._keeps_alive else None):
                     pieces = [await self._queue.get()]
             except TimeoutError:
                 pieces = [self._sign]
@@ -193,15 +199,12 @@ class Gateway:
         if "Content-Encoding" in request.headers:
             raise RequestRefused(415, "compressed bodies are not accepted")
         body = read_object(await read_body(request, self._patience, MAX_BODY_BYTES))
-        try:
-            asked = self._reader.read(dialect, body, guest.row.model)
-            if path.endswith("/count_tokens"):
-                return json_response({"input_tokens": _estimated_tokens(asked)})
-            if asked.lost and dialect.wire not in guest.row.wires:
-                lost = "; ".join(dict.fromkeys(asked.lost))
-                raise BadRequest(f"the run's backend has another wire format, which cannot represent: {lost}")
-        except BadRequest as error:
-            raise RequestRefused(400, str(error), param=error.param) from None
+        asked = self._reader.read(dialect, body, guest.row.model)
+        if path.endswith("/count_tokens"):
+            return json_response({"input_tokens": _estimated_tokens(asked)})
+        if asked.lost and dialect.wire not in guest.row.wires:
+            lost = "; ".join(dict.fromkeys(asked.lost))
+            raise BadRequest(f"the run's backend has another wire format, which cannot represent: {lost}")
         if betas := request.headers.get("anthropic-beta"):
             asked.headers = {"anthropic-beta": betas}
         task = asyncio.current_task()

@@ -480,7 +480,7 @@ class Admission(Generic[Waiting]):
         self._sets: dict[Endpoint, WorkingSet] = {}
         self._home: dict[AgentForecast, WorkingSet] = {}
         self._recheck = inf
-        self._holding = False  # an agent did not fit when it was last asked for
+        self.holding = False  # an agent did not fit when it was last asked for
         self.held: dict[Waiting, float] = {}  # waiting turn → time since when
         self._lines: dict[int, dict[Waiting, None]] = {}  # the same by turns taken; may have turns that are not held
         self._retried: set[Waiting] = set()  # turns that are checked again, and not decided yet
@@ -544,9 +544,9 @@ class Admission(Generic[Waiting]):
         if not self.held:
             for each in self._sets.values():
                 if len(each.members) < each.ample or self._takes(each, now, 0, 0):
-                    self._holding = False
+                    self.holding = False
                     return True
-        self._holding = True
+        self.holding = True
         return False
 
     def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
@@ -650,7 +650,7 @@ class Admission(Generic[Waiting]):
                     self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
             if (evicted or not wide) and working_set.expects(progress):
-                watch.saw(evicted=evicted, held=self._holding or bool(self.held))
+                watch.saw(evicted=evicted, held=self.holding or bool(self.held))
         progress.tokens = tokens = prompt + usage.completion_tokens
         working_set.uncounted += prompt - cached
         working_set.unmeasured += 1

@@ -249,6 +249,21 @@ class Scheduler:
         return not passing and not self.has_room()
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether another agent takes each slot that becomes free, so that no agent gains by being ready sooner. False
+        if something other than the slots keeps agents from starting."""
+        if self.admission.holding:
+            return False
+        if self.waiting:
+            return True
+        slots, rows = self.slots, self.forecast.rows
+        if slots is None or rows == 0 or self.closed or self.backlogged:
+            return False
+        if self.max_agents is not None and self.agents >= self.max_agents:
+            return False
+        return self._spare() <= 0 if rows is None else self.agents + rows > slots
+
+    @property
     def is_occupied(self) -> bool:
         """Whether as many requests are in flight as this dispatcher may have."""
         most = self.max_inflight if self.allotted is None else self.allotted

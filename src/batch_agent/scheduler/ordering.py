@@ -453,7 +453,8 @@ def pin_seconds(forecast: TurnForecast, turns: int) -> float:
 # The gain of streaming belongs to the agent: the time that its tools had run when the answer was complete. The cost
 # is a little time of the server and of the event loop for each token, and all agents share both: while an event is
 # written or read for one agent, the others in flight may have to wait. So a turn is worth streaming if its agent gains
-# more than all agents together can lose.
+# more than all agents together can lose. While other agents take each slot that becomes free
+# (``Scheduler.is_crowded``), an agent that is ready sooner only waits longer, and nothing is streamed.
 #
 # A trial decides: a few turns are streamed and ``TRIAL`` answers are measured. While streaming pays, each further
 # answer is added to the mean, in which older answers count less. Agents often move in waves, and a wave of last

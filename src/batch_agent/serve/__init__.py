@@ -1,1 +1,31 @@
 """``batch-agent serve``: the batch APIs of OpenAI and Anthropic, and interactive requests, in front of any backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_PORT = 8787
+GB = 1024**3
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """``interactive_latency``: the target as a multiple of the idle latency; None for none. Times in seconds."""
+
+    data: Path
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    max_lines: int = 1_000_000
+    reserve: int = GB
+    keep: float = 30 * DAY
+    anthropic_window: float = DAY
+    interactive_latency: float | None = 2.5
+    max_inflight: int | None = None
+    shared: bool = False  # several processes serve the same data
+    store: str = ""  # URL of the Redis server that has the runs of batches; implies ``shared``
+    drain: float = 5.0  # for lines in flight, when the server is stopped
+    now: Callable[[], float] = time.time

@@ -10,29 +10,28 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ParamSpec, TypeVar
 
 import orjson
 from aiohttp import BodyPartReader, web
 from pydantic import JsonValue
 
 from batch_agent.blocking import in_thread
-from batch_agent.door import RequestRefused, given_key, json_response, read_body, read_object
+from batch_agent.door import PATIENCE_SECONDS, RequestRefused, given_key, json_response, read_body, read_object
 from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
-from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES
+from batch_agent.serve import ServeOptions
+from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES, Interactive
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
-from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, new_id
-from batch_agent.serve.interactive import Interactive
-from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines
+from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, Wire, new_id
+from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines, sync
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import (
     ENDPOINTS,
@@ -55,15 +54,10 @@ PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NO_ROOM = "the disk of this server is almost full: no file is accepted now"
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Answer = Awaitable[web.StreamResponse]
 Serves = Callable[[web.BaseRequest, Tenant, str], Answer]
-
-
-@dataclass(frozen=True, slots=True)
-class ApiLimits:
-    reserve: int  # bytes of disk that are kept free
-    anthropic_window: float  # seconds
-    patience: float
 
 
 class Api:
@@ -73,12 +67,10 @@ class Api:
         batches: ServedBatches,
         interactive: Interactive,
         models: ServedModels,
-        limits: ApiLimits,
-        *,
-        now: Callable[[], float],
+        options: ServeOptions,
     ) -> None:
         self._catalog, self._batches, self._interactive, self._models = catalog, batches, interactive, models
-        self._limits, self._now = limits, now
+        self._options, self._now = options, options.now
         self._files = catalog.data / "files"
         self._routes: dict[tuple[str, str], Serves] = {
             ("POST", "/v1/files"): self._upload,
@@ -101,7 +93,7 @@ class Api:
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        tenant = await in_thread(partial(self._catalog.tenant_of, given_key(request)))
+        tenant = await in_thread(self._catalog.tenant_of, given_key(request))
         if tenant is None:
             raise RequestRefused(
                 401, "Incorrect API key provided.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
@@ -134,7 +126,7 @@ class Api:
         name: str | None = None
         try:
             async with asyncio.timeout(None) as limit:
-                watch = _Watch(limit, self._limits.patience)
+                watch = _Watch(limit, PATIENCE_SECONDS)
                 reader = await request.multipart()
                 while (field := await reader.next()) is not None:
                     watch.alive()
@@ -142,12 +134,13 @@ class Api:
                         raise RequestRefused(400, "a form inside the form is not accepted")
                     if field.name == "file" and name is None:
                         name = field.filename or "file"
-                        await self._save(field, part, tenant, watch)
+                        await self._store(_chunks(field, watch), part, tenant.max_file, self._too_large(tenant))
                     else:
                         fields[field.name or ""] = await _field(field, watch)
             file = self._checked_file(id, tenant, name, fields, part)
-            await in_thread(partial(part.rename, self._files / id))
-            await in_thread(partial(self._catalog.add_file, file))
+            await _on_disk(sync, part)
+            await in_thread(part.rename, self._files / id)
+            await in_thread(self._catalog.add_file, file)
         except TimeoutError:
             raise RequestRefused(408, "the file came too slowly") from None
         except ValueError as error:  # of the parser
@@ -176,29 +169,24 @@ class Api:
         expires = None if after is None else now + after
         return StoredFile(id, tenant.name, name[:512], part.stat().st_size, purpose, now, expires)
 
-    async def _save(self, field: BodyPartReader, part: Path, tenant: Tenant, watch: _Watch) -> None:
-        size = 0
-        with await in_thread(partial(_created, part)) as file:
-            async for chunks in _chunks(field, watch):
-                size += len(chunks)
-                if size > tenant.max_file:
-                    raise self._too_large(tenant)
+    async def _store(self, chunks: AsyncIterator[bytes], path: Path, most: int, too_large: RequestRefused) -> str:
+        """Write what a client sends to disk. Returns its digest."""
+        digest, size = sha256(), 0
+        with await _on_disk(_created, path) as file:
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > most:
+                    raise too_large
                 self.check_room(0)
-                try:
-                    await in_thread(partial(file.write, chunks))
-                except OSError as error:
-                    raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
-            await in_thread(partial(_to_disk, file))
+                digest.update(chunk)
+                await _on_disk(file.write, chunk)
+        return digest.hexdigest()
 
     def _too_large(self, tenant: Tenant) -> RequestRefused:
         return RequestRefused(413, f"the file is larger than {tenant.max_file} bytes", param="file")
 
-    @property
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self._catalog.data).free
-
     def check_room(self, size: int) -> None:
-        if self.free_bytes - size < self._limits.reserve:
+        if shutil.disk_usage(self._catalog.data).free - size < self._options.reserve:
             raise RequestRefused(507, NO_ROOM, code="insufficient_storage")
 
     async def _list_files(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
@@ -209,20 +197,18 @@ class Api:
             raise RequestRefused(400, "order must be asc or desc", param="order")
         purpose, after = query.get("purpose"), query.get("after")
         found = await in_thread(
-            partial(
-                self._catalog.files,
-                tenant.name,
-                purpose=purpose,
-                after=after,
-                limit=limit + 1,
-                newest_first=order == "desc",
-            )
+            self._catalog.files,
+            tenant.name,
+            purpose=purpose,
+            after=after,
+            limit=limit + 1,
+            newest_first=order == "desc",
         )
         items = [file_object(file) for file in found[:limit]]
         return json_response(page_object(items, more=len(found) > limit))
 
     async def _file(self, tenant: Tenant, id: str, *, param: str | None = None) -> StoredFile:
-        file = await in_thread(partial(self._catalog.file, id, tenant.name))
+        file = await in_thread(self._catalog.file, id, tenant.name)
         if file is None:
             raise RequestRefused(404, f"No such File object: {id}", param=param or "id")
         return file
@@ -232,8 +218,8 @@ class Api:
 
     async def _delete_file(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
         file = await self._file(tenant, id)
-        await in_thread(partial(self._catalog.remove_file, id))
-        await in_thread(partial(self.path_of(file).unlink, missing_ok=True))
+        await in_thread(self._catalog.remove_file, id)
+        await in_thread(self.path_of(file).unlink, missing_ok=True)
         return json_response({"id": id, "object": "file", "deleted": True})
 
     def path_of(self, file: StoredFile) -> Path:
@@ -248,7 +234,7 @@ class Api:
     # Batches of OpenAI
 
     async def _create(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
-        raw = await read_body(request, self._limits.patience, MOST_CREATE_BYTES)
+        raw = await read_body(request, PATIENCE_SECONDS, MOST_CREATE_BYTES)
         body = read_object(raw)
         known = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
         if extra := sorted(body.keys() - known):
@@ -282,7 +268,7 @@ class Api:
         self.check_room(0)
         folder = self._batches.folder(batch.id)
         try:
-            await in_thread(partial(_link_input, self.path_of(file), folder))
+            await in_thread(_link_input, self.path_of(file), folder)
         except FileNotFoundError:
             raise RequestRefused(404, f"No such File object: {file.id}", param="input_file_id") from None
         return self._batch_response(await self._add(request, batch, folder))
@@ -292,7 +278,7 @@ class Api:
         key = request.headers.get("Idempotency-Key")
         if key is None:
             return None
-        batch = await in_thread(partial(self._catalog.batch_under, tenant.name, key))
+        batch = await in_thread(self._catalog.batch_under, tenant.name, key)
         if batch is not None and batch.digest != digest:
             raise _reused()
         return batch
@@ -306,16 +292,16 @@ class Api:
     ) -> ServedBatch:
         key = request.headers.get("Idempotency-Key")
         try:
-            added = await in_thread(partial(self._catalog.add_batch, batch, key, admit))
+            added = await in_thread(self._catalog.add_batch, batch, key, admit)
         except BaseException as error:
-            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
             if isinstance(error, KeyReused):
                 raise _reused() from None
             raise
         if added.id == batch.id:
             await self._batches.start(batch)
         else:
-            await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
         return added
 
     def _batch_response(self, batch: ServedBatch) -> web.Response:
@@ -323,16 +309,14 @@ class Api:
 
     async def _list(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
         limit, after = read_limit(request.query, 100, 20), request.query.get("after")
-        found = await in_thread(partial(self._catalog.batches, tenant.name, "openai", after=after, limit=limit + 1))
+        found = await in_thread(self._catalog.batches, tenant.name, "openai", after=after, limit=limit + 1)
         items = [batch_object(self._batches.progress(batch), self._batches.estimate(batch)) for batch in found[:limit]]
         return json_response(page_object(items, more=len(found) > limit))
 
-    async def _batch(self, tenant: Tenant, id: str, *, anthropic: bool = False) -> ServedBatch:
-        wire = "anthropic" if anthropic else "openai"
-        batch = await in_thread(partial(self._catalog.batch, id, tenant.name, wire))  # type: ignore[arg-type]
+    async def _batch(self, tenant: Tenant, id: str, wire: Wire = "openai") -> ServedBatch:
+        batch = await in_thread(self._catalog.batch, id, tenant.name, wire)
         if batch is None:
-            what = "No message batch found with id" if anthropic else "No batch found with id"
-            raise RequestRefused(404, f"{what} '{id}'.")
+            raise RequestRefused(404, f"No {'batch' if wire == 'openai' else 'message batch'} found with id '{id}'.")
         return batch
 
     async def _show(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
@@ -348,16 +332,16 @@ class Api:
 
     async def _create_messages(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
         self.check_room(request.content_length or 0)
-        now, window = self._now(), self._limits.anthropic_window
+        now, window = self._now(), self._options.anthropic_window
         id = new_id("msgbatch_")
         folder, kept = self._batches.folder(id), False
-        await in_thread(partial(folder.mkdir, mode=0o700, parents=True))
+        await in_thread(folder.mkdir, mode=0o700, parents=True)
         try:
             body = folder / "body.json"
             digest = await self._spool(request, body)
             if (before := await self._before(request, tenant, digest)) is not None:
                 return self._message_batch(request, before)
-            total, model = await in_thread(partial(_read_messages, body, folder))
+            total, model = await in_thread(_read_messages, body, folder)
 
             def admit() -> None:
                 if over := self._batches.over_limit(tenant, total):
@@ -372,29 +356,19 @@ class Api:
             return self._message_batch(request, added)
         finally:
             if not kept:
-                await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+                await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _spool(self, request: web.BaseRequest, path: Path) -> str:
         """Write the body of a request to disk. Returns its digest."""
+        too_large = RequestRefused(413, "the body is larger than 256 MB")
         if (request.content_length or 0) > MOST_MESSAGES_BYTES:
-            raise RequestRefused(413, "the body is larger than 256 MB")
-        digest, size = sha256(), 0
+            raise too_large
         try:
-            with await in_thread(partial(_created, path)) as file:
-                async with asyncio.timeout(None) as limit:
-                    watch = _Watch(limit, self._limits.patience)
-                    async for chunk in request.content.iter_chunked(CHUNK_BYTES):
-                        watch.alive()
-                        size += len(chunk)
-                        if size > MOST_MESSAGES_BYTES:
-                            raise RequestRefused(413, "the body is larger than 256 MB")
-                        digest.update(chunk)
-                        await in_thread(partial(file.write, chunk))
+            async with asyncio.timeout(None) as limit:
+                chunks = _watched(request, _Watch(limit, PATIENCE_SECONDS))
+                return await self._store(chunks, path, MOST_MESSAGES_BYTES, too_large)
         except TimeoutError:
             raise RequestRefused(408, "the body came too slowly") from None
-        except OSError as error:
-            raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
-        return digest.hexdigest()
 
     def _message_batch(self, request: web.BaseRequest, batch: ServedBatch) -> web.Response:
         return json_response(message_batch_object(self._batches.progress(batch), _address(request)))
@@ -413,21 +387,21 @@ class Api:
         return json_response(document)
 
     async def _show_messages(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        return self._message_batch(request, await self._batch(tenant, id, anthropic=True))
+        return self._message_batch(request, await self._batch(tenant, id, "anthropic"))
 
     async def _cancel_messages(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        batch = await self._batch(tenant, id, anthropic=True)
+        batch = await self._batch(tenant, id, "anthropic")
         return self._message_batch(request, await self._batches.cancel(id) or batch)
 
     async def _delete_messages(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        batch = await self._batch(tenant, id, anthropic=True)
+        batch = await self._batch(tenant, id, "anthropic")
         if not batch.is_over:
             raise RequestRefused(400, f"Message batch {id} is in progress: cancel it before you delete it.")
         await self._batches.remove(batch)
         return json_response({"id": id, "type": "message_batch_deleted"})
 
     async def _results(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
-        batch = await self._batch(tenant, id, anthropic=True)
+        batch = await self._batch(tenant, id, "anthropic")
         if not batch.is_over:
             raise RequestRefused(404, f"Message batch {id} has no results yet: it has not ended.")
         folder = self._batches.folder(id)
@@ -485,7 +459,13 @@ class _Watch:
         self._limit.reschedule(asyncio.get_running_loop().time() + self._patience)
 
 
-async def _chunks(field: BodyPartReader, watch: _Watch):  # type: ignore[no-untyped-def]
+async def _watched(request: web.BaseRequest, watch: _Watch) -> AsyncIterator[bytes]:
+    async for chunk in request.content.iter_chunked(CHUNK_BYTES):
+        watch.alive()
+        yield chunk
+
+
+async def _chunks(field: BodyPartReader, watch: _Watch) -> AsyncIterator[bytes]:
     held = bytearray()
     while chunk := await field.read_chunk(64 * 1024):
         watch.alive()
@@ -506,17 +486,20 @@ async def _field(field: BodyPartReader, watch: _Watch) -> str:
     return text.decode("utf-8", "replace")
 
 
+async def _on_disk(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that writes, in a thread. Raises RequestRefused if the disk does not take it."""
+    try:
+        return await in_thread(function, *args, **kwargs)
+    except OSError as error:
+        raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
+
+
 def _created(path: Path) -> BinaryIO:
     return open(path, "wb", opener=private)
 
 
 def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
-
-
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _link_input(source: Path, folder: Path) -> None:
@@ -564,8 +547,8 @@ async def send_files(request: web.BaseRequest, paths: list[Path], kind: str) -> 
             return response
         for path, size in zip(paths, sizes, strict=True):
             if size:
-                with await in_thread(partial(_opened, path)) as file:
-                    while chunk := await in_thread(partial(file.read, CHUNK_BYTES)):
+                with await in_thread(_opened, path) as file:
+                    while chunk := await in_thread(file.read, CHUNK_BYTES):
                         await response.write(chunk)
         await response.write_eof()
         return response

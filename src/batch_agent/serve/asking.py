@@ -1,4 +1,5 @@
-"""Client requests as questions to the models: reading them, sending them, and what an answer or a refusal becomes.
+"""Client requests as questions to the models, of lines and of people (``Interactive``): reading them, sending them, and
+what an answer or a refusal becomes.
 
 A model that refuses a request is no sign of a bad server. Here the refusal is an answer, so that bad requests of one
 client do not stop the requests of others.
@@ -6,17 +7,21 @@ client do not stop the requests of others.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from aiohttp import web
 from pydantic import JsonValue
 
 from batch_agent.agent.context import AgentContext, work_of
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.dispatch.dispatcher import ModelCall
+from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
+from batch_agent.dispatch.policy import Policy
+from batch_agent.door import PATIENCE_SECONDS, RequestRefused, json_response, read_body, read_object
 from batch_agent.errors import (
     BackendError,
     BatchAgentError,
@@ -25,7 +30,6 @@ from batch_agent.errors import (
     RateLimited,
     Rejected,
     Timeout,
-    Unavailable,
 )
 from batch_agent.gateway.chat import FINISHES, ChatDialect
 from batch_agent.gateway.client_request import (
@@ -42,10 +46,15 @@ from batch_agent.gateway.client_request import (
     texts,
     whole,
 )
+from batch_agent.gateway.gateway import Waiting
+from batch_agent.gateway.live import LiveAnswer
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, Sealed
+from batch_agent.scheduler.ordering import FIRST, AgentForecast
+from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.models import ServedModels
+from batch_agent.serve.turnstile import Turnstile
 
 # The wires of clients, by path: `/v1/completions` and `/v1/embeddings`; the others are the gateway's. Pure.
 # `/v1/embeddings` exists only for a backend with the same wire. A completion of one prompt is also written as a
@@ -167,20 +176,18 @@ PRIORITY = 1000  # of lines, on an engine that schedules by priority: above any 
 def read_request(
     reader: RequestReader, models: ServedModels, dialect: ClientDialect, body: JsonObject
 ) -> ClientRequest:
-    """Return a client's request. Raises BadRequest if it is wrong, or if the model's backend cannot represent it."""
+    """Return a client's request. Raises RequestRefused if it is wrong, or if the model's backend cannot represent
+    it."""
     asked = reader.read(dialect, body, "")
     model = asked.shape.model
     if not model:
         raise BadRequest("you must provide a model parameter", "model")
     if not models.knows(model):
-        raise Unavailable(f"The model '{model}' does not exist or you do not have access to it.", status=404)
-    if asked.lost:
-        served = models.of(model)
-        if dialect.wire not in served.backend.wires:
-            lost = "; ".join(dict.fromkeys(asked.lost))
-            raise BadRequest(
-                f"the backend of the model {model!r} has another wire format, which cannot represent: {lost}"
-            )
+        told = f"The model '{model}' does not exist or you do not have access to it."
+        raise RequestRefused(404, told, param="model", code="model_not_found")
+    if asked.lost and dialect.wire not in models.of(model).backend.wires:
+        lost = "; ".join(dict.fromkeys(asked.lost))
+        raise BadRequest(f"the backend of the model {model!r} has another wire format, which cannot represent: {lost}")
     return asked
 
 
@@ -265,9 +272,8 @@ async def ask_line(
     dialect = DIALECTS[endpoint]
     try:
         request = read_request(READER, models, dialect, body)
-    except (BadRequest, BatchAgentError) as error:
-        status = 404 if isinstance(error, BatchAgentError) else 400
-        return failed_line(endpoint, name, status, str(error), getattr(error, "param", None))
+    except RequestRefused as refusal:
+        return failed_line(endpoint, name, refusal.status, str(refusal), refusal.param)
     conversation = Conversation(request.messages)
 
     def send(question: ModelRequest) -> ClientCall:
@@ -276,8 +282,8 @@ async def ask_line(
         return call(models, question)
 
     reply = await ask(request.shape, conversation, send)
-    if (refusal := refused(reply)) is not None:
-        return failed_line(endpoint, name, *refusal)
+    if (told := refused(reply)) is not None:
+        return failed_line(endpoint, name, *told)
     document = dialect.document(reply, request, envelope(request, name))
     if endpoint == "/v1/messages":
         outcome: JsonObject = {"result": {"type": "succeeded", "message": document}}
@@ -325,3 +331,123 @@ def status_of(error: JobError) -> int:
         case BackendError():
             return 503
     return 500
+
+
+# Interactive requests: of people, who wait for the answer. They go before all lines, whole or streamed. A backend with
+# the client's own wire passes its stream through, byte by byte. From any other backend the text arrives piece by piece,
+# and is written as events of the client's wire; tool calls and usage follow at the end.
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MOST_RETRIES = 2
+OUTAGE_SECONDS = 60.0  # that an outage is waited out
+
+
+class Interactive:
+    def __init__(self, models: ServedModels, dispatcher: Dispatcher, turnstile: Turnstile) -> None:
+        self._models, self._dispatcher, self._turnstile = models, dispatcher, turnstile
+        self._reader = RequestReader()
+        self.requests = 0
+        self.failures = 0
+
+    async def answer(self, request: web.BaseRequest, dialect: ClientDialect, tenant: Tenant) -> web.StreamResponse:
+        """Answer one request. Raises RequestRefused."""
+        if "Content-Encoding" in request.headers:
+            raise RequestRefused(415, "compressed bodies are not accepted")
+        body = read_object(await read_body(request, PATIENCE_SECONDS, MAX_BODY_BYTES))
+        model = body.get("model")
+        if isinstance(model, str) and model and not self._models.knows(model):
+            await self._models.models()  # it may be new
+        asked = read_request(self._reader, self._models, dialect, body)
+        if betas := request.headers.get("anthropic-beta"):
+            asked.headers = {"anthropic-beta": betas}
+        self.requests += 1
+        try:
+            if asked.stream:
+                return await self._streamed(request, asked, tenant)
+            reply = await self._ask(asked, tenant)
+        except RequestRefused:
+            self.failures += 1
+            raise
+        return json_response(dialect.document(reply, asked, envelope(asked)), headers={"Cache-Control": "no-cache"})
+
+    async def _ask(
+        self,
+        asked: ClientRequest,
+        tenant: Tenant,
+        stream: Waiting | None = None,
+        live: LiveAnswer | None = None,
+    ) -> Reply:
+        """Return the answer. ``stream`` gets it as it arrives: through ``live``, or byte by byte without it. Raises
+        RequestRefused."""
+        turnstile, governor = self._turnstile, self._turnstile.governor
+        if not turnstile.account(tenant.name).has_tokens:
+            raise RequestRefused(429, "the tokens of this day are used up", code="insufficient_quota")
+        clock = asyncio.get_running_loop().time
+        question = model_request(asked, ModelRequest(asked.shape, Conversation(asked.messages), "interactive"))
+        call = _PersonCall(self._models, question, self._turnstile)
+        if live is not None:
+            live.follow(question)
+            call.on_tool_call = start_nothing  # so that the backend streams
+        elif stream is not None:
+            question.relay = stream.put
+        wait_until = clock() + OUTAGE_SECONDS
+        policy = Policy(MOST_RETRIES, wait_until=wait_until, wanted=lambda _: stream is None or not stream.begun)
+        before = turnstile.inflight
+        governor.began(clock(), before)
+        turnstile.touch()
+        try:
+            progress = AgentForecast(FIRST, model=asked.shape.model)
+            ticket = self._dispatcher.slots.claim(progress, FIRST)
+            reply = await self._dispatcher.ask(call, policy, ticket=ticket)
+        except JobError as error:
+            raise RequestRefused(status_of(error), for_clients(str(error))) from None
+        except BatchAgentError as error:
+            raise RequestRefused(400, str(error)) from None
+        finally:
+            if not call.admitted:
+                governor.admitted()
+            governor.ended(clock())
+            turnstile.touch()
+        if (refusal := refused(reply)) is not None:
+            raise RequestRefused(*refusal)
+        usage = reply.usage
+        turnstile.spend(tenant.name, usage.prompt_tokens + usage.completion_tokens)
+        governor.answered(clock() - call.sent_at, usage.completion_tokens, before, turnstile.inflight, clock())
+        return reply
+
+    async def _streamed(self, request: web.BaseRequest, asked: ClientRequest, tenant: Tenant) -> web.StreamResponse:
+        dialect = asked.dialect
+        own = dialect.wire in self._models.of(asked.shape.model).backend.wires
+        async with Waiting(request, streamed=True, keeps_alive=False) as waiting:
+            live = None if own else LiveAnswer(asked, envelope(asked), waiting.put)
+            try:
+                reply = await self._ask(asked, tenant, waiting, live)
+                if live is not None:
+                    live.finish(reply)
+                elif not waiting.begun:
+                    for event in dialect.events(dialect.document(reply, asked, envelope(asked)), asked):
+                        waiting.put(event)
+            except RequestRefused as refused:
+                if not waiting.begun:
+                    raise
+                waiting.put(dialect.error_event(refused.status, str(refused)))
+        if waiting.response is None:
+            raise ConnectionResetError("the client left before its answer began")
+        return waiting.response
+
+
+class _PersonCall(ClientCall):
+    """Tells when the request is sent."""
+
+    __slots__ = ("_turnstile", "admitted", "sent_at")
+
+    def __init__(self, backend: ServedModels, request: ModelRequest, turnstile: Turnstile) -> None:
+        super().__init__(backend, request)
+        self._turnstile, self.admitted, self.sent_at = turnstile, False, asyncio.get_running_loop().time()
+
+    async def send(self, endpoint: str) -> Reply:
+        self._turnstile.note_sent(endpoint)
+        if not self.admitted:
+            self.admitted = True
+            self._turnstile.governor.admitted()
+        return await super().send(endpoint)

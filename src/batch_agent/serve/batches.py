@@ -36,9 +36,10 @@ from batch_agent.record.redis.reading import delete_run, run_names
 from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
+from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, for_clients, status_of
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, LineRequest, check_lines, has_index
+from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, check_lines, has_index
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
 from batch_agent.serve.turnstile import Entrant, Turnstile
@@ -57,7 +58,8 @@ LOCK = "lock"  # in the folder of a batch, held by the process that works on it
 QUEUE_LIMIT = "queue_limit_exceeded"
 RUN = "run"
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
-LEASE = 10.0  # seconds after which rows of a worker in another process, or the batch of a server, are taken over
+LEASE = 10.0  # seconds after which rows of a worker in another process are taken over
+LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +67,7 @@ class Granted:
     """A line that was started. ``expected``: the tokens that its tenant's account was charged for it."""
 
     line: BatchLine
-    asked: LineRequest
+    body: JsonObject
     expected: float
     sent_at: float = 0.0
     beside: int = 0  # other requests that were in flight then
@@ -89,7 +91,7 @@ class RunningBatch(Entrant):
         self._clock = asyncio.get_running_loop().time
         self._granted: dict[int, Granted] = {}
         self._ordered = lines.left_in_order()
-        self._next: tuple[BatchLine, LineRequest] | None = None
+        self._next: tuple[BatchLine, str, JsonObject] | None = None
         self._later: deque[BatchLine] = deque()  # lines that wait for the first one with their prefix
         self._leaders: dict[bytes, float] = {}  # by prefix: the loop time until which others wait for its first line
         self.run: Run[object] | None = None
@@ -102,7 +104,7 @@ class RunningBatch(Entrant):
         if self._next is None and not self.closed:
             try:
                 line = self._next_in_order()
-                self._next = None if line is None else (line, self.lines.read(line))
+                self._next = None if line is None else (line, *self.lines.read(line))
             except (OSError, ValueError, sqlite3.Error) as error:
                 self.failure = error
                 self.close()
@@ -110,15 +112,15 @@ class RunningBatch(Entrant):
 
     def start(self, expected: float) -> None:
         assert self._next is not None
-        (line, asked), self._next = self._next, None
+        (line, own, body), self._next = self._next, None
         if line.has_long_prefix and line.group not in self._leaders:
             if len(self._leaders) >= MOST_LATER:
                 self._leaders.clear()
             self._leaders[line.group] = self._clock() + LEAD_SECONDS
-        self._granted[line.number] = Granted(line, asked, expected)
-        row: JsonObject = {"id": asked.custom_id, "line": line.number}
+        self._granted[line.number] = Granted(line, body, expected)
+        row: JsonObject = {"id": own, "line": line.number}
         if self._travels:
-            row |= {"name": self._name(line.number), "endpoint": self.batch.endpoint, "body": asked.body}
+            row |= {"name": self._name(line.number), "endpoint": self.batch.endpoint, "body": body}
         self.inlet.put(Placed(line.number, row))
 
     def close(self) -> None:
@@ -170,7 +172,7 @@ class RunningBatch(Entrant):
             return dialogue.ask(shape, send=send)
 
         name = self._name(granted.line.number)
-        answer = await ask_line(self._models, self.batch.endpoint, name, granted.asked.body, ask, call)
+        answer = await ask_line(self._models, self.batch.endpoint, name, granted.body, ask, call)
         granted.tokens = answer.tokens
         if granted.sent_at and answer.ok:
             seconds, governor = self._clock() - granted.sent_at, self._turnstile.governor
@@ -252,8 +254,7 @@ def travelling_spec(models: ServedModels, model: str | None, **options: Any) -> 
 
 
 class ServedBatches:
-    """All batches of a server. ``lease``: seconds for which a process owns a batch, if several share the catalog.
-    ``store``: URL of the Redis server that has their runs; "": each is a directory. ``now`` returns unix seconds."""
+    """All batches of a server. ``notify`` is called when a batch has ended and its tenant may have a webhook."""
 
     def __init__(
         self,
@@ -261,16 +262,14 @@ class ServedBatches:
         models: ServedModels,
         shared: Shared,
         turnstile: Turnstile,
-        *,
-        max_lines: int,
-        lease: float | None = None,
-        store: str = "",
-        now: Callable[[], float],
-        notify: Callable[[], None] = lambda: None,
+        options: ServeOptions,
+        notify: Callable[[], None],
     ) -> None:
         self._catalog, self._models, self._shared, self._turnstile = catalog, models, shared, turnstile
-        self._store = store
-        self._max_lines, self._lease, self._now, self._notify = max_lines, lease, now, notify
+        self._max_lines, self._store, self._now = options.max_lines, options.store, options.now
+        self._notify = notify
+        # Seconds for which a process owns a batch, if several share the catalog.
+        self._lease = LEASE_SECONDS if options.shared else None
         self._owner = secrets.token_hex(8)  # the name of this process
         self.running: dict[str, RunningBatch] = {}
         self._live: dict[str, asyncio.Task[None]] = {}
@@ -296,7 +295,7 @@ class ServedBatches:
 
     async def start(self, batch: ServedBatch) -> None:
         """Begin with a batch, unless this or another process works on it."""
-        if not await in_thread(partial(self._catalog.claim, batch.id, self._owner, self._lease)):
+        if not await in_thread(self._catalog.claim, batch.id, self._owner, self._lease):
             return
         if batch.id not in self._live and self._tasks is not None and not self._turnstile.resting:
             self._stops[batch.id] = asyncio.Event()
@@ -328,8 +327,8 @@ class ServedBatches:
 
     async def remove(self, batch: ServedBatch) -> None:
         """Remove a batch that has ended, and everything that belongs to it."""
-        await in_thread(partial(self._catalog.remove_batch, batch.id))
-        await in_thread(partial(shutil.rmtree, self.folder(batch.id), ignore_errors=True))
+        await in_thread(self._catalog.remove_batch, batch.id)
+        await in_thread(shutil.rmtree, self.folder(batch.id), ignore_errors=True)
 
     def progress(self, batch: ServedBatch) -> ServedBatch:
         """Return a batch with its current numbers."""
@@ -365,7 +364,7 @@ class ServedBatches:
         """Take a batch to its end. One whose files cannot be read or written is tried again."""
         while True:
             try:
-                batch = await in_thread(partial(self._catalog.batch, id))
+                batch = await in_thread(self._catalog.batch, id)
                 if batch is None or batch.is_over:
                     return
                 if batch.status == "validating" or (batch.status == "cancelling" and not batch.total):
@@ -385,10 +384,10 @@ class ServedBatches:
             return
         async with self._validating:
             await self._models.models()  # so that ``knows`` knows
-            checked = await in_thread(partial(self._check, batch))
+            checked = await in_thread(self._check, batch)
         if checked is None:
             return
-        tenant = await in_thread(partial(self._tenant, batch.tenant))
+        tenant = await in_thread(self._tenant, batch.tenant)
 
         def change(now: ServedBatch) -> ServedBatch | None:
             if now.status != "validating":
@@ -403,7 +402,7 @@ class ServedBatches:
         def notice(changed: ServedBatch) -> JsonObject | None:
             return notice_of(changed, self._now())
 
-        await in_thread(partial(self._catalog.change_batch, batch.id, change, notice))
+        await in_thread(self._catalog.change_batch, batch.id, change, notice)
         self._notify()
 
     def _check(self, batch: ServedBatch) -> Checked | None:
@@ -436,13 +435,14 @@ class ServedBatches:
         locks: list[Lock] = []
         try:
             await in_whole_thread(lambda: locks.append(self._lock(batch.id)))
-            now = await in_thread(partial(self._catalog.batch, batch.id))
+            now = await in_thread(self._catalog.batch, batch.id)
             if now is not None and not now.is_over:  # else another process has finished it
                 await self._work_alone(now)
         finally:
             for lock in locks:
                 lock.release()
-            self._leave_open(batch)
+            self._open.get(batch.tenant, set()).discard(batch.id)
+            self._open_next(batch.tenant)
 
     async def _work_alone(self, batch: ServedBatch) -> None:
         """Run and finalize a batch whose lock is held."""
@@ -476,7 +476,7 @@ class ServedBatches:
             spec = travelling_spec(self._models, batch.model, inputs=running.inlet, run_dir=place)
             run = Run[object](replace(prepare(spec), backend=self._models), within=self._shared)
         running.run = run
-        tenant = await in_thread(partial(self._tenant, batch.tenant))
+        tenant = await in_thread(self._tenant, batch.tenant)
         if tenant is not None:  # it may have come after the latest look at the books
             account = self._turnstile.account(batch.tenant)
             account.share, account.tokens_per_day = tenant.share, tenant.tokens_per_day
@@ -525,15 +525,17 @@ class ServedBatches:
             if done != told:
                 told = done
                 with suppress(StoreError):
-                    await in_thread(partial(self._catalog.change_batch, running.batch.id, self.progress))
+                    await in_thread(self._catalog.change_batch, running.batch.id, self.progress)
 
     async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str) -> None:
         """Complete the files of a batch, and end it."""
 
         def change(now: ServedBatch) -> ServedBatch:
-            return replace(now, stop=stop or now.stop) if now.status == "finalizing" else self._begin_end(now, stop)
+            if now.status in ("finalizing", "cancelling") or stop == "cancelled":
+                return replace(now, stop=stop or now.stop)
+            return now.at("finalizing", self._now(), stop=stop)
 
-        begun = await in_thread(partial(self._catalog.change_batch, batch.id, change))
+        begun = await in_thread(self._catalog.change_batch, batch.id, change)
         assert begun is not None
         stop = begun.stop
         await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
@@ -571,27 +573,21 @@ class ServedBatches:
         """Delete the run of a batch that has ended, if it is in Redis: everything is in the files."""
         if self._store:
             with suppress(StoreError):
-                await in_thread(partial(delete_run, StoreAddress.parse(f"{self._store}/{RUNS_PREFIX}{id}")))
+                await in_thread(delete_run, StoreAddress.parse(f"{self._store}/{RUNS_PREFIX}{id}"))
 
     async def forget_runs(self) -> None:
         """Delete what a process that was killed has left in Redis. Runs of other servers stay."""
         if self._store:
-            names = await in_thread(partial(run_names, StoreAddress.parse(self._store, named=False)))
+            names = await in_thread(run_names, StoreAddress.parse(self._store, named=False))
             for id in [name.removeprefix(RUNS_PREFIX) for name in names if name.startswith(RUNS_PREFIX)]:
-                batch = await in_thread(partial(self._catalog.batch, id))
+                batch = await in_thread(self._catalog.batch, id)
                 if batch is not None and batch.is_over:
                     await self.forget_run(id)
-
-    def _begin_end(self, batch: ServedBatch, stop: str) -> ServedBatch:
-        """Return a batch whose lines are done or will not be asked any more."""
-        if stop == "cancelled" or batch.status == "cancelling":
-            return replace(batch, stop=stop or batch.stop)
-        return batch.at("finalizing", self._now(), stop=stop)
 
     async def _put(self, batch: ServedBatch, files: list[StoredFile] | None = None) -> None:
         """Write a batch that has ended, with the notice to its tenant."""
         notice = notice_of(batch, self._now())
-        await in_thread(partial(self._catalog.put_batch, batch, files or [], notice))
+        await in_thread(self._catalog.put_batch, batch, files or [], notice)
         self._notify()
 
     # How many runs are open
@@ -620,7 +616,3 @@ class ServedBatches:
             if not turn.done():
                 opened.add(id)
                 turn.set_result(None)
-
-    def _leave_open(self, batch: ServedBatch) -> None:
-        self._open.get(batch.tenant, set()).discard(batch.id)
-        self._open_next(batch.tenant)

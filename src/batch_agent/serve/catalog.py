@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from threading import RLock
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import orjson
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
+from batch_agent.serve import GB
 
 OPERATOR = "operator"  # the tenant of the generated key
 KEY_FILE = "key"
 FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
 BUSY_SECONDS = 30.0
-GB = 1024**3
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS tenant (
     name TEXT PRIMARY KEY, hash TEXT UNIQUE NOT NULL, revoked INTEGER NOT NULL DEFAULT 0, terms TEXT NOT NULL);
@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS usage (
 CREATE TABLE IF NOT EXISTS notice (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, body TEXT NOT NULL, due REAL NOT NULL, tries INTEGER NOT NULL DEFAULT 0);
 """
+TERMS = "json_set(terms, '$.name', name)"  # the document of a tenant; that of an operator may lack the name
 
 Wire = Literal["openai", "anthropic"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -116,7 +117,6 @@ class ServedBatch:
     error_file: str = ""
     stop: str = ""
     digest: str = ""  # of the body that created it
-    deleted: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -136,9 +136,7 @@ class ServedBatch:
         return self.at("cancelling", now, stop="cancelled") if is_open else None
 
 
-_TENANT = {each.name for each in fields(Tenant)}
-_FILE = {each.name for each in fields(StoredFile)}
-_BATCH = {each.name for each in fields(ServedBatch)}
+Stored = TypeVar("Stored", Tenant, StoredFile, ServedBatch)
 
 
 def new_id(prefix: str) -> str:
@@ -200,6 +198,10 @@ class Catalog:
             except sqlite3.Error as error:
                 raise StoreError(f"the catalog {self.data / 'serve.db'}: {error}") from error
 
+    def _all(self, kind: type[Stored], query: str, *values: object) -> list[Stored]:
+        """Return the values whose documents a query finds."""
+        return [_read(kind, row[0]) for row in self._rows(query, *values)]
+
     # Tenants
 
     def operator_key(self) -> str:
@@ -217,26 +219,22 @@ class Catalog:
                 part.write_text(key + "\n")
                 part.replace(path)
             if self.tenant_of(key) is None:
-                with self._writing() as db:
-                    terms = orjson.dumps({"created": self._clock()}).decode()
-                    db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (OPERATOR, hashed(key), terms))
+                self.set_tenant(Tenant(OPERATOR), key)
             return key
 
     def add_tenant(self, tenant: Tenant) -> str:
         """Add a tenant, and return its new key. Raises SpecError if the name is in use."""
         key = f"sk-serve-{secrets.token_urlsafe(32)}"
+        self.set_tenant(tenant, key, new=True)
+        return key
+
+    def set_tenant(self, tenant: Tenant, key: str, *, new: bool = False) -> None:
+        """Add or change a tenant with a given key. With ``new``, raises SpecError if the name is in use."""
         terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
         with self._writing() as db:
             known = db.execute("SELECT revoked FROM tenant WHERE name = ?", (tenant.name,)).fetchone()
-            if known is not None and not known[0]:
+            if new and known is not None and not known[0]:
                 raise SpecError(f"there is a tenant {tenant.name!r} already: revoke it first, or choose another name")
-            db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
-        return key
-
-    def set_tenant(self, tenant: Tenant, key: str) -> None:
-        """Add or change a tenant with a given key."""
-        terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
-        with self._writing() as db:
             db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
 
     def revoke(self, name: str) -> None:
@@ -248,13 +246,12 @@ class Catalog:
 
     def tenants(self) -> list[Tenant]:
         """Return the tenants that are not revoked."""
-        found = self._rows("SELECT name, terms FROM tenant WHERE NOT revoked ORDER BY name")
-        return [_tenant(name, terms) for name, terms in found]
+        return self._all(Tenant, f"SELECT {TERMS} FROM tenant WHERE NOT revoked ORDER BY name")
 
     def tenant_of(self, key: str) -> Tenant | None:
         """Return the tenant that a key belongs to."""
-        found = self._rows("SELECT name, terms FROM tenant WHERE hash = ? AND NOT revoked", hashed(key))
-        return _tenant(*found[0]) if found else None
+        query = f"SELECT {TERMS} FROM tenant WHERE hash = ? AND NOT revoked"
+        return next(iter(self._all(Tenant, query, hashed(key))), None)
 
     # Files
 
@@ -263,11 +260,8 @@ class Catalog:
             _insert_file(db, file)
 
     def file(self, id: str, tenant: str) -> StoredFile | None:
-        found = self._rows(
-            "SELECT document FROM file WHERE id = ? AND tenant = ? AND (expires IS NULL OR expires > ?)",
-            *(id, tenant, self._clock()),
-        )
-        return _file(found[0][0]) if found else None
+        query = "SELECT document FROM file WHERE id = ? AND tenant = ? AND (expires IS NULL OR expires > ?)"
+        return next(iter(self._all(StoredFile, query, id, tenant, self._clock())), None)
 
     def has_file(self, id: str) -> bool:
         return bool(self._rows("SELECT 1 FROM file WHERE id = ?", id))
@@ -277,24 +271,22 @@ class Catalog:
     ) -> list[StoredFile]:
         """Return a page of files. ``after`` is the last id of the page before."""
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
-        query, values = "SELECT document FROM file WHERE tenant = ?", [tenant]
-        query += " AND (expires IS NULL OR expires > ?)"
-        more: list[object] = [*values, self._clock()]
+        query = "SELECT document FROM file WHERE tenant = ? AND (expires IS NULL OR expires > ?)"
+        more: list[object] = [tenant, self._clock()]
         if purpose is not None:
             query += " AND json_extract(document, '$.purpose') = ?"
             more.append(purpose)
         if after is not None:
             query += f" AND seq {sign} (SELECT seq FROM file WHERE id = ? AND tenant = ?)"
             more += [after, tenant]
-        found = self._rows(f"{query} ORDER BY seq {order} LIMIT ?", *more, limit)
-        return [_file(document) for (document,) in found]
+        return self._all(StoredFile, f"{query} ORDER BY seq {order} LIMIT ?", *more, limit)
 
     def remove_file(self, id: str) -> None:
         with self._writing() as db:
             db.execute("DELETE FROM file WHERE id = ?", (id,))
 
     def expired_files(self) -> list[StoredFile]:
-        return [_file(row[0]) for row in self._rows("SELECT document FROM file WHERE expires <= ?", self._clock())]
+        return self._all(StoredFile, "SELECT document FROM file WHERE expires <= ?", self._clock())
 
     # Batches
 
@@ -313,7 +305,7 @@ class Catalog:
                 if known is not None and known[1] is not None:
                     if known[0] != batch.digest:
                         raise KeyReused
-                    return _batch(known[1])
+                    return _read(ServedBatch, known[1])
             admit()
             if key is not None:
                 db.execute(
@@ -329,8 +321,7 @@ class Catalog:
     def batch_under(self, tenant: str, key: str) -> ServedBatch | None:
         """Return the batch that was created with an Idempotency-Key."""
         query = "SELECT b.document FROM idempotency i JOIN batch b ON b.id = i.batch WHERE i.tenant = ? AND i.key = ?"
-        found = self._rows(query, tenant, key)
-        return _batch(found[0][0]) if found else None
+        return next(iter(self._all(ServedBatch, query, tenant, key)), None)
 
     def put_batch(self, batch: ServedBatch, files: Sequence[StoredFile] = (), notice: JsonObject | None = None) -> None:
         """Write a batch with the files that come with its new status, and the notice of it."""
@@ -359,7 +350,7 @@ class Catalog:
             found = db.execute("SELECT document FROM batch WHERE id = ?", (id,)).fetchone()
             if found is None:
                 return None
-            batch = _batch(found[0])
+            batch = _read(ServedBatch, found[0])
             changed = change(batch)
             if changed is not None:
                 _put_batch(db, changed)
@@ -367,11 +358,10 @@ class Catalog:
             return changed or batch
 
     def batch(self, id: str, tenant: str | None = None, wire: Wire | None = None) -> ServedBatch | None:
-        found = self._rows("SELECT document FROM batch WHERE id = ?", id)
-        batch = _batch(found[0][0]) if found else None
-        if batch is None or (tenant is not None and batch.tenant != tenant) or (wire and batch.wire != wire):
-            return None
-        return None if batch.deleted else batch
+        for batch in self._all(ServedBatch, "SELECT document FROM batch WHERE id = ?", id):
+            if tenant in (None, batch.tenant) and wire in (None, batch.wire):
+                return batch
+        return None
 
     def batches(
         self,
@@ -384,7 +374,7 @@ class Catalog:
     ) -> list[ServedBatch]:
         """Return a page of batches, newest first. ``tenant`` None: of all. ``after`` and ``before`` are ids: the page
         begins behind the first, or ends in front of the second."""
-        query, values = "SELECT document FROM batch WHERE json_extract(document, '$.deleted') = 0", list[object]()
+        query, values = "SELECT document FROM batch WHERE TRUE", list[object]()
         if tenant is not None:
             query, values = f"{query} AND tenant = ?", [tenant]
         if wire is not None:
@@ -396,14 +386,14 @@ class Catalog:
                 query += f" AND seq {sign} (SELECT seq FROM batch WHERE id = ?)"
                 values.append(other)
                 order = "ASC" if sign == ">" else "DESC"
-        found = [_batch(row[0]) for row in self._rows(f"{query} ORDER BY seq {order} LIMIT ?", *values, limit)]
+        found = self._all(ServedBatch, f"{query} ORDER BY seq {order} LIMIT ?", *values, limit)
         return found if order == "DESC" else found[::-1]
 
     def unfinished(self) -> list[ServedBatch]:
         """Return the batches that have not ended, oldest first."""
         marks = ", ".join("?" * len(FINAL))
         query = f"SELECT document FROM batch WHERE status NOT IN ({marks}) ORDER BY seq"
-        return [_batch(row[0]) for row in self._rows(query, *FINAL)]
+        return self._all(ServedBatch, query, *FINAL)
 
     def claim(self, id: str, owner: str, seconds: float | None) -> bool:
         """Make a process the owner of a batch for some time, unless another process is. ``seconds`` None: there is no
@@ -419,8 +409,7 @@ class Catalog:
             return bool(changed.rowcount)
 
     def ended_before(self, time: float) -> list[ServedBatch]:
-        query = "SELECT document FROM batch WHERE ended <= ? LIMIT 100"
-        return [_batch(row[0]) for row in self._rows(query, time)]
+        return self._all(ServedBatch, "SELECT document FROM batch WHERE ended <= ? LIMIT 100", time)
 
     def remove_batch(self, id: str) -> None:
         """Remove a batch with the files that belong to it."""
@@ -467,17 +456,10 @@ class Catalog:
             db.execute("DELETE FROM notice WHERE id = ?", (id,))
 
 
-def _tenant(name: str, terms: str) -> Tenant:
-    known = {field: value for field, value in orjson.loads(terms).items() if field in _TENANT and field != "name"}
-    return Tenant(name, **known)
-
-
-def _file(document: str) -> StoredFile:
-    return StoredFile(**{name: value for name, value in orjson.loads(document).items() if name in _FILE})
-
-
-def _batch(document: str) -> ServedBatch:
-    return ServedBatch(**{name: value for name, value in orjson.loads(document).items() if name in _BATCH})
+def _read(kind: type[Stored], document: str) -> Stored:
+    """Return a value from its document. Fields of other releases are ignored."""
+    known = {each.name for each in fields(kind)}
+    return kind(**{name: value for name, value in orjson.loads(document).items() if name in known})
 
 
 def _json(value: ServedBatch | StoredFile) -> str:

@@ -1,4 +1,4 @@
-"""The lines of one batch on disk: their check and index, and the files of their outcomes.
+"""The lines of one batch on disk: their check and index, the files of their outcomes, and how a server shows them.
 
     input.jsonl     the lines as they were sent
     lines.db        where each line is, its custom_id, and what it shares with others; complete once it is renamed
@@ -22,6 +22,7 @@ from typing import BinaryIO
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.door import RequestRefused
 from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.surrogates import mended_all, read_json
@@ -56,14 +57,6 @@ class BatchLine:
     @property
     def has_long_prefix(self) -> bool:
         return self.group.startswith(b"\x01")
-
-
-@dataclass(frozen=True, slots=True)
-class LineRequest:
-    """What a line asks for."""
-
-    custom_id: str
-    body: JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,16 +331,16 @@ def _finish_index(folder: Path, index: sqlite3.Connection) -> None:
     except sqlite3.Error as error:
         raise StoreError(f"the index of {folder}: {error}") from error
     part = folder / (INDEX + PART)
-    _sync(part)
+    sync(part)
     part.replace(folder / INDEX)
-    _sync(folder)
+    sync(folder)
 
 
 def has_index(folder: Path) -> bool:
     return (folder / INDEX).exists()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -414,7 +407,7 @@ class BatchLines:
                 query = "SELECT number, digest FROM line WHERE id = ?"
                 for number, digest in self._index.execute(query, (digest_of_id(outcome["custom_id"]),)).fetchall():
                     self._count(number, ok=ok, stop=_stop_in(outcome))
-                    if not (self.dedupes and self._is_copy(number, digest)):
+                    if not self.dedupes or self._first_same(digest) == number:
                         self.tallied.add(_usage_in(outcome))
             if whole != os.fstat(file.fileno()).st_size:
                 file.truncate(whole)
@@ -433,23 +426,21 @@ class BatchLines:
         query += f"ORDER BY prefix, number LIMIT {AT_ONCE}"
         while found := self._index.execute(query, (group, number)).fetchall():
             for number, offset, size, group, digest in found:
-                if not self.is_done(number) and not (self.dedupes and self._waits_for_same(number, digest)):
+                if self.is_done(number):
+                    continue
+                first = self._first_same(digest) if self.dedupes else number  # its answer is also that of the others
+                if first == number or self.is_done(first):
                     yield BatchLine(number, offset, size, group)
 
-    def _waits_for_same(self, number: int, digest: bytes) -> bool:
-        """Return whether an earlier line asks the same, and its answer is still to come."""
-        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0]
-        return bool(first != number and not self.is_done(first))
+    def _first_same(self, digest: bytes) -> int:
+        """Return the number of the first line that asks the same."""
+        return int(self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()[0])
 
-    def _is_copy(self, number: int, digest: bytes) -> bool:
-        """Return whether an earlier line asks the same."""
-        first = self._index.execute("SELECT min(number) FROM line WHERE digest = ?", (digest,)).fetchone()
-        return bool(first[0] != number)
-
-    def read(self, line: BatchLine) -> LineRequest:
+    def read(self, line: BatchLine) -> tuple[str, JsonObject]:
+        """Return the custom_id of a line, and what it asks for."""
         found = read_json(os.pread(self._input.fileno(), line.size, line.offset))
         assert isinstance(found, dict) and isinstance(found["body"], dict)
-        return LineRequest(str(found["custom_id"]), found["body"])
+        return str(found["custom_id"]), found["body"]
 
     def at(self, number: int) -> BatchLine:
         row = self._index.execute("SELECT offset, size, prefix FROM line WHERE number = ?", (number,)).fetchone()
@@ -470,7 +461,7 @@ class BatchLines:
             for copy in self._index.execute(query, (number, number)).fetchall():
                 same = BatchLine(*copy)
                 if not self.is_done(same.number):
-                    self._write(same.number, self.read(same).custom_id, outcome, ok=ok)
+                    self._write(same.number, self.read(same)[0], outcome, ok=ok)
 
     def _write(
         self, number: int, custom_id: str, outcome: Mapping[str, JsonValue], *, ok: bool, stop: str = ""
@@ -494,16 +485,16 @@ class BatchLines:
         """Write the outcome of lines that were not done, and complete the files. ``stop``: why they were not, as a
         batch calls it. May be repeated, also by another process: the files say what an earlier one has written."""
         for line in self._unfinished():
-            self._write(line.number, self.read(line).custom_id, not_done(self._wire, stop), ok=False, stop=stop)
+            self._write(line.number, self.read(line)[0], not_done(self._wire, stop), ok=False, stop=stop)
         for name, ok in ((OUTPUT, True), (ERRORS, False)):
             file = self._files.pop(ok, None)
             if file is not None:
                 file.close()
             part = self.folder / (name + PART)
             if part.exists():
-                _sync(part)
+                sync(part)
                 part.replace(self.folder / name)
-        _sync(self.folder)
+        sync(self.folder)
 
     def _unfinished(self) -> Iterator[BatchLine]:
         number = -1
@@ -543,3 +534,127 @@ def _usage_in(outcome: JsonValue) -> JsonValue:
     if isinstance(result, dict):
         document = result.get("message")
     return document.get("usage") if isinstance(document, dict) else None
+
+
+# As a server shows them to people
+
+MOST_SHOWN = 50_000  # bytes of an input or of an output; more is cut
+FILES = {"succeeded": OUTPUT, "failed": ERRORS}
+
+
+def rows_of(
+    folder: Path, state: str, after: int, limit: int, state_of: Callable[[int], str] | None
+) -> tuple[list[JsonObject], int | None]:
+    """Return lines of a batch, and where the next page begins, or None. ``after`` is a place in the file of outcomes,
+    or for lines that are not done a line number. ``state_of`` returns the state of these, or "" for one that is done.
+    Blocks."""
+    index = _index(folder)
+    if index is None:
+        return [], None
+    with closing(index), (folder / INPUT).open("rb") as asked:
+        if state not in FILES:
+            return _not_done(index, asked, after, limit, state_of) if state_of is not None else ([], None)
+        rows: list[JsonObject] = []
+        path = _file_of(folder, FILES[state])
+        if path is None:
+            return [], None
+        with path.open("rb") as file:
+            file.seek(after)
+            for _ in range(limit):
+                raw = file.readline()
+                if not raw.endswith(b"\n"):
+                    break
+                rows.append(_with_outcome(index, asked, raw))
+            return rows, file.tell() if len(rows) == limit else None
+
+
+def row_of(folder: Path, custom_id: str, state_of: Callable[[int], str] | None) -> JsonObject | None:
+    """Return the line with a custom_id. Blocks, while the files of outcomes are searched for it."""
+    index = _index(folder)
+    if index is None:
+        return None
+    with closing(index), (folder / INPUT).open("rb") as asked:
+        found = _place(index, custom_id)
+        if found is None:
+            return None
+        needle = b'"custom_id":' + orjson.dumps(custom_id)
+        for name in (OUTPUT, ERRORS):
+            path = _file_of(folder, name)
+            if path is not None:
+                with path.open("rb") as file:
+                    for raw in file:
+                        if needle in raw and raw.endswith(b"\n") and orjson.loads(raw)["custom_id"] == custom_id:
+                            return _with_outcome(index, asked, raw)
+        return _row(asked, found, (state_of(found[0]) if state_of is not None else "") or "waiting")
+
+
+def _index(folder: Path) -> sqlite3.Connection | None:
+    if not has_index(folder):
+        return None
+    return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+
+
+def _file_of(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / (name + PART)) if path.exists()), None)
+
+
+def _place(index: sqlite3.Connection, custom_id: str) -> tuple[int, int, int] | None:
+    query = "SELECT number, offset, size FROM line WHERE id = ?"
+    found: tuple[int, int, int] | None = index.execute(query, (digest_of_id(custom_id),)).fetchone()
+    return found
+
+
+def _not_done(
+    index: sqlite3.Connection, asked: BinaryIO, after: int, limit: int, state_of: Callable[[int], str]
+) -> tuple[list[JsonObject], int | None]:
+    rows: list[JsonObject] = []
+    for found in index.execute("SELECT number, offset, size FROM line WHERE number >= ? ORDER BY number", (after,)):
+        if state := state_of(found[0]):
+            if len(rows) == limit:
+                return rows, found[0]
+            rows.append(_row(asked, found, state))
+    return rows, None
+
+
+def _row(asked: BinaryIO, place: tuple[int, int, int], state: str) -> JsonObject:
+    number, offset, size = place
+    asked.seek(offset)
+    line = read_json(asked.read(size))
+    assert isinstance(line, dict)
+    told: JsonObject = {"line": number + 1, "custom_id": line["custom_id"], "state": state}
+    return {**told, "input": _cut(line.get("body")), "output": None, "error": None}
+
+
+def _with_outcome(index: sqlite3.Connection, asked: BinaryIO, raw: bytes) -> JsonObject:
+    try:
+        outcome: JsonValue = orjson.loads(raw)
+    except ValueError:
+        outcome = None
+    own = outcome.get("custom_id") if isinstance(outcome, dict) else None
+    found = _place(index, own) if isinstance(own, str) else None
+    if found is None or not isinstance(outcome, dict):
+        raise RequestRefused(400, "after is not the next of a page", param="after")
+    result = outcome.get("result")  # of a Message Batch
+    if isinstance(result, dict):
+        state, answer, problem = str(result["type"]), result.get("message"), result.get("error")
+    else:
+        response, problem = outcome.get("response"), outcome.get("error")
+        response = response if isinstance(response, dict) else {}
+        answer = response.get("body")
+        if answer is not None and response.get("status_code") != 200:
+            answer, problem = None, answer
+        state = "succeeded" if problem is None else _stop_in(outcome) or "failed"
+    error = None if problem is None and answer is not None else _message(problem) or state
+    return {**_row(asked, found, state), "output": _cut(answer), "error": error}
+
+
+def _message(problem: JsonValue) -> str:
+    while isinstance(problem, dict) and isinstance(problem.get("error"), dict):
+        problem = problem["error"]
+    return str(problem.get("message") or "") if isinstance(problem, dict) else ""
+
+
+def _cut(document: JsonValue) -> JsonValue:
+    """Return a document, or the beginning of its text if it is long."""
+    text = orjson.dumps(document)
+    return document if len(text) <= MOST_SHOWN else text[:MOST_SHOWN].decode("utf-8", "ignore") + "…"

@@ -9,10 +9,9 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from time import monotonic
 
 from aiohttp import web
@@ -24,7 +23,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.spending import Spending
-from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, given_key, is_loopback, json_response
+from batch_agent.door import Door, RequestRefused, given_key, is_loopback, json_response
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.events import TypedSink
 from batch_agent.messages import JsonObject
@@ -36,48 +35,30 @@ from batch_agent.run.observers import Observers
 from batch_agent.run.shared import Shared
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.trust import join_line
-from batch_agent.serve.api import Api, ApiLimits, refuse, send_files
+from batch_agent.serve import ServeOptions
+from batch_agent.serve.api import Api, refuse, send_files
+from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
 from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
 from batch_agent.serve.governor import Governor
-from batch_agent.serve.interactive import Interactive
-from batch_agent.serve.lines import ERRORS, OUTPUT, PART
+from batch_agent.serve.lines import ERRORS, OUTPUT, PART, row_of, rows_of
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit
-from batch_agent.serve.page import PATHS, page_response, row_of, rows_of
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
+from batch_agent.view.security import add_headers, static_file
 
 logger = logging.getLogger("batch_agent")
 
-DEFAULT_PORT = 8787
-GB = 1024**3
-DAY = 86400.0
+# The page is that of ``view`` with a script of its own. The key stays in the tab, and is sent as a header. So another
+# site cannot use it, and there is no cookie to protect.
+SCRIPTS = ("dom", "serve")
+PATHS = ("/", "/static/app.js", "/static/app.css")
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
-LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
 LOCK = "serve.lock"
 OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """``interactive_latency``: the target as a multiple of the idle latency; None for none. Times in seconds."""
-
-    data: Path
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    max_lines: int = 1_000_000
-    reserve: int = GB
-    keep: float = 30 * DAY
-    anthropic_window: float = DAY
-    interactive_latency: float | None = 2.5
-    max_inflight: int | None = None
-    shared: bool = False  # several processes serve the same data
-    store: str = ""  # URL of the Redis server that has the runs of batches; implies ``shared``
-    drain: float = 5.0  # for lines in flight, when the server is stopped
-    now: Callable[[], float] = time.time
 
 
 class BatchService:
@@ -126,22 +107,10 @@ class BatchService:
             self.turnstile = Turnstile(dispatcher, governor, now=options.now, blocked=self._blocked, travels=travels)
             polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
             await extent.enter_async_context(polled)
-            self.batches = ServedBatches(
-                self.catalog,
-                self.models,
-                shared,
-                self.turnstile,
-                max_lines=options.max_lines,
-                lease=LEASE_SECONDS if options.shared else None,
-                store=options.store,
-                now=options.now,
-                notify=self.webhooks.wake,
-            )
-            self.interactive = Interactive(self.models, dispatcher, self.turnstile, PATIENCE_SECONDS)
-            limits = ApiLimits(options.reserve, options.anthropic_window, PATIENCE_SECONDS)
-            self.api = Api(self.catalog, self.batches, self.interactive, self.models, limits, now=options.now)
-            self.admin = Admin(self.catalog, self.batches, self.interactive, self.turnstile, self.dispatcher)
-            self.admin.open_metrics = is_loopback(options.host)
+            self.batches = ServedBatches(self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake)
+            self.interactive = Interactive(self.models, dispatcher, self.turnstile)
+            self.api = Api(self.catalog, self.batches, self.interactive, self.models, options)
+            self.admin = Admin(self)
             await in_thread(self._clean)
             await self.batches.forget_runs()  # raises if the store is unreachable
             await self._keep_books()
@@ -219,7 +188,7 @@ class BatchService:
         if request.path == "/health" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
         if request.path in PATHS and request.method in ("GET", "HEAD"):
-            return page_response(request.path)
+            return add_headers(static_file(request.path.removeprefix("/static/").strip("/") or "index.html", SCRIPTS))
         if request.path == "/metrics" and request.method == "GET":
             return metrics_response(await self.admin.metrics(request))
         try:
@@ -256,7 +225,7 @@ class BatchService:
         spent = self.turnstile.take_spent()
         if spent:
             try:
-                await in_thread(partial(self.catalog.add_usage, spent))
+                await in_thread(self.catalog.add_usage, spent)
             except StoreError:
                 for tenant, tokens in spent.items():
                     self.turnstile.spent[tenant] = self.turnstile.spent.get(tenant, 0) + tokens
@@ -275,9 +244,9 @@ class BatchService:
         """Remove files and batches that are kept no longer."""
         now = self.options.now()
         for file in await in_thread(self.catalog.expired_files):
-            await in_thread(partial(self.catalog.remove_file, file.id))
-            await in_thread(partial(self.api.path_of(file).unlink, missing_ok=True))
-        for batch in await in_thread(partial(self.catalog.ended_before, now - self.options.keep)):
+            await in_thread(self.catalog.remove_file, file.id)
+            await in_thread(self.api.path_of(file).unlink, missing_ok=True)
+        for batch in await in_thread(self.catalog.ended_before, now - self.options.keep):
             await self.batches.remove(batch)
         await self.batches.forget_runs()
 
@@ -301,21 +270,12 @@ ROW_STATES = ("succeeded", "failed", "waiting")
 
 
 class Admin:
-    def __init__(
-        self,
-        catalog: Catalog,
-        batches: ServedBatches,
-        interactive: Interactive,
-        turnstile: Turnstile,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self._catalog, self._batches, self._interactive = catalog, batches, interactive
-        self._turnstile, self._dispatcher = turnstile, dispatcher
-        self._began = monotonic()
-        self.open_metrics = False  # they need no key
+    def __init__(self, service: BatchService) -> None:
+        self._service, self._began = service, monotonic()
+        self.open_metrics = is_loopback(service.options.host)  # they need no key
 
     async def _tenant(self, request: web.BaseRequest) -> Tenant:
-        tenant = await in_thread(partial(self._catalog.tenant_of, given_key(request)))
+        tenant = await in_thread(self._service.catalog.tenant_of, given_key(request))
         if tenant is None:
             raise RequestRefused(401, "the key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
         return tenant
@@ -326,11 +286,11 @@ class Admin:
         names = request.path.strip("/").split("/")[1:]
         match request.method, names:
             case "GET", ["status"]:
-                return json_response(await in_thread(partial(self.status, tenant)))
+                return json_response(await in_thread(self.status, tenant))
             case "GET", ["batches"]:
                 limit = read_limit(request.query, 1000, 100)
                 own = None if tenant.is_operator else tenant.name
-                ask = partial(self._catalog.batches, own, after=request.query.get("after"), limit=limit)
+                ask = partial(self._service.catalog.batches, own, after=request.query.get("after"), limit=limit)
                 return json_response({"data": [self.shown(batch) for batch in await in_thread(ask)]})
             case "GET", ["batches", id]:
                 return json_response(self.shown(await self._batch(tenant, id)))
@@ -338,9 +298,9 @@ class Admin:
                 return json_response(await self._rows(await self._batch(tenant, id), request.query))
             case "POST", ["batches", id, "cancel"]:
                 batch = await self._batch(tenant, id)
-                return json_response(self.shown(await self._batches.cancel(id) or batch))
+                return json_response(self.shown(await self._service.batches.cancel(id) or batch))
             case "GET", ["batches", id, "export"]:
-                folder = self._batches.folder((await self._batch(tenant, id)).id)
+                folder = self._service.batches.folder((await self._batch(tenant, id)).id)
                 names = [OUTPUT, ERRORS, OUTPUT + PART, ERRORS + PART]
                 return await send_files(request, [folder / name for name in names], "application/x-jsonl")
         raise RequestRefused(404, f"{request.path} does not exist")
@@ -350,7 +310,7 @@ class Admin:
         state, after, limit = query.get("state", "succeeded"), query.get("after", "0"), read_limit(query, 200, 50)
         if state not in ROW_STATES or not after.isdecimal() or len(after) > 18:
             raise RequestRefused(400, f"state is one of {', '.join(ROW_STATES)}, and after the next of a page")
-        folder, running = self._batches.folder(batch.id), self._batches.running.get(batch.id)
+        folder, running = self._service.batches.folder(batch.id), self._service.batches.running.get(batch.id)
         state_of = running.state_of if running is not None else None
         note = ""
         if running is None and not batch.is_over and not batch.completed and not batch.failed:
@@ -358,37 +318,37 @@ class Admin:
         elif state_of is None and state == "waiting" and not batch.is_over:
             note = "another process works on this batch: it shows these lines"
         if own := query.get("custom_id"):
-            row = await in_thread(partial(row_of, folder, own, state_of))
+            row = await in_thread(row_of, folder, own, state_of)
             return {"data": [] if row is None else [row], "next": None, "note": None}
-        rows, next = await in_thread(partial(rows_of, folder, state, int(after), limit, state_of))
+        rows, next = await in_thread(rows_of, folder, state, int(after), limit, state_of)
         return {"data": [*rows], "next": next, "note": note or None}
 
     async def _batch(self, tenant: Tenant, id: str) -> ServedBatch:
         own = None if tenant.is_operator else tenant.name
-        batch = await in_thread(partial(self._catalog.batch, id, own))
+        batch = await in_thread(self._service.catalog.batch, id, own)
         if batch is None:
             raise RequestRefused(404, f"there is no batch {id[:64]!r}")
         return batch
 
     def shown(self, batch: ServedBatch) -> JsonObject:
         """Return a batch for people: the object of OpenAI's API for either API, with tenant and rate."""
-        batch = self._batches.progress(batch)
-        running = self._batches.running.get(batch.id)
+        batch = self._service.batches.progress(batch)
+        running = self._service.batches.running.get(batch.id)
         rate = None
         if running is not None and running.began:
             seconds = asyncio.get_running_loop().time() - running.began
             rate = round(running.answered / max(seconds, 0.001), 3)
-        document = batch_object(batch, self._batches.estimate(batch))
+        document = batch_object(batch, self._service.batches.estimate(batch))
         return {**document, "tenant": batch.tenant, "api": batch.wire, "lines_per_second": rate}
 
     def status(self, tenant: Tenant) -> JsonObject:
         """Return the state of the server, or what a tenant may see of it. Blocks."""
         own = None if tenant.is_operator else tenant.name
-        unfinished = [batch for batch in self._catalog.unfinished() if own in (None, batch.tenant)]
+        unfinished = [batch for batch in self._service.catalog.unfinished() if own in (None, batch.tenant)]
         left = 0
-        for batch in map(self._batches.progress, unfinished):
+        for batch in map(self._service.batches.progress, unfinished):
             left += batch.total - batch.completed - batch.failed
-        turnstile, governor = self._turnstile, self._turnstile.governor
+        turnstile, governor = self._service.turnstile, self._service.turnstile.governor
         document: JsonObject = {
             "uptime_seconds": round(monotonic() - self._began),
             "batches": len(unfinished),
@@ -409,13 +369,17 @@ class Admin:
                 "limit": each.slots,
                 "reason": each.health.reason if not each.is_working else "",
             }
-            for each in self._dispatcher.scheduler.endpoints
+            for each in self._service.dispatcher.scheduler.endpoints
         ]
         tenants: JsonObject = {
             name: {"share": account.share, "tokens_today": account.today, "lines_in_flight": account.inflight}
             for name, account in tuple(turnstile.accounts.items())
         }
-        people = {"in_flight": governor.active, "waiting": governor.waiting, "requests": self._interactive.requests}
+        people = {
+            "in_flight": governor.active,
+            "waiting": governor.waiting,
+            "requests": self._service.interactive.requests,
+        }
         return {
             **document,
             "lines_in_flight": turnstile.inflight,
@@ -433,7 +397,7 @@ class Admin:
         return await in_thread(self._numbers)
 
     def _numbers(self) -> str:
-        turnstile, governor = self._turnstile, self._turnstile.governor
+        turnstile, governor = self._service.turnstile, self._service.turnstile.governor
         name = "batch_agent_serve"
         lines = Gauge(f"{name}_lines_in_flight", "Lines of batches in flight.", ("tenant",))
         tokens = Counter(f"{name}_tokens_total", "Tokens used since the start.", ("tenant",))
@@ -443,15 +407,15 @@ class Admin:
         batches = Gauge(f"{name}_batches", "Batches that have not ended, by status.", ("status",))
         left = Gauge(f"{name}_lines_left", "Lines that are not done.", ("tenant",))
         counts: dict[str, int] = {}
-        for batch in map(self._batches.progress, self._catalog.unfinished()):
+        for batch in map(self._service.batches.progress, self._service.catalog.unfinished()):
             batches.set(batches.values.get((batch.status,), 0) + 1, batch.status)
             counts[batch.tenant] = counts.get(batch.tenant, 0) + batch.total - batch.completed - batch.failed
         for tenant, count in sorted(counts.items()):
             left.set(count, tenant)
         requests = Counter(f"{name}_interactive_requests_total", "Interactive requests.")
-        requests.add(self._interactive.requests)
+        requests.add(self._service.interactive.requests)
         failures = Counter(f"{name}_interactive_failures_total", "Interactive requests that failed.")
-        failures.add(self._interactive.failures)
+        failures.add(self._service.interactive.failures)
         people = Gauge(f"{name}_interactive_in_flight", "Interactive requests in flight.")
         people.set(governor.active)
         ratio = Gauge(
@@ -459,6 +423,6 @@ class Admin:
         )
         ratio.set(governor.ratio)
         endpoints = Gauge(f"{name}_endpoint_up", "Whether an endpoint is up.", ("endpoint",))
-        for endpoint in self._dispatcher.scheduler.endpoints:
+        for endpoint in self._service.dispatcher.scheduler.endpoints:
             endpoints.set(float(endpoint.is_working), endpoint.name.strip("|") or "backend")
         return page([lines, tokens, batches, left, requests, failures, people, ratio, endpoints])

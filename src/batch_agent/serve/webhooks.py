@@ -13,7 +13,6 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable
-from functools import partial
 
 import orjson
 from yarl import URL
@@ -79,20 +78,20 @@ class Webhooks:
         tenants = await in_thread(self._catalog.tenants)
         tenant = next((tenant for tenant in tenants if tenant.name == name), None)
         if tenant is None or not tenant.webhook:
-            await in_thread(partial(self._catalog.remove_notice, id))
+            await in_thread(self._catalog.remove_notice, id)
             return
         why = await self._post(transport, tenant, id, body.encode())
         if not why:
             self.sent += 1
-            await in_thread(partial(self._catalog.remove_notice, id))
+            await in_thread(self._catalog.remove_notice, id)
             return
         self.failed += 1
         if self._now() - orjson.loads(body)["created_at"] > MOST_SECONDS:
             logger.warning("the notice %s to %s is given up: %s", id, name, why)
-            await in_thread(partial(self._catalog.remove_notice, id))
+            await in_thread(self._catalog.remove_notice, id)
             return
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(tries, 20))
-        await in_thread(partial(self._catalog.postpone_notice, id, pause))
+        await in_thread(self._catalog.postpone_notice, id, pause)
 
     async def _post(self, transport: Transport, tenant: Tenant, id: str, body: bytes) -> str:
         """Send a notice. Returns why it was not accepted, or ""."""

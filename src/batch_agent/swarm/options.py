@@ -12,7 +12,7 @@ from math import inf
 from numbers import Real
 from operator import index as integer
 from pathlib import Path
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -25,6 +25,8 @@ from batch_agent.outputs.surrogates import mended
 from batch_agent.outputs.validate import parse_output
 
 Dispatch = Literal["round_robin", "balanced"]
+T = TypeVar("T")
+
 OWN_FIELDS = frozenset(("model", "messages", "prompt", "max_tokens", "stream"))
 
 
@@ -94,7 +96,6 @@ class CallOptions:
     n: int = 1
     schema: OutputSchema[object] | None = None
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
-    # The options from here on are of a whole call, not of a prompt.
     dispatch: Dispatch = "round_robin"
     on_result: Callable[[Response], object] | None = None
     deadline: float | None = None
@@ -160,10 +161,7 @@ class CallOptions:
 
     def alone(self, index: int) -> CallOptions:
         """Return the options of one prompt: with its own seed, and without those of the whole call."""
-        if self == PLAIN:
-            return self
-        own = {name: getattr(self, name) for name in ("max_tokens", "chat", "system", "temperature", "top_p", "stop")}
-        return CallOptions(**own, n=self.n, schema=self.schema, extra_body=self.extra_body, seed=self.seed_of(index))
+        return self if self == PLAIN else replace(self, seed=self.seed_of(index), **OF_A_CALL)
 
     def sample(self, index: int, sample: int) -> CallOptions:
         """Return the options of one of the ``n`` answers to a prompt. Each has its own seed, if a seed is set."""
@@ -214,6 +212,10 @@ class CallOptions:
 
 
 PLAIN = CallOptions()
+OF_A_CALL: dict[str, Any] = {
+    name: getattr(PLAIN, name)
+    for name in ("dispatch", "on_result", "deadline", "run_dir", "affinity", "hedge", "inflight")
+}
 
 
 # Values that users give. A SpecError says which one is wrong, and what is valid.
@@ -237,26 +239,21 @@ def above_zero(name: str, value: object, what: str = "seconds") -> float:
     return float(value)
 
 
-def from_environment(given: float | None, name: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return an argument, or the number of its ``AURORA_SWARM_…`` variable; None if neither is given."""
+def setting(name: str, given: T | None, default: T, check: Callable[[str, object], T]) -> T:
+    """Return an argument, or the number of its ``AURORA_SWARM_…`` variable, or the default."""
     variable = f"AURORA_SWARM_{name.upper()}"
-    text = (environ.get(variable) or "").strip()
-    if given is None and text:
-        try:
-            given = float(text)
-        except ValueError:
-            raise SpecError(f"{variable} is {text!r}: give it a number") from None
-    if given is not None and above_zero(name, given, "a number") == inf:
-        raise SpecError(f"{name} is {given:g}: give a finite number")
-    return given
-
-
-def whole_from_environment(given: int | None, name: str) -> int | None:
-    """Return the same for an integer."""
-    number = from_environment(given, name)
-    if number is not None and number != int(number):
-        raise SpecError(f"{name} is {number:g}: give a whole number")
-    return None if number is None else int(number)
+    text = (os.environ.get(variable) or "").strip()
+    number: object = given
+    try:
+        if given is None and text:
+            number = float(text)
+    except ValueError:
+        raise SpecError(f"{variable} is {text!r}: give it a number") from None
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if number == inf:
+        raise SpecError(f"{name} is {number}: give a finite number")
+    return default if number is None else check(name, number)
 
 
 def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:

@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Unpack, cast
 
 import orjson
@@ -21,16 +21,15 @@ from batch_agent.agent.dialogue import Dialogue
 from batch_agent.agent.prepare import prepare
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe
 from batch_agent.dispatch.cancellation import first_error
-from batch_agent.errors import JobError, RunRejected, RunUnreachable, SpecError, Timeout, Unavailable
+from batch_agent.errors import BackendError, JobError, RunRejected, RunUnreachable, SpecError, Timeout, Unavailable
 from batch_agent.fleet.backend import Fleet
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
-from batch_agent.swarm.answers import GENERATE, Form, read_answers
 from batch_agent.swarm.options import CallOptions, Response, SwarmOptions, texts_of
-from batch_agent.swarm.servers import Members, Servers
+from batch_agent.swarm.servers import CHAT, GENERATE, Form, Members, Servers, read_answers
 
 __all__ = ["AgentPool", "Response"]
 
@@ -41,23 +40,28 @@ MODEL = "swarm"  # for the engine; the pool sets the model in its requests
 Sink = Callable[[Response], object]
 
 
-class Scatter:
-    """Holds ``n`` responses for each prompt, one after another. ``turn`` returns the agent for a prompt."""
+class PoolCall:
+    """One call of a pool. It holds ``n`` responses for each prompt, one after another; ``sink`` gets each as it comes.
+    As a run, each of them is a row, and answers that were recorded with other facts (``facts`` of the pool) are not
+    used."""
 
     def __init__(
-        self, prompts: int, turn: Callable[[int], int], options: CallOptions, sink: Sink | None = None
+        self, pool: AgentPool, prompts: Sequence[str], options: CallOptions, form: Form, sink: Sink | None = None
     ) -> None:
-        self._options = options
-        self._turn = turn
-        self._sink = sink
-        self._found: list[Response | None] = [None] * (prompts * options.n)
+        options.check_lengths(len(prompts))
+        self.pool, self._prompts, self._options, self._form, self._sink = pool, prompts, options, form, sink
+        self._found: list[Response | None] = [None] * (len(prompts) * options.n)
         self._reported = False
 
-    async def put(self, index: int, responses: Sequence[Response], first: int = 0) -> None:
-        """Store the responses to one prompt, and report them; ``first`` is the number of the first sample."""
-        for sample, response in enumerate(responses, start=first):
-            response.index = index
-            self._found[index * self._options.n + sample] = response
+    def home(self, row: int) -> int:
+        """Return the agent whose turn it is; -1 for a balanced call, which has none."""
+        return -1 if self._options.is_balanced else self.pool.turn(row // self._options.n)
+
+    async def put(self, row: int, responses: Iterable[Response]) -> None:
+        """Store responses, the first of them in this row, and report them."""
+        for place, response in enumerate(responses, start=row):
+            response.index = place // self._options.n
+            self._found[place] = response
             if self._options.on_result is not None:
                 await self._tell(self._options.on_result, response)
             if self._sink is not None:
@@ -80,14 +84,12 @@ class Scatter:
             raise first_error(group) from None
         for place, response in enumerate(tuple(self._found)):
             if response is None:
-                index, sample = divmod(place, self._options.n)
                 error = Timeout(f"not finished by the deadline, {self._options.deadline} s")
-                agent_index = -1 if self._options.is_balanced else self._turn(index)
-                await self.put(index, [Response.failed(error, agent_index)], sample)
+                await self.put(place, [Response.failed(error, self.home(place))])
         return [response for response in self._found if response is not None]
 
     async def _tell(self, on_result: Sink, response: Response) -> None:
-        """Call the user's function. Its errors are logged once, and fail nothing."""
+        """PoolCall the user's function. Its errors are logged once, and fail nothing."""
         try:
             outcome = on_result(response)
             if inspect.isawaitable(outcome):
@@ -96,6 +98,50 @@ class Scatter:
             if not self._reported:
                 self._reported = True
                 logger.exception("on_result raised for prompt %d; further errors are not logged", response.index)
+
+    async def recorded(self) -> None:
+        """Run the rows and put an answer for each."""
+        options, samples = self._options, range(self._options.n)
+        spec = BatchSpec(
+            task="{prompt}",
+            inputs=[options.row(prompt, index, each) for index, prompt in enumerate(self._prompts) for each in samples],
+            backend=self._backend(),
+            model=MODEL,
+            extra_body={"swarm": self.pool.facts(self._form, options)},
+            no_hoist=True,
+            timeout_per_turn=None,
+            affinity=None if options.affinity is None else "affinity",
+            hedge=options.hedge,
+            run_dir=options.run_dir,
+            resume=options.run_dir is not None,
+            on_change=None if options.run_dir is None else "resend",  # calls with other options share the directory
+        )
+        why = "the run ended before this prompt finished"
+        try:
+            async with Run[object](prepare(spec), worker=_answer) as run:
+                dispatcher, most = run.shared.dispatcher, self.pool.concurrency
+                dispatcher.grow(min(most, dispatcher.scheduler.max_inflight or most))
+                async for result in run.results():
+                    response = _response(result, self.home(result.index))
+                    await self.put(result.index, [options.read(response)])
+        except (RunRejected, RunUnreachable) as error:
+            why = str(error)
+        for row, found in enumerate(tuple(self._found)):
+            if found is None:
+                await self.put(row, [Response.failed(Unavailable(why))])
+
+    def _backend(self) -> Backend:
+        if not self._options.is_balanced:
+            return _Seat(self, None, self.pool.concurrency)
+        seats = [_Seat(self, place, self._options.inflight) for place in range(self.pool.size)]
+        return Fleet(seats, name=f"swarm of {len(seats)}")
+
+    async def ask(self, agent_index: int, row: int) -> Response:
+        """Return one answer. That of a balanced call is asked for once: the engine retries elsewhere."""
+        index, sample = divmod(row, self._options.n)
+        own, once = self._options.sample(index, sample), self._options.is_balanced
+        (response,) = await self.pool.ask(agent_index, self._prompts[index], own, self._form, once=once)
+        return response
 
 
 class AgentPool(Members):
@@ -126,12 +172,12 @@ class AgentPool(Members):
         if options.get("n", 1) != 1:
             raise SpecError("post returns one answer: n is for calls that return a list")
         asked = replace(self._options, n=1).having(options, max_tokens)
-        scatter = Scatter(len(texts_of([prompt])), self.turn, asked)
+        call = PoolCall(self, texts_of([prompt]), asked, self.form)
 
         async def answer() -> None:
-            await scatter.put(0, await self.ask(agent_index, prompt, asked.alone(0), self.form))
+            await call.put(0, await self.ask(agent_index, prompt, asked.alone(0), self.form))
 
-        (response,) = await scatter.run([answer()])
+        (response,) = await call.run([answer()])
         response.agent_index = agent_index
         return response
 
@@ -172,104 +218,58 @@ class AgentPool(Members):
         options, prompts = self._options.having(given, max_tokens), texts_of(prompts)
         if not prompts:
             return []
-        scatter = self._scatter(prompts, options, sink)
+        call = PoolCall(self, prompts, options, self.form, sink)
         if options.runs and self.size:
-            return await RecordedCall(self, self.form, prompts, options).run(scatter)
-        return await scatter.run(self._one(scatter, index, prompt, options) for index, prompt in enumerate(prompts))
+            return await call.run([call.recorded()])
+        return await call.run(self._one(call, index, prompt, options) for index, prompt in enumerate(prompts))
 
-    async def _one(self, scatter: Scatter, index: int, prompt: str, options: CallOptions) -> None:
+    async def _one(self, call: PoolCall, index: int, prompt: str, options: CallOptions) -> None:
         agent_index, own = self.turn(index), options.alone(index)
         if options.n > 1:
             responses = await self.ask(agent_index, prompt, own, self.form)
         else:  # a subclass may accept neither a token limit nor options
             tokens = [] if own.max_tokens is None else [own.max_tokens]
             responses = [await self.post(agent_index, prompt, *tokens, **own.as_keywords())]
-        await scatter.put(index, responses)
-
-    def _scatter(self, prompts: Sequence[str], options: CallOptions, sink: Sink | None = None) -> Scatter:
-        options.check_lengths(len(prompts))
-        return Scatter(len(prompts), self.turn, options, sink)
-
-    def facts(self, form: Form, options: CallOptions) -> JsonObject:
-        """Return what an answer depends on beside its prompt and its seed."""
-        return {"path": form.path, **replace(options, seed=None).fields()}
+        await call.put(index * options.n, responses)
 
     async def ask(
         self, agent_index: int, prompt: str, options: CallOptions, form: Form, *, once: bool = False
     ) -> list[Response]:
-        """Return ``options.n`` answers to one prompt, over this pool's wire. ``/generate`` has no token limit."""
+        """Return ``options.n`` answers to one prompt, over this pool's wire."""
+        try:
+            (tokens,) = await self._token_limits(agent_index, [prompt], options)
+        except BackendError as error:
+            return [Response.failed(error, agent_index) for _ in range(options.n)]
+        server, body = self._servers[agent_index], self._body(form, [prompt], replace(options, max_tokens=tokens))
+        limit = self.timeout if form is CHAT else self._list_limit(1)
+        requests = options.n if form is GENERATE else 1  # each of which gives one answer
+        asking = [self._net.ask(server, form.path, body, limit, once=once) for _ in range(requests)]
+        exchanges = await asyncio.gather(*asking)
+        read = (read_answers(each, agent_index, [prompt], options.n // requests, form) for each in exchanges)
+        return [options.read(response) for responses in read for response in responses]
+
+    # What another wire does in another way
+
+    async def _token_limits(
+        self, agent_index: int, prompts: Sequence[str], options: CallOptions
+    ) -> Sequence[int | None]:
+        """Return how many tokens each answer may have. Raises BackendError if there is no such agent."""
         if options.is_chat:
             raise SpecError("/generate supports neither chat nor a system prompt: use a VLLMPool")
         if missing := self._missing(agent_index):
-            return [Response.failed(missing, agent_index) for _ in range(options.n)]
-        server = self._servers[agent_index]
-        body = {form.field: form.write([prompt], None), **replace(options, n=1).fields()}
-        asking = [self._net.ask(server, form.path, body, self.timeout, once=once) for _ in range(options.n)]
-        exchanges = await asyncio.gather(*asking)
-        read = [read_answers(exchange, agent_index, [prompt], 1, form)[0] for exchange in exchanges]
-        return [options.read(response) for response in read]
+            raise missing
+        return [None] * len(prompts)
 
+    def _body(self, form: Form, prompts: Sequence[str], options: CallOptions) -> JsonObject:
+        return {form.field: form.write(prompts, None), **replace(options, n=1).fields()}
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """A call as a run. Each prompt has ``options.n`` rows. Answers that were recorded with other facts (``facts`` of
-    the pool) are not used."""
+    def _list_limit(self, prompts: int) -> float:
+        """Return the seconds of a request with that many prompts."""
+        return self.timeout
 
-    pool: AgentPool
-    form: Form
-    prompts: Sequence[str]
-    options: CallOptions
-
-    def home(self, row: int) -> int:
-        return self.pool.turn(row // self.options.n)
-
-    async def answer(self, agent_index: int, row: int) -> Response:
-        index, sample = divmod(row, self.options.n)
-        own, once = self.options.sample(index, sample), self.options.is_balanced  # then the engine retries elsewhere
-        (response,) = await self.pool.ask(agent_index, self.prompts[index], own, self.form, once=once)
-        return response
-
-    async def run(self, scatter: Scatter) -> list[Response]:
-        return await scatter.run([self._run(scatter)])
-
-    async def _run(self, scatter: Scatter) -> None:
-        """Run the rows and put an answer for each."""
-        options, n = self.options, self.options.n
-        rows = [options.row(prompt, index, sample) for index, prompt in enumerate(self.prompts) for sample in range(n)]
-        spec = BatchSpec(
-            task="{prompt}",
-            inputs=rows,
-            backend=self._backend(),
-            model=MODEL,
-            extra_body={"swarm": self.pool.facts(self.form, options)},
-            no_hoist=True,
-            timeout_per_turn=None,
-            affinity=None if options.affinity is None else "affinity",
-            hedge=options.hedge,
-            run_dir=options.run_dir,
-            resume=options.run_dir is not None,
-            on_change=None if options.run_dir is None else "resend",  # calls with other options share the directory
-        )
-        left = set(range(len(rows)))
-        why = "the run ended before this prompt finished"
-        try:
-            async with Run[object](prepare(spec), worker=_answer) as run:
-                dispatcher, most = run.shared.dispatcher, self.pool.concurrency
-                dispatcher.grow(min(most, dispatcher.scheduler.max_inflight or most))
-                async for result in run.results():
-                    left.discard(result.index)
-                    response = _response(result, -1 if options.is_balanced else self.home(result.index))
-                    await scatter.put(result.index // n, [options.read(response)], result.index % n)
-        except (RunRejected, RunUnreachable) as error:
-            why = str(error)
-        for row in sorted(left):
-            await scatter.put(row // n, [Response.failed(Unavailable(why))], row % n)
-
-    def _backend(self) -> Backend:
-        if not self.options.is_balanced:
-            return _Seat(self, None, self.pool.concurrency)
-        seats = [_Seat(self, place, self.options.inflight) for place in range(self.pool.size)]
-        return Fleet(seats, name=f"swarm of {len(seats)}")
+    def facts(self, form: Form, options: CallOptions) -> JsonObject:
+        """Return what an answer depends on beside its prompt and its seed."""
+        return {"path": form.path, **replace(options, seed=None).fields()}
 
 
 async def _answer(row: object, context: Dialogue) -> object:
@@ -290,7 +290,7 @@ class _Seat(Backend):
     """One agent as a backend; the engine handles its failures. Without a ``place`` it stands for all agents: each row
     goes to its own agent, and a failure there is final."""
 
-    def __init__(self, call: RecordedCall, place: int | None, inflight: int | None) -> None:
+    def __init__(self, call: PoolCall, place: int | None, inflight: int | None) -> None:
         self._call, self._place = call, place
         self._capabilities = Capabilities(streaming=False, default_inflight=inflight)
 
@@ -312,7 +312,7 @@ class _Seat(Backend):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         place = self._call.home(request.agent) if self._place is None else self._place
-        response = await self._call.answer(place, request.agent)
+        response = await self._call.ask(place, request.agent)
         if response.fault is not None:
             raise JobError(str(response.error)) if self._place is None else response.fault
         said = {"text": response.text, "finish_reason": response.finish_reason, "agent_index": place}

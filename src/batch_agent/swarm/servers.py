@@ -1,4 +1,5 @@
-"""The servers of a pool: their connections, one dispatcher for a tree of pools, and the selection of sub-pools.
+"""The servers of a pool: their connections, one dispatcher for a tree of pools, the forms of requests and answers, and
+the selection of sub-pools.
 
 ``Servers.ask`` sends one request to one server. The dispatcher grants its slot, applies the time limit, counts and
 judges its attempts, and knows which servers are down. The outcome, errors included, is an Exchange.
@@ -12,18 +13,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from math import inf
 from typing import Self
 
+from pydantic import JsonValue
+
 from batch_agent.backends.base import Probe
 from batch_agent.backends.http.backend import HttpClient, Route, probe_server, read_entries
-from batch_agent.backends.http.wire import written
+from batch_agent.backends.http.wire import Faults, object_of, written
+from batch_agent.backends.openai.chat import ABORTED, read_usage, text_in
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.dispatch.policy import Observer, Policy, Question
+from batch_agent.dispatch.policy import Policy, Question
 from batch_agent.dispatch.slots import Slots
-from batch_agent.errors import BackendError, Interrupted, Rejected, SpecError, Timeout, Unavailable
+from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, SpecError, Timeout, Unavailable
 from batch_agent.fleet.backend import OneLoop
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.http.transport import Transport
@@ -31,14 +37,17 @@ from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.server import Endpoint, Server
-from batch_agent.swarm.options import above_zero, whole
+from batch_agent.swarm.options import Response, above_zero, whole
 
 ATTEMPTS = 5  # of one request, if the connection breaks or the server is overloaded
 LONGEST_PAUSE = 10.0  # seconds; a server that requests more is not retried
 PATIENCE_SECONDS = 10.0  # for a server that is down: it may be starting
+REFUSED = (400, 413, 422)  # statuses that one item of a list may cause; others concern the whole list
 CLOSED = "the pool was closed before the answer arrived"
 DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not report its context
 CONTEXT_SECONDS, CONTEXT_SHARE = 10.0, 0.25  # for the question about the context; part of a request's time limit
+
+Item = tuple[int, str]  # a prompt or text of a list, after its number in the call
 
 
 class PoolServer:
@@ -66,9 +75,9 @@ class PoolServer:
         return self.client.route(method, path.removeprefix("/v1"), beside=not path.startswith("/v1"))
 
 
-class Exchange(Question, Observer):
+class Exchange(Question):
     """One request to one server and its outcome: ``body``, or ``error``. Without a body to send it is a GET. ``limit``
-    is the seconds of one attempt. It observes its own attempts."""
+    is the seconds of one attempt."""
 
     def __init__(self, slots: Slots, server: PoolServer, path: str, body: JsonObject | None, limit: float) -> None:
         self._slots, self._server, self._limit = slots, server, limit
@@ -84,7 +93,7 @@ class Exchange(Question, Observer):
     async def run(self, dispatcher: Dispatcher, policy: Policy, ticket: Ticket) -> Self:
         """Send it. An error is an outcome; only a cancellation is raised."""
         try:
-            await dispatcher.ask(self, policy, ticket=ticket, observer=self)
+            await dispatcher.ask(self, policy, ticket=ticket)
         except BackendError as raised:
             self.error = raised
         except Interrupted as closed:
@@ -97,7 +106,7 @@ class Exchange(Question, Observer):
 
     async def send(self, endpoint: str) -> Reply:
         server, clock = self._server, asyncio.get_running_loop().time
-        sent_at = clock()
+        sent_at, self.attempts = clock(), self.attempts + 1
         try:
             self.body = await server.client.send(self._route, self._data) or b""
         except (asyncio.CancelledError, Timeout) as error:
@@ -107,6 +116,7 @@ class Exchange(Question, Observer):
                 self._give_up()
             raise
         server.answered_at = clock()
+        self.latency = server.answered_at - sent_at
         return Reply("")
 
     def _give_up(self) -> None:
@@ -122,11 +132,32 @@ class Exchange(Question, Observer):
         broken = isinstance(error, Timeout | Unavailable) and (error.unreached or error.status is None)
         return broken or error.overload
 
-    def sent(self, queued: float) -> None:
-        self.attempts += 1
+    def refuses_one_of(self, items: Sequence[Item]) -> bool:
+        """Return whether the list was refused and only one of its items may be the reason."""
+        error = self.error
+        return len(items) > 1 and error is not None and (error.status in REFUSED or isinstance(error, ContextOverflow))
 
-    def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
-        self.latency = seconds
+    @cached_property
+    def document(self) -> JsonObject:
+        """Return the JSON object of the answer. Raises the BackendError of one that failed or has none."""
+        if self.error is not None:
+            raise self.error
+        document = object_of(self.body, self.faults)
+        if error := document.get("error"):
+            raise self.faults.reported(error)
+        return document
+
+    def listed(self, name: str) -> dict[int, JsonObject]:
+        """Return the entries of a list in the answer by their ``index``, or by their place if they have none."""
+        items = self.document.get(name)
+        if not isinstance(items, list) or not items:
+            raise self.faults.bad(f"the answer has no {name}")
+        found: dict[int, JsonObject] = {}
+        for place, item in enumerate(items):
+            if isinstance(item, dict):
+                index = item.get("index")
+                found.setdefault(index if type(index) is int else place, item)
+        return found
 
 
 class _Unjudged(Exchange):
@@ -219,6 +250,24 @@ class Servers:
         finally:
             server.waiting.discard(ticket)
 
+    async def ask_list(
+        self,
+        server: PoolServer,
+        path: str,
+        items: Sequence[Item],
+        write: Callable[[list[str]], JsonObject],
+        limit: float,
+        take: Callable[[Sequence[Item], Exchange], Awaitable[None]],
+    ) -> None:
+        """Post a list; ``write`` makes the body, ``take`` gets the outcome. The halves of a list that was refused for
+        one of its items are sent again, so that this one fails alone."""
+        exchange = await self.ask(server, path, write([text for _, text in items]), limit)
+        if not exchange.refuses_one_of(items):
+            return await take(items, exchange)
+        middle = len(items) // 2
+        halves = items[:middle], items[middle:]
+        await asyncio.gather(*(self.ask_list(server, path, half, write, limit, take) for half in halves))
+
     async def context_of(self, server: PoolServer, model: str, limit: float) -> int:
         """Return the context of a server in tokens. Concurrent callers share one question, which is repeated after the
         server was unreachable. A server that does not report it, or not in time, is not asked again. Raises Unavailable
@@ -253,6 +302,114 @@ class Servers:
         if found.state == "down" and dispatcher.scheduler.inflight >= self._sockets:
             return Probe("unknown", "no connection was free for a probe")
         return found
+
+
+# How prompts are written in requests, and how answers are read as Responses. Choices are matched by ``index``; a prompt
+# without a choice fails alone. The server reports one usage sum for a list, and each prompt gets its share.
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How prompts are written in a request: in which field, and how one choice is read."""
+
+    path: str
+    field: str
+    write: Callable[[Sequence[str], str | None], JsonValue]  # of the prompts and the system prompt
+    text_of: Callable[[JsonObject, Faults], str]  # of a choice
+
+
+def _messages(prompt: str, system: str | None) -> list[JsonValue]:
+    said: list[JsonValue] = [] if system is None else [{"role": "system", "content": system}]
+    return [*said, {"role": "user", "content": prompt}]
+
+
+def _chat_text(choice: JsonObject, faults: Faults) -> str:
+    """Return the content of a choice, else its reasoning, else ""."""
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise faults.bad("the answer's choice has no text")
+    for name in ("content", "reasoning_content", "reasoning"):
+        value = message.get(name)
+        if isinstance(value, str | list) and (text := text_in(value, faults)):
+            return text
+    return ""
+
+
+def _text(value: JsonValue, faults: Faults) -> str:
+    if not isinstance(value, str):
+        raise faults.bad("the answer's choice has no text")
+    return value
+
+
+def _generated_text(document: JsonObject, faults: Faults) -> str:
+    return _text(document.get("response", document.get("text", "")), faults)
+
+
+def _completed_text(choice: JsonObject, faults: Faults) -> str:
+    return _text(choice.get("text"), faults)
+
+
+GENERATE = Form("/generate", "prompt", lambda prompts, _: prompts[0], _generated_text)
+CHAT = Form("/v1/chat/completions", "messages", lambda prompts, system: _messages(prompts[0], system), _chat_text)
+CHAT_LIST = Form(
+    f"{CHAT.path}/batch", "messages", lambda prompts, system: [_messages(each, system) for each in prompts], _chat_text
+)
+COMPLETIONS = Form("/v1/completions", "prompt", lambda prompts, _: list(prompts), _completed_text)
+
+
+def read_answers(exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, form: Form) -> list[Response]:
+    """Read ``n`` answers for each prompt, in order."""
+    try:
+        # The answer of /generate is written like one choice.
+        document = exchange.document
+        choices = {0: document} if form is GENERATE else exchange.listed("choices")
+    except BackendError as error:
+        return [Response.failed(error, agent_index, exchange.attempts) for _ in range(len(prompts) * n)]
+    responses = []
+    for place in range(len(prompts) * n):
+        try:
+            response = _read_choice(choices.get(place), exchange, form)
+        except BackendError as error:
+            response = Response.failed(error, agent_index, exchange.attempts)
+        response.agent_index = agent_index
+        responses.append(response)
+    if isinstance(usage := document.get("usage"), dict):
+        _share(read_usage(usage), [prompt for prompt in prompts for _ in range(n)], responses)
+    return responses
+
+
+def _read_choice(choice: JsonObject | None, exchange: Exchange, form: Form) -> Response:
+    faults = exchange.faults
+    if choice is None:
+        raise faults.bad("the answer to the list has no choice for this prompt")
+    if error := choice.get("error"):
+        raise faults.reported(error)
+    text, reason = form.text_of(choice, faults), choice.get("finish_reason")
+    if reason in ABORTED:
+        raise faults.bad(f"the server aborted the answer (finish_reason {reason})", text=text)
+    response = Response(True, text, latency=exchange.latency, attempts=exchange.attempts)
+    response.finish_reason = reason if isinstance(reason, str) else None
+    return response
+
+
+def _share(usage: Usage, prompts: Sequence[str], responses: Sequence[Response]) -> None:
+    """Divide prompt tokens by the prompts' lengths and completion tokens by the texts' lengths. Sums stay exact."""
+    asked = _shares(usage.prompt_tokens, [len(prompt) for prompt in prompts])
+    cached = _shares(usage.cached_tokens, [len(prompt) for prompt in prompts])
+    said = _shares(usage.completion_tokens, [len(response.text) for response in responses])
+    for response, *counts in zip(responses, asked, cached, said, strict=True):
+        response.usage = Usage(*counts)
+
+
+def _shares(total: int, weights: Sequence[int]) -> list[int]:
+    whole = sum(weights)
+    shares, given, passed = [], 0, 0
+    for place, weight in enumerate(weights, start=1):
+        passed += weight
+        upto = total * passed // whole if whole else total * place // len(weights)
+        shares.append(upto - given)
+        given = upto
+    return shares
 
 
 class Members:
@@ -302,6 +459,13 @@ class Members:
     def turn(self, index: int) -> int:
         """Return the agent whose turn it is; -1 if the pool is empty."""
         return index % self.size if self.size else -1
+
+    def turns(self, texts: Iterable[str]) -> dict[int, list[Item]]:
+        """Return the texts of each agent."""
+        found: defaultdict[int, list[Item]] = defaultdict(list)
+        for index, text in enumerate(texts):
+            found[self.turn(index)].append((index, text))
+        return found
 
     def url(self, agent_index: int) -> str:
         return self._servers[agent_index].endpoint.url

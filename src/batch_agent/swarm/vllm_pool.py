@@ -10,24 +10,16 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Unpack
 
 from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
-from batch_agent.swarm.answers import CHAT, CHAT_LIST, COMPLETIONS, Form, Item, halves, read_answers
-from batch_agent.swarm.options import (
-    CallOptions,
-    Response,
-    SwarmOptions,
-    above_zero,
-    from_environment,
-    texts_of,
-    whole,
-    whole_from_environment,
-)
-from batch_agent.swarm.pool import AgentPool, RecordedCall, Scatter
+from batch_agent.swarm.options import CallOptions, Response, SwarmOptions, above_zero, setting, texts_of, whole
+from batch_agent.swarm.pool import AgentPool, PoolCall
+from batch_agent.swarm.servers import CHAT, CHAT_LIST, COMPLETIONS, Exchange, Form, Item, read_answers
 
 DEFAULT_TOKENS, LEAST_TOKENS = 512, 128  # of an answer
 DEFAULT_PER_SEQUENCE = 60.0  # seconds
@@ -63,15 +55,15 @@ class VLLMPool(AgentPool):
     ) -> None:
         super().__init__(endpoints, concurrency, connector_limit, timeout, api_key=api_key, **options)
         self._model = model
-        self.answer_tokens = whole_from_environment(max_tokens, "max_tokens") or DEFAULT_TOKENS
-        aggregation = whole_from_environment(max_tokens_aggregation, "max_tokens_aggregation")
-        self.aggregation_tokens = aggregation or 2 * self.answer_tokens
-        self._context = whole_from_environment(model_max_context, "model_max_context")
+        self.answer_tokens = setting("max_tokens", max_tokens, DEFAULT_TOKENS, whole)
+        twice = 2 * self.answer_tokens
+        self.aggregation_tokens = setting("max_tokens_aggregation", max_tokens_aggregation, twice, whole)
+        self._context = setting("model_max_context", model_max_context, None, whole)
         self._buffer = whole("buffer", buffer, None)
         self._use_batch = use_batch
         self._batch_concurrency = whole("batch_concurrency", batch_concurrency)
-        per_sequence = from_environment(timeout_per_sequence, "timeout_per_sequence")
-        self._timeout_per_sequence = per_sequence or DEFAULT_PER_SEQUENCE
+        per_sequence = setting("timeout_per_sequence", timeout_per_sequence, DEFAULT_PER_SEQUENCE, above_zero)
+        self._timeout_per_sequence = per_sequence
         cap = batch_timeout_cap
         self._batch_timeout_cap = None if cap is None else above_zero("batch_timeout_cap", cap)
 
@@ -83,8 +75,8 @@ class VLLMPool(AgentPool):
         asked, prompts = self._options.having(options, max_tokens), texts_of(prompts)
         if not prompts:
             return []
-        scatter = self._scatter(prompts, asked)
-        return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), asked)])
+        call = PoolCall(self, prompts, asked, COMPLETIONS)
+        return await call.run([self._post_list(call, agent_index, list(enumerate(prompts)), asked)])
 
     async def send_all_batched(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[SwarmOptions]
@@ -93,70 +85,51 @@ class VLLMPool(AgentPool):
         asked, prompts = self._options.having(options, max_tokens), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
-        scatter = self._scatter(prompts, asked)
+        call = PoolCall(self, prompts, asked, CHAT if asked.is_chat else COMPLETIONS)
         if asked.runs and self.size:
-            form = CHAT if asked.is_chat else COMPLETIONS
-            return await RecordedCall(self, form, prompts, asked).run(scatter)
-        groups: defaultdict[int, list[Item]] = defaultdict(list)
-        for index, prompt in enumerate(prompts):
-            groups[self.turn(index)].append((index, prompt))
-        return await scatter.run(
-            self._post_list(scatter, agent_index, items, asked) for agent_index, items in groups.items()
-        )
+            return await call.run([call.recorded()])
+        lists = self.turns(prompts).items()
+        return await call.run(self._post_list(call, agent_index, items, asked) for agent_index, items in lists)
 
-    async def ask(
-        self, agent_index: int, prompt: str, options: CallOptions, form: Form, *, once: bool = False
-    ) -> list[Response]:
-        """Send the prompt as a chat request, or as a list of one without the chat template."""
-        try:
-            (tokens,) = await self._token_limits(agent_index, [prompt], options)
-        except BackendError as error:
-            return [Response.failed(error, agent_index) for _ in range(options.n)]
-        limit = self.timeout if form is CHAT else self._list_limit(1)
-        body = self._body(form, [prompt], replace(options, max_tokens=tokens))
-        exchange = await self._net.ask(self._servers[agent_index], form.path, body, limit, once=once)
-        return [options.read(each) for each in read_answers(exchange, agent_index, [prompt], options.n, form)]
-
-    def _body(self, form: Form, prompts: Sequence[str], options: CallOptions) -> JsonObject:
-        written = form.write(prompts, options.system)
-        return {"model": self._model, form.field: written, "max_tokens": options.max_tokens, **options.fields()}
-
-    async def _post_list(self, scatter: Scatter, agent_index: int, items: Sequence[Item], options: CallOptions) -> None:
+    async def _post_list(self, call: PoolCall, agent_index: int, items: Sequence[Item], options: CallOptions) -> None:
         """Send one agent its prompts, in as few requests as possible: those with equal token limits and seeds together.
-        The halves of a refused list are sent again."""
+        A list that is refused is split."""
+        n, form = options.n, CHAT_LIST if options.is_chat else COMPLETIONS
         try:
             limits = await self._token_limits(agent_index, [prompt for _, prompt in items], options)
         except BackendError as error:
             for index, _ in items:
-                await scatter.put(index, [Response.failed(error, agent_index) for _ in range(options.n)])
+                await call.put(index * n, [Response.failed(error, agent_index) for _ in range(n)])
             return
-        server, n, seconds = self._servers[agent_index], options.n, self._list_limit(len(items))
-        form = CHAT_LIST if options.is_chat else COMPLETIONS
+        server, seconds = self._servers[agent_index], self._list_limit(len(items))
 
         async def send(items: Sequence[Item], own: CallOptions) -> None:
-            if form is CHAT_LIST and (not server.takes_chat_lists or n > 1 or len(items) == 1):
-                await asyncio.gather(*(chat(index, prompt, own) for index, prompt in items))
-                return
-            prompts = [prompt for _, prompt in items]
-            exchange = await self._net.ask(server, form.path, self._body(form, prompts, own), seconds)
-            if form is CHAT_LIST and exchange.error is not None and exchange.error.status in NOT_THERE:
-                server.takes_chat_lists = False
-                await send(items, own)
-            elif parts := halves(items, exchange.error):
-                await asyncio.gather(*(send(part, own) for part in parts))
-            else:
-                responses = read_answers(exchange, agent_index, prompts, n, form)
+            async def take(items: Sequence[Item], exchange: Exchange) -> None:
+                if form is CHAT_LIST and exchange.error is not None and exchange.error.status in NOT_THERE:
+                    server.takes_chat_lists = False
+                    return await send(items, own)
+                responses = read_answers(exchange, agent_index, [prompt for _, prompt in items], n, form)
                 for place, (index, _) in enumerate(items):
-                    await scatter.put(index, [own.read(each) for each in responses[place * n : (place + 1) * n]])
+                    await call.put(index * n, [own.read(each) for each in responses[place * n : (place + 1) * n]])
 
-        async def chat(index: int, prompt: str, own: CallOptions) -> None:
-            await scatter.put(index, await self.ask(agent_index, prompt, own, CHAT))
+            async def chat(index: int, prompt: str) -> None:
+                await call.put(index * n, await self.ask(agent_index, prompt, own, CHAT))
+
+            if form is CHAT_LIST and (not server.takes_chat_lists or n > 1 or len(items) == 1):
+                await asyncio.gather(*(chat(*item) for item in items))
+            else:
+                write = partial(self._body, form, options=own)
+                await self._net.ask_list(server, form.path, items, write, seconds, take)
 
         alike: defaultdict[tuple[int, int | None], list[Item]] = defaultdict(list)
         for item, tokens in zip(items, limits, strict=True):
             alike[tokens, options.seed_of(item[0])].append(item)
         lists = [(some, replace(options.alone(some[0][0]), max_tokens=tokens)) for (tokens, _), some in alike.items()]
         await asyncio.gather(*(send(*each) for each in lists))
+
+    def _body(self, form: Form, prompts: Sequence[str], options: CallOptions) -> JsonObject:
+        written = form.write(prompts, options.system)
+        return {"model": self._model, form.field: written, "max_tokens": options.max_tokens, **options.fields()}
 
     async def _token_limits(self, agent_index: int, prompts: Sequence[str], options: CallOptions) -> list[int]:
         """Return how many tokens each answer may have: what the server's context leaves beside its prompt. Raises

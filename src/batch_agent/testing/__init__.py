@@ -10,9 +10,8 @@ from batch_agent.testing.batch_server import BatchJob, BatchServer
 from batch_agent.testing.clock import VirtualClockDeadlock, VirtualClockLoop, run_virtual, virtual_clock
 from batch_agent.testing.messages_server import MessagesServer
 from batch_agent.testing.replies import Body, CallTools, Cut, Fail, Hang, Malformed, Say, StreamError, ToolUse
-from batch_agent.testing.request import Request
-from batch_agent.testing.server import ScriptedServer
-from batch_agent.testing.simulate import SimulatedServer, serve_simulated
+from batch_agent.testing.server import ScriptedServer, SimulatedServer, serve_simulated
+from batch_agent.testing.wire import Request
 
 __all__ = [
     "BatchJob",

@@ -18,10 +18,7 @@ from batch_agent.backends.http.wire import Faults, Naming, read_quota, report_ca
 from batch_agent.backends.openai.chat import AnswerStream, ChatView, encode_head, join_body, read_answer
 from batch_agent.http.failures import BrokenOff, ClosedEarly
 from batch_agent.messages import Reply
-from batch_agent.testing.request import Request
-from batch_agent.testing.script import Script, scripted_reply, wait_due
-from batch_agent.testing.tracks import Track, track_of
-from batch_agent.testing.wire import Wire
+from batch_agent.testing.wire import Request, Script, Track, Wire, scripted_reply, track_of, wait_due
 
 FAULTS = Faults("scripted://")
 

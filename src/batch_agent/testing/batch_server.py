@@ -22,10 +22,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.testing.messages_server import MessagesRequest, MessagesServer
 from batch_agent.testing.messages_server import error_object as messages_error
 from batch_agent.testing.replies import Body, Fail, Hang, Say
-from batch_agent.testing.request import Refusal, Request, refusal
-from batch_agent.testing.script import Script
-from batch_agent.testing.tracks import track_of
-from batch_agent.testing.wire import Wire, error_object
+from batch_agent.testing.wire import Request, Script, Wire, check_request, error_object, track_of
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
@@ -109,22 +106,24 @@ class BatchServer(MessagesServer):
         async def answer(http: web.BaseRequest) -> web.StreamResponse:
             if self.refuse_next:
                 raise RequestRefused(self.refuse_next.pop(0), "not now")
-            if self._unauthorised(http) is not None:
-                raise RequestRefused(401, "Unauthorized")
+            self.check_key(http)
             return await handler(http)
 
         return answer
 
-    def _refused(self, request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+    def refuse(self, request: web.BaseRequest, refused: RequestRefused) -> web.Response:
         write = messages_error if request.path.startswith(MESSAGES) else error_object
         return json_response(write(refused.status, str(refused)), refused.status)
 
     # A request of a job
 
-    def wrong_with(self, request: Request) -> Refusal | None:
+    def check(self, request: Request) -> None:
         if request.streamed:
-            return Refusal(400, "stream: not supported in a batch")
-        return super().wrong_with(request) if isinstance(request, MessagesRequest) else refusal(request, self._models)
+            raise RequestRefused(400, "stream: not supported in a batch")
+        if isinstance(request, MessagesRequest):
+            super().check(request)
+        else:
+            check_request(request, self._models)
 
     def wire(self, request: Request) -> Wire:
         if isinstance(request, MessagesRequest):
@@ -134,8 +133,10 @@ class BatchServer(MessagesServer):
     async def _reply(self, request: Request) -> tuple[int, JsonObject] | None:
         """Return status and body of the answer; None if the request expires."""
         wire = self.wire(request)
-        if (wrong := self.wrong_with(request)) is not None:
-            return wrong.status, wire.error(wrong.status, wrong.message, wrong.param)
+        try:
+            self.check(request)
+        except RequestRefused as refused:
+            return refused.status, wire.error(refused.status, str(refused), refused.param)
         reply = await self.respond(request)
         if isinstance(reply, Hang):
             return None

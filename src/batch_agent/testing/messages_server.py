@@ -13,20 +13,27 @@ from dataclasses import fields
 from typing import Any, ClassVar, cast
 
 import orjson
-from aiohttp import web
 from pydantic import JsonValue
 
 from batch_agent.backends.anthropic.answer import OpenBlock
 from batch_agent.backends.http.wire import json_of, mapping, objects_of
 from batch_agent.backends.simulated.tokens import count_tokens, encode
-from batch_agent.door import json_response
+from batch_agent.door import RequestRefused
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.testing.replies import Say, ScriptedReply
-from batch_agent.testing.request import Refusal, Request, content_text
-from batch_agent.testing.script import Script
 from batch_agent.testing.server import ScriptedServer
-from batch_agent.testing.wire import CallPiece, End, Piece, ReasoningPiece, TextPiece, Wire
+from batch_agent.testing.wire import (
+    CallPiece,
+    End,
+    Piece,
+    ReasoningPiece,
+    Request,
+    Script,
+    TextPiece,
+    Wire,
+    content_text,
+)
 
 # The format of answers of Anthropic's `/v1/messages`, and a request of it as a script sees it. Pure. The pieces are
 # those of `wire`; here they become blocks, one after another, and thoughts get a signature.
@@ -236,14 +243,14 @@ class MessagesServer(ScriptedServer):
     def backend_url(self) -> str:
         return f"anthropic://{self.address}"
 
-    def wrong_with(self, request: Request) -> Refusal | None:
-        return wrong_with(cast(MessagesRequest, request), self._models, self._thoughts)
+    def check(self, request: Request) -> None:
+        check_messages(cast(MessagesRequest, request), self._models, self._thoughts)
 
     def wire(self, request: Request) -> Wire:
         return MessagesWire(cast(MessagesRequest, request))
 
-    def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
-        return json_response(error_object(status, message), status)
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        return error_object(status, message)
 
     def given_key(self, headers: Mapping[str, str]) -> str:
         return headers.get("x-api-key") or super().given_key(headers)
@@ -280,54 +287,50 @@ def _in_order(body: JsonObject) -> Iterator[JsonObject]:
             yield {"role": message.get("role"), **block}
 
 
-class _Wrong(Exception):
-    pass
-
-
-def wrong_with(
+def check_messages(
     request: MessagesRequest, models: list[str] | None, thoughts: Mapping[str, list[JsonObject]]
-) -> Refusal | None:
-    """Return the refusal of a request, or None. ``thoughts`` are those that led to a call, by the call's id."""
+) -> None:
+    """Raise RequestRefused for what the API refuses. ``thoughts`` are those that led to a call, by the call's id."""
     body, version = request.body, request.headers.get("anthropic-version", "")
-    try:
-        if version not in VERSIONS:
-            raise _Wrong(f"anthropic-version: {version!r} is not a valid version")
-        _check_fields(body, version)
-        if models is not None and request.model not in models:
-            return Refusal(404, f"model: {request.model}")
-        _check_tools(body)
-        _check_messages(request, thoughts)
-        _check_thinking(body)
-        if request.schema is not None:
-            _check_schema(request.schema)
-    except _Wrong as error:
-        return Refusal(400, str(error))
-    return None
+    if version not in VERSIONS:
+        raise _wrong(f"anthropic-version: {version!r} is not a valid version")
+    _check_fields(body, version)
+    if models is not None and request.model not in models:
+        raise RequestRefused(404, f"model: {request.model}")
+    _check_tools(body)
+    _check_conversation(request, thoughts)
+    _check_thinking(body)
+    if request.schema is not None:
+        _check_schema(request.schema)
+
+
+def _wrong(message: str) -> RequestRefused:
+    return RequestRefused(400, message)
 
 
 def _check_fields(body: JsonObject, version: str) -> None:
     allowed = _FIELDS | (_SAMPLING if version == VERSIONS[0] else set())
     for name in body:
         if name not in allowed:
-            raise _Wrong(f"{name}: Extra inputs are not permitted")
+            raise _wrong(f"{name}: Extra inputs are not permitted")
     for name in ("model", "max_tokens", "messages"):
         if name not in body:
-            raise _Wrong(f"{name}: Field required")
+            raise _wrong(f"{name}: Field required")
     limit, temperature = body["max_tokens"], body.get("temperature", 1)
     if type(limit) is not int or limit < 1:
-        raise _Wrong("max_tokens: Input should be greater than or equal to 1")
+        raise _wrong("max_tokens: Input should be greater than or equal to 1")
     if not isinstance(temperature, int | float) or not 0 <= temperature <= 1:
-        raise _Wrong("temperature: range: 0..1")
+        raise _wrong("temperature: range: 0..1")
     stops = body.get("stop_sequences") or []
     if not isinstance(stops, list) or any(not str(stop).strip() for stop in stops):
-        raise _Wrong("stop_sequences: each stop sequence must contain non-whitespace")
+        raise _wrong("stop_sequences: each stop sequence must contain non-whitespace")
     marks = sum(1 for node in _nodes(body) if "cache_control" in node)
     if marks > MOST_MARKS:
-        raise _Wrong(f"A maximum of {MOST_MARKS} blocks with cache_control may be provided. Found {marks}.")
+        raise _wrong(f"A maximum of {MOST_MARKS} blocks with cache_control may be provided. Found {marks}.")
     system = body.get("system")
     for block in blocks_of(system) if isinstance(system, list) else []:
         if block.get("type") != "text":
-            raise _Wrong("system: only text blocks are allowed")
+            raise _wrong("system: only text blocks are allowed")
         _check_block(block, "system")
 
 
@@ -336,58 +339,58 @@ def _check_tools(body: JsonObject) -> None:
     names = [str(tool.get("name")) for tool in blocks_of(body.get("tools"))]
     for tool in tools:
         for name in tool.keys() - _TOOL:
-            raise _Wrong(f"tools.0.custom.{name}: Extra inputs are not permitted")
+            raise _wrong(f"tools.0.custom.{name}: Extra inputs are not permitted")
         schema = tool.get("input_schema")
         if not isinstance(schema, dict) or schema.get("type") != "object":
-            raise _Wrong("tools.0.custom.input_schema.type: Input should be 'object'")
+            raise _wrong("tools.0.custom.input_schema.type: Input should be 'object'")
         if not re.fullmatch(r"[a-zA-Z0-9_-]{1,128}", str(tool.get("name"))):
-            raise _Wrong("tools.0.custom.name: String should match pattern '^[a-zA-Z0-9_-]{1,128}$'")
+            raise _wrong("tools.0.custom.name: String should match pattern '^[a-zA-Z0-9_-]{1,128}$'")
     if len(set(names)) < len(names):
-        raise _Wrong("tools: Tool names must be unique.")
+        raise _wrong("tools: Tool names must be unique.")
     choice = body.get("tool_choice")
     if choice is None:
         return
     if not names:
-        raise _Wrong("tool_choice may only be specified while providing tools")
+        raise _wrong("tool_choice may only be specified while providing tools")
     if not isinstance(choice, dict) or choice.get("type") not in ("auto", "any", "tool", "none"):
-        raise _Wrong("tool_choice: Input tag does not match any of the expected tags: 'any', 'auto', 'none', 'tool'")
+        raise _wrong("tool_choice: Input tag does not match any of the expected tags: 'any', 'auto', 'none', 'tool'")
     if choice["type"] == "tool" and choice.get("name") not in names:
-        raise _Wrong(f"Tool '{choice.get('name')}' not found in provided tools")
+        raise _wrong(f"Tool '{choice.get('name')}' not found in provided tools")
 
 
-def _check_messages(request: MessagesRequest, thoughts: Mapping[str, list[JsonObject]]) -> None:
+def _check_conversation(request: MessagesRequest, thoughts: Mapping[str, list[JsonObject]]) -> None:
     if not request.messages:
-        raise _Wrong("messages: at least one message is required")
+        raise _wrong("messages: at least one message is required")
     owed: set[str] = set()
     used: set[str] = set()
     for place, (message, blocks) in enumerate(zip(request.messages, request.blocks, strict=True)):
         where, role = f"messages.{place}", message.get("role")
         if role not in ("user", "assistant") or (place == 0 and role != "user"):
-            raise _Wrong(f'{where}: first message must use the "user" role, and others "user" or "assistant"')
+            raise _wrong(f'{where}: first message must use the "user" role, and others "user" or "assistant"')
         if not blocks:
-            raise _Wrong(f"{where}: all messages must have non-empty content")
+            raise _wrong(f"{where}: all messages must have non-empty content")
         for block in blocks:
             _check_block(block, where)
         if role == "user":
             owed = _check_results(blocks, owed, where)
         elif owed:
-            raise _Wrong(_unanswered(where, owed))
+            raise _wrong(_unanswered(where, owed))
         else:
             owed = _check_calls(blocks, used, thoughts, where)
     if owed:
-        raise _Wrong(_unanswered(f"messages.{len(request.messages)}", owed))
+        raise _wrong(_unanswered(f"messages.{len(request.messages)}", owed))
     text = request.blocks[-1][-1].get("text")
     if request.messages[-1].get("role") == "assistant" and isinstance(text, str) and text != text.rstrip():
-        raise _Wrong("messages: final assistant content cannot end with trailing whitespace")
+        raise _wrong("messages: final assistant content cannot end with trailing whitespace")
 
 
 def _check_results(blocks: list[JsonObject], owed: set[str], where: str) -> set[str]:
     results = [str(block.get("tool_use_id")) for block in blocks if block["type"] == "tool_result"]
     for call in results:
         if call not in owed:
-            raise _Wrong(f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {call}")
+            raise _wrong(f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {call}")
     if any(block["type"] != "tool_result" for block in blocks[: len(results)]) or owed - set(results):
-        raise _Wrong(_unanswered(where, owed))
+        raise _wrong(_unanswered(where, owed))
     return set()
 
 
@@ -397,11 +400,11 @@ def _check_calls(
     calls = [str(block.get("id")) for block in blocks if block["type"] == "tool_use"]
     for call in calls:
         if call in used or not _ID.fullmatch(call):
-            raise _Wrong(f"{where}: `tool_use` ids must be unique, and match '^[a-zA-Z0-9_-]+$'")
+            raise _wrong(f"{where}: `tool_use` ids must be unique, and match '^[a-zA-Z0-9_-]+$'")
         used.add(call)
         known = thoughts.get(call, [])
         if blocks[: len(known)] != known:
-            raise _Wrong(f"{where}.content.0: Expected `thinking` or `redacted_thinking`, as it was, before `tool_use`")
+            raise _wrong(f"{where}.content.0: Expected `thinking` or `redacted_thinking`, as it was, before `tool_use`")
     return set(calls)
 
 
@@ -414,21 +417,21 @@ def _check_block(block: JsonObject, where: str) -> None:
     kind = block.get("type")
     allowed = _BLOCKS.get(str(kind))
     if allowed is None:
-        raise _Wrong(f"{where}: Input tag {kind!r} does not match any of the expected tags")
+        raise _wrong(f"{where}: Input tag {kind!r} does not match any of the expected tags")
     for name in block.keys() - allowed - {"type"}:
-        raise _Wrong(f"{where}.{kind}.{name}: Extra inputs are not permitted")
+        raise _wrong(f"{where}.{kind}.{name}: Extra inputs are not permitted")
     if kind == "text" and not str(block.get("text") or "").strip():
-        raise _Wrong(f"{where}: text content blocks must be non-empty and contain non-whitespace text")
+        raise _wrong(f"{where}: text content blocks must be non-empty and contain non-whitespace text")
     if kind == "thinking" and block.get("signature") != signature(str(block.get("thinking"))):
-        raise _Wrong(f"{where}: Invalid `signature` in `thinking` block")
+        raise _wrong(f"{where}: Invalid `signature` in `thinking` block")
     if kind == "tool_use" and not isinstance(block.get("input"), dict):
-        raise _Wrong(f"{where}.tool_use.input: Input should be a valid dictionary")
+        raise _wrong(f"{where}.tool_use.input: Input should be a valid dictionary")
     if kind == "image":
         source = block.get("source")
         if not isinstance(source, dict) or source.get("type") not in ("base64", "url", "file"):
-            raise _Wrong(f"{where}.image.source: Input tag does not match 'base64', 'url' or 'file'")
+            raise _wrong(f"{where}.image.source: Input tag does not match 'base64', 'url' or 'file'")
         if source["type"] == "base64" and source.get("media_type") not in _IMAGES:
-            raise _Wrong(f"{where}.image.source.base64.media_type: Input should be one of {', '.join(sorted(_IMAGES))}")
+            raise _wrong(f"{where}.image.source.base64.media_type: Input should be one of {', '.join(sorted(_IMAGES))}")
     if kind == "tool_result" and isinstance(content := block.get("content"), list):
         for inner in blocks_of(content):
             _check_block(inner, f"{where}.tool_result")
@@ -440,26 +443,26 @@ def _check_thinking(body: JsonObject) -> None:
         return
     budget, limit = thinking.get("budget_tokens"), body["max_tokens"]
     if type(budget) is not int or budget < 1024:
-        raise _Wrong("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
+        raise _wrong("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
     if isinstance(limit, int) and budget >= limit:
-        raise _Wrong("`max_tokens` must be greater than `thinking.budget_tokens`.")
+        raise _wrong("`max_tokens` must be greater than `thinking.budget_tokens`.")
     if body.get("temperature", 1) != 1:
-        raise _Wrong("`temperature` may only be set to 1 when thinking is enabled.")
+        raise _wrong("`temperature` may only be set to 1 when thinking is enabled.")
     if isinstance(choice, dict) and choice.get("type") in ("any", "tool"):
-        raise _Wrong("Thinking may not be enabled when tool_choice forces tool use.")
+        raise _wrong("Thinking may not be enabled when tool_choice forces tool use.")
 
 
 def _check_schema(schema: JsonObject) -> None:
     for node in _nodes(schema):
         if node.get("type") == "object" and node.get("additionalProperties") is not False:
-            raise _Wrong("output_config.format.schema: For 'object' type, 'additionalProperties' must be false")
+            raise _wrong("output_config.format.schema: For 'object' type, 'additionalProperties' must be false")
         if "$ref" in node and len(node.keys() - {"$defs"}) > 1:
-            raise _Wrong("output_config.format.schema: '$ref' stands alone")
+            raise _wrong("output_config.format.schema: '$ref' stands alone")
         for name in node:
             if _UNKNOWN_KEYWORDS.fullmatch(name) and not isinstance(node[name], dict):
-                raise _Wrong(f"output_config.format.schema: property '{name}' is not supported")
+                raise _wrong(f"output_config.format.schema: property '{name}' is not supported")
         if node.get("minItems", 0) not in (0, 1):
-            raise _Wrong("output_config.format.schema: For 'array' type, 'minItems' values other than 0 or 1")
+            raise _wrong("output_config.format.schema: For 'array' type, 'minItems' values other than 0 or 1")
 
 
 def _nodes(value: JsonValue) -> Iterator[JsonObject]:

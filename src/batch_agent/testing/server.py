@@ -1,37 +1,63 @@
-"""Model servers on a real socket: ``ScriptedServer`` answers as its script says and records its requests.
+"""Model servers on a real socket: ``ScriptedServer`` answers as its script says and records its requests;
+``SimulatedServer`` has the timing and the cache of the simulated engine.
 
 ``ModelServer`` is the common part: routes, the checks of a real server, counts of requests in flight, conditions to
-wait for. ``tracks`` and ``wire`` define how a reply looks on the wire.
+wait for. ``wire`` defines how a reply looks on the wire.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 import orjson
 from aiohttp import web
 
-from batch_agent.backends.simulated.backend import engine_load
-from batch_agent.backends.simulated.core import SimulatedEngine
-from batch_agent.door import PATIENCE_SECONDS, Door, Handler, RequestRefused, json_response, read_body, routes
-from batch_agent.gateway.client_request import BadRequest
+from batch_agent.backends.simulated.answers import SimulatedAnswer, chat_answer, text_answer
+from batch_agent.backends.simulated.backend import EngineRunner, engine_load, usage_of
+from batch_agent.backends.simulated.core import Sequence, SimulatedEngine
+from batch_agent.backends.simulated.model import EngineModel
+from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools, text_prompt
+from batch_agent.door import (
+    PATIENCE_SECONDS,
+    Door,
+    Handler,
+    RequestRefused,
+    json_response,
+    read_body,
+    read_object,
+    routes,
+    same_secret,
+)
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Values, page
 from batch_agent.testing.replies import ScriptedReply
-from batch_agent.testing.request import Refusal, Request, refusal
-from batch_agent.testing.script import Script, scripted_reply
-from batch_agent.testing.tracks import Dropped, Live, play
-from batch_agent.testing.wire import Wire, error_object
+from batch_agent.testing.wire import (
+    Dropped,
+    End,
+    Live,
+    Piece,
+    Request,
+    Script,
+    TextPiece,
+    Wire,
+    call_pieces,
+    check_request,
+    error_object,
+    play,
+    scripted_reply,
+)
+from batch_agent.vllm_pin import read_order
 
 
 class ModelServer(ABC):
     """``async with`` binds the socket and serves until exit; clients still connected are then disconnected."""
 
-    paths: ClassVar[Sequence[str]] = ("/v1/chat/completions", "/v1/completions")
+    paths: ClassVar[Many[str]] = ("/v1/chat/completions", "/v1/completions")
     request_type: ClassVar[type[Request]] = Request
 
     def __init__(
@@ -39,7 +65,7 @@ class ModelServer(ABC):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        models: Sequence[str] | None = None,
+        models: Many[str] | None = None,
         api_key: str | None = None,
         fingerprint: str,
     ) -> None:
@@ -82,7 +108,7 @@ class ModelServer(ABC):
         return f"vllm://{self.address}"
 
     async def __aenter__(self) -> Self:
-        door = Door(routes(self.table()), self._refused, host=self._host, port=self._port, unpacks=True)
+        door = Door(routes(self.table()), self.refuse, host=self._host, port=self._port, unpacks=True)
         await door.__aenter__()
         self._door, self._port = door, door.port
         return self
@@ -134,17 +160,9 @@ class ModelServer(ABC):
                 future.set_result(None)
 
     async def _complete(self, http: web.BaseRequest) -> web.StreamResponse:
-        refused = self._unauthorised(http)
-        if refused is not None:
-            return refused
+        self.check_key(http)
         raw = await read_body(http, PATIENCE_SECONDS)
-        try:
-            body = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            return self.refuse(400, f"the body is not JSON: {error}")
-        if not isinstance(body, dict):
-            return self.refuse(400, "the body must be a JSON object")
-        request = self.request_type(self.received, http.path, body, http.headers, raw)
+        request = self.request_type(self.received, http.path, read_object(raw, orjson.loads), http.headers, raw)
         self._open[request.number] = http
         self.arrive(request)
         try:
@@ -167,42 +185,32 @@ class ModelServer(ABC):
         self._changed()
 
     async def _answer(self, request: Request, http: web.BaseRequest) -> web.StreamResponse:
-        wrong = self.wrong_with(request)
-        if wrong is not None:
-            return self.refuse(wrong.status, wrong.message, wrong.param)
-        try:
-            reply = await self.respond(request)
-        except BadRequest as error:  # the request cannot be read
-            return self.refuse(400, str(error), error.param)
-        return await play(reply, http, self.wire(request))
+        self.check(request)
+        return await play(await self.respond(request), http, self.wire(request))
 
-    def wrong_with(self, request: Request) -> Refusal | None:
-        return refusal(request, self._models)
+    def check(self, request: Request) -> None:
+        """Raise RequestRefused for what a real server would refuse."""
+        check_request(request, self._models)
 
     def wire(self, request: Request) -> Wire:
         return Wire(request, model=request.model, fingerprint=self._fingerprint)
 
-    def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
-        return json_response(error_object(status, message, param), status)
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        return error_object(status, message, param)
 
-    def _refused(self, request: web.BaseRequest, refused: RequestRefused) -> web.Response:
-        return self.refuse(refused.status, str(refused), refused.param)
+    def refuse(self, request: web.BaseRequest, refused: RequestRefused) -> web.Response:
+        return json_response(self.error(refused.status, str(refused), refused.param), refused.status)
 
     def given_key(self, headers: Mapping[str, str]) -> str:
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         return key if scheme == "Bearer" else ""
 
-    def _unauthorised(self, http: web.BaseRequest) -> web.Response | None:
-        if self._api_key is None:
-            return None
-        if hmac.compare_digest(self.given_key(http.headers).encode(), self._api_key.encode()):
-            return None
-        return self.refuse(401, "Unauthorized")
+    def check_key(self, http: web.BaseRequest) -> None:
+        if self._api_key is not None and not same_secret(self.given_key(http.headers), self._api_key):
+            raise RequestRefused(401, "Unauthorized")
 
     async def _list_models(self, http: web.BaseRequest) -> web.Response:
-        refused = self._unauthorised(http)
-        if refused is not None:
-            return refused
+        self.check_key(http)
         cards = [self.model_card(name) for name in self._models or [self._fingerprint]]
         return json_response(self.model_list(cards))
 
@@ -227,7 +235,7 @@ class ScriptedServer(ModelServer):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        models: Sequence[str] | None = None,
+        models: Many[str] | None = None,
         api_key: str | None = None,
         metrics: Callable[[], str] | None = None,
     ) -> None:
@@ -244,7 +252,7 @@ class ScriptedServer(ModelServer):
     async def respond(self, request: Request) -> ScriptedReply:
         try:
             return await scripted_reply(self._script, request, self.requests[: request.number])
-        except BadRequest:
+        except RequestRefused:  # the request cannot be read
             raise
         except Exception as error:
             self._script_error = self._script_error or error
@@ -309,3 +317,88 @@ def engine_metrics(engine: SimulatedEngine) -> str:
         kv_offloading_size=str(model.offload_tokens or None),  # vLLM's is in GiB
     )
     return str(told)
+
+
+# The simulated engine over HTTP: the same wire, with the timing and cache of the simulation.
+
+
+async def serve_simulated(
+    *, host: str = "127.0.0.1", port: int = 8000, engine: EngineModel, ready: Callable[[str], None]
+) -> None:
+    """Serve until cancelled; ``ready`` gets the URL once requests can arrive. A port in use raises SpecError."""
+    async with SimulatedServer(engine, host=host, port=port) as server:
+        ready(server.url)
+        await asyncio.get_running_loop().create_future()
+
+
+class SimulatedServer(ModelServer):
+    def __init__(self, engine: EngineModel | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.model = engine if engine is not None else EngineModel()
+        super().__init__(host=host, port=port, models=[self.model.name], fingerprint="simulated")
+        self.runner = EngineRunner(self.model)
+
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
+        self.runner.close()
+
+    async def respond(self, request: Request) -> Live:
+        if any(not isinstance(message.content, str) for message in request.conversation()):
+            raise RequestRefused(400, f"{self.model.name} is not a multimodal model")
+        return Live(lambda: self._generate(request))
+
+    def metrics(self) -> str:
+        return engine_metrics(self.runner.engine)
+
+    def model_card(self, name: str) -> JsonObject:
+        return {**super().model_card(name), "max_model_len": self.model.context_tokens}
+
+    @contextmanager
+    def _generate(self, request: Request) -> Iterator[AsyncIterator[Piece]]:
+        work = [*self._work(request)]
+        tokens: asyncio.Queue[tuple[Sequence, int]] = asyncio.Queue()
+        priority, params = request.body.get("priority"), request.body.get("kv_transfer_params")
+        sequences = self.runner.start(
+            [(prompt, answer.output) for prompt, answer in work],
+            lambda sequence: tokens.put_nowait((sequence, sequence.generated)),
+            priority if isinstance(priority, int) else 0,
+            read_order(params if isinstance(params, dict) else None),
+        )
+        try:
+            yield _pieces(sequences, [answer for _, answer in work], tokens)
+        finally:
+            self.runner.stop(sequences)
+
+    def _work(self, request: Request) -> Iterator[tuple[bytes, SimulatedAnswer]]:
+        if not request.messages:
+            for text in request.prompts:
+                prompt = text_prompt(text)
+                yield prompt, text_answer(self.model, prompt, max_tokens=request.max_tokens)
+            return
+        messages = request.conversation()
+        prompt = chat_prompt(encode_tools(request.tools), map(encode_message, messages))
+        yield prompt, chat_answer(self.model, prompt, messages, request.shape)
+
+
+async def _pieces(
+    sequences: list[Sequence], answers: list[SimulatedAnswer], tokens: asyncio.Queue[tuple[Sequence, int]]
+) -> AsyncIterator[Piece]:
+    """Yield what the answers' tokens reveal, as they are generated."""
+    choices = {sequence: choice for choice, sequence in enumerate(sequences)}
+    said = [""] * len(sequences)
+    called = [0] * len(sequences)
+    unfinished = len(sequences)
+    while unfinished:
+        sequence, generated = await tokens.get()
+        choice = choices[sequence]
+        answer = answers[choice]
+        text, calls = answer.text_until(generated), answer.calls_until(generated)
+        if text != said[choice]:
+            yield TextPiece(text[len(said[choice]) :], choice)
+        for index in range(called[choice], calls):
+            for piece in call_pieces(index, answer.calls[index], choice):
+                yield piece
+        said[choice], called[choice] = text, calls
+        if generated == sequence.output_tokens:
+            unfinished -= 1
+            yield End(answer.finish_reason, choice)
+    yield usage_of(sequences)

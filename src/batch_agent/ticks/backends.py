@@ -43,17 +43,17 @@ from batch_agent.errors import (
 from batch_agent.fleet.backend import running_loop
 from batch_agent.foreign import encodable
 from batch_agent.messages import Conversation, Message, Reply, Usage, content_text
+from batch_agent.option import check_kind, check_positive
 from batch_agent.scheduler.capacity import FLEET_START, START
 from batch_agent.scheduler.server import Terms
-from batch_agent.ticks.action import ActionSpace, AnswerForm, text_of_reply
-from batch_agent.ticks.plain import called, guarded, text_of
+from batch_agent.ticks.agent import ActionSpace, AnswerForm, text_of_reply
+from batch_agent.ticks.plain import Arguments, GenerationResult, arguments_for, called, guarded, method_of, result_of
 from batch_agent.tools.threads import Threads
 
-URL_KEYS = ("backend", "base_url", "api_base", "url")
-MODEL_KEYS = ("model", "model_name")
-SAMPLING_KEYS = ("temperature", "max_tokens", "top_p", "seed")
-OTHER_KEYS = ("model_path", "api_key", "top_k", "n_gpu_layers", "timeout")
-KNOWN = (*URL_KEYS, *MODEL_KEYS, *SAMPLING_KEYS, *OTHER_KEYS)
+# Keys of ``backend_config``; several names mean the same.
+SAME = {"base_url": "backend", "api_base": "backend", "url": "backend", "model_name": "model"}
+SAMPLING_KEYS = ("temperature", "max_tokens", "top_p", "top_k", "seed")
+KNOWN = ("backend", *SAME, "model", *SAMPLING_KEYS, "model_path", "api_key", "n_gpu_layers", "timeout")
 
 RETRIES = 2
 TIMEOUT = 60.0  # seconds after which a request, or a whole thought, is cancelled
@@ -62,8 +62,6 @@ ANY_FORM = AnswerForm()
 
 T = TypeVar("T")
 Make = Callable[[], ModelRequest]  # called for each attempt, when it is sent
-
-Arguments = tuple[str, dict[str, object]]  # the prompt, and the other arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +75,9 @@ class Sampling:
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_numbers("a number, 0 or more", lambda n: n >= 0, temperature=self.temperature, top_p=self.top_p)
-        check_counts(max_tokens=self.max_tokens)
-        check_numbers("a whole number", lambda n: isinstance(n, int), seed=self.seed)
-
-
-def check_numbers(form: str, accepts: Callable[[float], bool], /, **options: object) -> None:
-    """Raise SpecError unless each option is None or a number of this form."""
-    for name, value in options.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and accepts(cast(float, value))):
-            raise SpecError(f"{name} is {value!r}; it is {form}, or None")
-
-
-def check_counts(**options: object) -> None:
-    check_numbers("a whole number above 0", lambda n: isinstance(n, int) and n > 0, **options)
+        check_positive(int | float, or_zero=True, temperature=self.temperature, top_p=self.top_p)
+        check_positive(int, max_tokens=self.max_tokens)
+        check_kind(int, "a whole number", seed=self.seed)
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,25 +86,20 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError(f"backend_config is a {type(config).__name__}; it is a mapping with some of {', '.join(KNOWN)}")
     given = {key: value for key, value in config.items() if value is not None}
     check_known(map(str, given), KNOWN, "backend_config has no key")
-    if given.get("n_gpu_layers"):
+    options: dict[str, Any] = {}
+    for key, value in given.items():
+        if (name := SAME.get(key, key)) in options:
+            raise SpecError(f"backend_config has {key} and another key that means {name}: give one of them")
+        options[name] = value
+    if options.pop("n_gpu_layers", None):
         raise SpecError("backend_config: the embedded engine has no n_gpu_layers; for a GPU give the URL of a server")
-    backend, model = _one_of(given, URL_KEYS), _one_of(given, MODEL_KEYS)
-    path = given.get("model_path")
-    if path is not None and backend is None:
-        backend = f"local://{path}"
-    elif path is not None:  # servers name a model by the path they loaded it from
-        model = str(path) if model is None else model
-    options = {name: given[name] for name in (*SAMPLING_KEYS, "api_key", "timeout") if name in given}
-    if "top_k" in given:
-        options["extra_body"] = {"top_k": given["top_k"]}
-    return options | {name: value for name, value in (("backend", backend), ("model", model)) if value is not None}
-
-
-def _one_of(given: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    found = [key for key in keys if key in given]
-    if len(found) > 1:
-        raise SpecError(f"backend_config has {' and '.join(found)}, which mean the same: give one of them")
-    return given[found[0]] if found else None
+    if "top_k" in options:
+        options["extra_body"] = {"top_k": options.pop("top_k")}
+    if (path := options.pop("model_path", None)) is not None:
+        if "backend" in options:  # servers name a model by the path they loaded it from
+            return {"model": str(path), **options}
+        options["backend"] = f"local://{path}"
+    return options
 
 
 class TickBackend:
@@ -221,16 +202,15 @@ class TickBackend:
             self._calls.add(group.call)
             group.call.add_done_callback(self._calls.discard)
         assert group.call is not None
-        me = object()
-        group.waiting[me] = make
+        group.waiting[make] = None
         try:
             answers = await asyncio.shield(group.call)
         finally:
-            del group.waiting[me]
+            del group.waiting[make]
             if not group.waiting:
                 group.leave()
                 group.call.cancel()
-        answer = answers[group.sent.index(me)]
+        answer = answers[group.sent.index(make)]
         if isinstance(answer, JobError):
             raise answer
         return answer
@@ -301,13 +281,13 @@ class _Group:
     def __init__(self, of: TickBackend) -> None:
         self._of = of
         self.call: asyncio.Task[Replies] | None = None
-        self.waiting: dict[object, Make] = {}
-        self.sent: list[object] = []
+        self.waiting: dict[Make, None] = {}
+        self.sent: list[Make] = []
 
     async def send(self, endpoint: str) -> Replies:
         self.leave()
         self.sent = list(self.waiting)
-        made = [_made(make) for make in self.waiting.values()]
+        made = [_made(make) for make in self.sent]
         requests = [request for request in made if isinstance(request, ModelRequest)]
         replies = iter(await self._of.backend.infer_batch(requests) if requests else ())
         return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
@@ -466,79 +446,6 @@ def _conversation(prompt: str, system_prompt: str | None) -> Conversation:
     return Conversation([*system, Message("user", encodable(prompt))])
 
 
-@dataclass(slots=True)
-class GenerationResult:
-    """``finish_reason`` is stop, length or error. An error has no ``text``, and ``metadata["error"]`` says why."""
-
-    text: str
-    tokens_used: int = 0
-    finish_reason: str = "stop"
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def error(self) -> str:
-        """Why there is no answer, or ""."""
-        if self.finish_reason != "error":
-            return ""
-        why = self.metadata.get("error")
-        return (self.text if why is None else text_of(why)) or "no reason was given"
-
-
-def method_of(generator: object, name: str) -> Callable[..., object] | None:
-    """Return a method of the user's object; None if it has none of this name."""
-    method: object = getattr(generator, name, None)
-    return method if callable(method) else None
-
-
-def result_of(value: object) -> GenerationResult:
-    """Return what a backend returned: a GenerationResult or an object with its fields, a mapping, or text. Raises
-    WorkerFailed if it is invalid."""
-    if isinstance(value, str):
-        return GenerationResult(value)
-    text, tokens, reason, metadata = (
-        _field(value, name) for name in ("text", "tokens_used", "finish_reason", "metadata")
-    )
-    if isinstance(reason, str):
-        reason = str.__str__(reason)  # an enum may be text with another ``str``
-    result = GenerationResult(
-        text if isinstance(text, str) else "",
-        tokens if isinstance(tokens, int) else 0,
-        "stop" if reason is None else text_of(reason) or "stop",
-        metadata if isinstance(metadata, dict) else {},
-    )
-    if not isinstance(text, str) and not result.error:
-        raise WorkerFailed(f"the backend returned a {type(value).__name__} without text")
-    return result
-
-
-def _field(value: object, name: str) -> object:
-    def read() -> object:
-        return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-
-    return guarded(f"the backend returned a {type(value).__name__} whose {name}", read)
-
-
-def arguments_for(method: Callable[..., object], prompt: str, system: str, **options: object) -> Arguments:
-    """Return the prompt, and those options that the method has parameters for. The system prompt is among them as
-    ``system_prompts``, a list of one, or as ``system_prompt``; if the method has neither, it is put before the
-    prompt."""
-    try:
-        parameters = inspect.signature(method).parameters.values()
-    except ValueError:  # a builtin without a signature
-        parameters = {}.values()
-    names = {one.name for one in parameters}
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        names |= {"system_prompt", "temperature", "max_tokens"}
-    taken = {name: value for name, value in options.items() if value is not None and name in names}
-    if "system_prompts" in names:
-        taken["system_prompts"] = [system]
-    elif system and "system_prompt" in names:
-        taken["system_prompt"] = system
-    elif system:
-        prompt = f"{system}\n\n{prompt}"
-    return prompt, taken
-
-
 class UsersBackend(Backend):
     """Methods that are not async run in threads, at most ``workers`` at once."""
 
@@ -585,14 +492,12 @@ class UsersBackend(Backend):
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         if self._one is None:
             [answer] = await self.infer_batch([request])
-            if isinstance(answer, BackendError):
-                raise answer
-            return answer
-        prompt, options = _arguments(self._one, request)
-        try:
-            return self._reply(await called(self._threads, self.name, partial(self._one, prompt, **options)))
-        except JobError as error:
-            raise _failed(error) from error
+        else:
+            prompt, options = _arguments(self._one, request)
+            [answer] = await self._call(self._one, prompt, options)
+        if isinstance(answer, BackendError):
+            raise answer
+        return answer
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
         """Return an answer or an error for each request. Requests that differ in more than their prompts, such as the
@@ -604,35 +509,43 @@ class UsersBackend(Backend):
         for place, (_, options) in enumerate(asked):
             key = tuple((name, value) for name, value in options.items() if name != "system_prompts")
             groups.setdefault(key, []).append(place)
-        calls = (self._infer_group(self._many, [asked[place] for place in group]) for group in groups.values())
+        calls = []
+        for places in groups.values():
+            options = asked[places[0]][1]
+            if "system_prompts" in options:
+                systems = [asked[place][1]["system_prompts"] for place in places]
+                options = {**options, "system_prompts": [system for [system] in cast("list[list[str]]", systems)]}
+            calls.append(self._call(self._many, [asked[place][0] for place in places], options))
         at_once = inspect.iscoroutinefunction(self._many)
         answered = await asyncio.gather(*calls) if at_once else [await call for call in calls]
         answers = dict(zip(chain(*groups.values()), chain(*answered), strict=True))
         return [answers[place] for place in range(len(requests))]
 
-    async def _infer_group(self, method: Callable[..., object], asked: Sequence[Arguments]) -> Answers:
-        prompts, options = [prompt for prompt, _ in asked], asked[0][1]
-        if "system_prompts" in options:
-            options = {**options, "system_prompts": [one["system_prompts"][0] for _, one in asked]}  # type: ignore[index]
+    async def _call(self, method: Callable[..., object], asked: str | list[str], options: Mapping[str, Any]) -> Answers:
+        """Call the user's method with one prompt or with several. Returns an answer or an error for each."""
         try:
-            answers = _listed(await called(self._threads, self.name, partial(method, prompts, **options)))
-            if len(answers) != len(asked):
-                raise WorkerFailed(f"{self.name} gave {len(answers)} answers to {len(asked)} prompts")
+            value = await called(self._threads, self.name, partial(method, asked, **options))
+            answers = [value] if isinstance(asked, str) else self._listed(value, len(asked))
         except JobError as error:
-            return [_failed(error)] * len(asked)
-        return [self._reply_or_error(answer) for answer in answers]
+            return [_failed(error)] * (1 if isinstance(asked, str) else len(asked))
+        return [self._reply(answer) for answer in answers]
 
-    def _reply(self, value: object) -> Reply:
-        result = result_of(value)
-        if result.error:
-            raise WorkerFailed(f"{self.name}: {result.error}")
-        return Reply(result.text, usage=Usage(completion_tokens=result.tokens_used), finish_reason=result.finish_reason)
+    def _listed(self, answers: object, count: int) -> list[object]:
+        if not isinstance(answers, Iterable) or isinstance(answers, str | bytes | Mapping):
+            raise WorkerFailed(f"generate_batch returned a {type(answers).__name__}, not a list of answers")
+        listed = guarded("the list of answers", lambda: list(answers))
+        if len(listed) != count:
+            raise WorkerFailed(f"{self.name} gave {len(listed)} answers to {count} prompts")
+        return listed
 
-    def _reply_or_error(self, value: object) -> Reply | BackendError:
+    def _reply(self, value: object) -> Reply | BackendError:
         try:
-            return self._reply(value)
+            result = result_of(value)
         except JobError as error:
             return _failed(error)
+        if result.error:
+            return _failed(WorkerFailed(f"{self.name}: {result.error}"))
+        return Reply(result.text, usage=Usage(completion_tokens=result.tokens_used), finish_reason=result.finish_reason)
 
 
 def _failed(error: JobError) -> BackendError:
@@ -642,12 +555,6 @@ def _failed(error: JobError) -> BackendError:
     failure = BadResponse(str(error))
     failure.retryable, failure.second_hand = False, True
     return failure
-
-
-def _listed(answers: object) -> list[object]:
-    if not isinstance(answers, Iterable) or isinstance(answers, str | bytes | Mapping):
-        raise WorkerFailed(f"generate_batch returned a {type(answers).__name__}, not a list of answers")
-    return guarded("the list of answers", lambda: list(answers))
 
 
 def _arguments(method: Callable[..., object], request: ModelRequest) -> Arguments:

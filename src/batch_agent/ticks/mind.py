@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from batch_agent.messages import Usage
-from batch_agent.ticks.action import ActionSource, Decision
-from batch_agent.ticks.agent import Agent
+from batch_agent.ticks.agent import ActionSource, Agent, Decision
 from batch_agent.ticks.plain import tried
 
 DEADLINES = 3  # minimum wait, in tick deadlines

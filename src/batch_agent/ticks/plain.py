@@ -7,9 +7,9 @@ raise. All code that calls a user's function uses ``guarded``, ``tried`` or ``ca
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -120,8 +120,8 @@ def _opened(value: object) -> JsonValue | Items:
             return sorted(islice(value, ITEMS), key=text_of)  # a stable order, independent of hashes
         case BaseModel():
             return value.model_dump(by_alias=True)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
     return _cut(str(value))
 
 
@@ -149,3 +149,81 @@ async def called(threads: Threads, name: str, method: Callable[[], object]) -> o
             return await method()
         value = await threads.run(method)
         return await value if inspect.isawaitable(value) else value
+
+
+# What users' backends take and return.
+
+Arguments = tuple[str, dict[str, object]]  # the prompt, and the other arguments
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """``finish_reason`` is stop, length or error. An error has no ``text``, and ``metadata["error"]`` says why."""
+
+    text: str
+    tokens_used: int = 0
+    finish_reason: str = "stop"
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def error(self) -> str:
+        """Why there is no answer, or ""."""
+        if self.finish_reason != "error":
+            return ""
+        why = self.metadata.get("error")
+        return (self.text if why is None else text_of(why)) or "no reason was given"
+
+
+def method_of(generator: object, name: str) -> Callable[..., object] | None:
+    """Return a method of the user's object; None if it has none of this name."""
+    method: object = getattr(generator, name, None)
+    return method if callable(method) else None
+
+
+def result_of(value: object) -> GenerationResult:
+    """Return what a backend returned: a GenerationResult or an object with its fields, a mapping, or text. Raises
+    WorkerFailed if it is invalid."""
+    if isinstance(value, str):
+        return GenerationResult(value)
+    text, tokens, reason, metadata = (
+        _field(value, name) for name in ("text", "tokens_used", "finish_reason", "metadata")
+    )
+    if isinstance(reason, str):
+        reason = str.__str__(reason)  # an enum may be text with another ``str``
+    result = GenerationResult(
+        text if isinstance(text, str) else "",
+        tokens if isinstance(tokens, int) else 0,
+        "stop" if reason is None else text_of(reason) or "stop",
+        metadata if isinstance(metadata, dict) else {},
+    )
+    if not isinstance(text, str) and not result.error:
+        raise WorkerFailed(f"the backend returned a {type(value).__name__} without text")
+    return result
+
+
+def _field(value: object, name: str) -> object:
+    def read() -> object:
+        return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+    return guarded(f"the backend returned a {type(value).__name__} whose {name}", read)
+
+
+def arguments_for(method: Callable[..., object], prompt: str, system: str, **options: object) -> Arguments:
+    """Return the prompt, and those options that the method has parameters for. The system prompt is among them as
+    ``system_prompts``, a list of one, or as ``system_prompt``; if the method has neither, it is put before the
+    prompt."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:  # a builtin without a signature
+        parameters = {}.values()
+    names = {one.name for one in parameters}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        names |= {"system_prompt", "temperature", "max_tokens"}
+    taken = {name: value for name, value in options.items() if value is not None and name in names}
+    if "system_prompts" in names:
+        taken["system_prompts"] = [system]
+    elif system and "system_prompt" in names:
+        taken["system_prompt"] = system
+    elif system:
+        prompt = f"{system}\n\n{prompt}"
+    return prompt, taken

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
@@ -31,11 +30,11 @@ from batch_agent.dispatch.cancellation import outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Observer
 from batch_agent.errors import BackendError, BatchAgentError, OutputError, SpecError, Timeout, WorkerFailed
-from batch_agent.fleet.backend import running_loop
+from batch_agent.fleet.backend import OneLoop, running_loop
 from batch_agent.foreign import describe, encodable
 from batch_agent.messages import Conversation, Message
-from batch_agent.ticks.action import Action, Decision, idle, text_of_reply
-from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
+from batch_agent.option import check_kind, check_positive
+from batch_agent.ticks.agent import Action, Agent, Decision, Fallback, TypedAgent, idle, text_of_reply
 from batch_agent.ticks.backends import (
     TIMEOUT,
     Sampling,
@@ -43,8 +42,6 @@ from batch_agent.ticks.backends import (
     TickBackend,
     UsersBackend,
     backend_key,
-    check_counts,
-    check_numbers,
     read_config,
 )
 from batch_agent.ticks.mind import LONG, Given, Mind, Patience, Thought
@@ -117,10 +114,9 @@ class TickRuntime(Generic[A]):
         trace: str | Path | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        check_numbers("a number of seconds above 0", lambda n: 0 < n < math.inf, deadline=deadline, timeout=timeout)
-        if not isinstance(system_prompt, str | None):
-            raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
-        check_counts(max_workers=max_workers, max_inflight=max_inflight)
+        check_positive(int | float, deadline=deadline, timeout=timeout)
+        check_positive(int, max_workers=max_workers, max_inflight=max_inflight)
+        check_kind(str, "text", system_prompt=system_prompt)
         self.deadline = deadline
         self.running = False
         self._schema = OutputSchema.of(schema)
@@ -138,7 +134,7 @@ class TickRuntime(Generic[A]):
         self._numbers = count(1)
         self._stopped = False
         self._thinker: Thinker | None = None  # of the event loop in which it was used last
-        self._opening = threading.Lock()
+        self._loop = OneLoop("runtime", self._forget)
         self.observer: Observer | None = None  # of the requests; set before the first
         if backend is not None and self._replay is None:
             self.find_backend(backend)  # raises its errors now
@@ -317,9 +313,12 @@ class TickRuntime(Generic[A]):
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    def _forget(self) -> None:
+        self._thinker = None  # its event loop has ended
+
     async def _wait_closed(self) -> None:
-        if self._thinker is not None and not self._thinker.is_open:
-            await self._thinker.wait_closed()
+        if self._thinker is not None and self._thinker.is_closing and running_loop() is self._thinker.loop:
+            await outlast(self._thinker.keeper)
 
     async def _open_now(self) -> None:
         thinker = await self._ensure_open()
@@ -329,20 +328,17 @@ class TickRuntime(Generic[A]):
                 await backend.open()
 
     async def _ensure_open(self) -> Thinker:
-        """Return the thinker of the running event loop. That of an ended event loop is replaced."""
+        """Return the thinker of the running event loop. Raises SpecError if another loop has one that is open."""
         await self._wait_closed()  # otherwise it would close the backend that the next one opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
-        with self._opening:
-            thinker = self._thinker
-            if thinker is not None and thinker.is_open_elsewhere:
-                raise SpecError("the runtime is open in another event loop: await stop() there, or use two runtimes")
-            if thinker is None or not thinker.is_open:
-                self.running = True
-                for mind in self._minds.values():
-                    mind.forget()
-                thinker = self._thinker = Thinker(self)
-        return thinker
+        self._loop.bind()
+        if self._thinker is None or self._thinker.is_closing:
+            self.running = True
+            for mind in self._minds.values():
+                mind.forget()
+            self._thinker = Thinker(self, self._loop.release)
+        return self._thinker
 
     def find_backend(self, given: object) -> tuple[Backend, str | None]:
         """Return the backend, created once, and its model. Raises SpecError if it is not a backend."""
@@ -456,8 +452,8 @@ class Thinker:
     that does not stop its runtime leaves nothing open.
     """
 
-    def __init__(self, runtime: TickRuntime[Any]) -> None:
-        self._runtime, deadline = runtime, runtime.deadline
+    def __init__(self, runtime: TickRuntime[Any], closed: Callable[[], None]) -> None:
+        self._runtime, self._closed, deadline = runtime, closed, runtime.deadline
         self.loop = asyncio.get_running_loop()
         self.backends: dict[object, TickBackend] = {}  # by ``backend_key``
         self._prefix = lru_cache(PREFIXES)(lambda text: Conversation([Message("system", text)]))  # serialised once
@@ -465,18 +461,8 @@ class Thinker:
         self._threads = Threads()
         self._free_workers = asyncio.Semaphore(runtime.max_workers)
         self._thoughts: set[asyncio.Task[None]] = set()
-        self._is_closing = False
-        self._keeper = self.loop.create_task(self._keep(), name="batch-agent ticks")
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether it is open in the running event loop."""
-        return running_loop() is self.loop and not self._is_closing
-
-    @property
-    def is_open_elsewhere(self) -> bool:
-        """Return whether it is open in another event loop, running or not."""
-        return running_loop() is not self.loop and not self.loop.is_closed() and not self._keeper.done()
+        self.is_closing = False
+        self.keeper = self.loop.create_task(self._keep(), name="batch-agent ticks")
 
     def backend_of(self, agent: Agent) -> TickBackend:
         """Return the agent's backend, or that of the runtime; agents with equal ones share it."""
@@ -588,20 +574,16 @@ class Thinker:
     # Closing
 
     def close(self) -> None:
-        """Start closing, from any thread. ``wait_closed`` waits for the end."""
-        if not self._is_closing and not self.loop.is_closed():
-            self._is_closing = True
-            self.loop.call_soon_threadsafe(self._keeper.cancel)
-
-    async def wait_closed(self) -> None:
-        if running_loop() is self.loop:
-            await outlast(self._keeper)
+        """Start closing, from any thread. It ends with the task ``keeper``."""
+        if not self.is_closing and not self.loop.is_closed():
+            self.is_closing = True
+            self.loop.call_soon_threadsafe(self.keeper.cancel)
 
     async def _keep(self) -> None:
         try:
             await self.loop.create_future()
         finally:
-            self._is_closing = True
+            self.is_closing = True
             try:
                 await self._close()
             except asyncio.CancelledError:  # the event loop ends: finish first
@@ -609,6 +591,7 @@ class Thinker:
                 raise
             finally:
                 self._threads.close()
+                self._closed()
 
     async def _close(self) -> None:
         """Close everything. A user's coroutine that does not end is left behind."""

@@ -20,7 +20,7 @@ from batch_agent.door import PATIENCE_SECONDS, Door, RequestRefused, json_respon
 from batch_agent.foreign import encodable
 from batch_agent.messages import JsonObject
 from batch_agent.observe.exposition import Counter, Gauge, Histogram, metrics_response, page
-from batch_agent.ticks.action import Action
+from batch_agent.ticks.agent import Action
 from batch_agent.ticks.plain import plain
 from batch_agent.ticks.runtime import AgentRuntime
 

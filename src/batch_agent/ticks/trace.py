@@ -15,8 +15,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
-from batch_agent.ticks.action import Action, ActionSource, Decision
-from batch_agent.ticks.agent import Agent
+from batch_agent.ticks.agent import Action, ActionSource, Agent, Decision
 from batch_agent.ticks.mind import Given
 from batch_agent.ticks.plain import json_of, text_of
 

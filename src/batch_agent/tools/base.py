@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import math
 import os
 import re
 import types
@@ -39,10 +38,11 @@ from typing_extensions import ParamSpec, TypeVar
 from batch_agent.errors import SpecError, ToolError, ToolFailed
 from batch_agent.foreign import describe, message_of
 from batch_agent.messages import ToolSpec
+from batch_agent.option import check_kind, check_positive
 from batch_agent.spec import MCP
 from batch_agent.tools.execution import calls_per_second
-from batch_agent.tools.mcp.address import CONNECT_SECONDS, server_of
-from batch_agent.tools.schema import MAX_TOKENS, Documentation, Function, Signature, is_async, render, signature_of
+from batch_agent.tools.mcp.address import CONNECT_SECONDS, McpServer, server_of
+from batch_agent.tools.schema import MAX_TOKENS, Function, Signature, documentation_of, is_async, render, signature_of
 
 if TYPE_CHECKING:
     from batch_agent.runtimes.base import CommandLineRuntime
@@ -134,28 +134,6 @@ def _text(key: object) -> str:
     return str(key).strip().casefold()
 
 
-class OpenResource(Protocol):
-    """A resource in use by one run."""
-
-    async def ready(self) -> None:
-        """Wait until it can be used, within its own time limit. Raises ToolError."""
-
-    async def close(self) -> None: ...
-
-
-class Resource(Protocol):
-    """A resource that the calls of a tool share within one run, such as a session with a server. Equal resources are
-    opened once.
-
-    The pool opens it for the first call and closes it at the end. The tool's function gets the opened resource as its
-    first argument. Its second argument is a function that reports progress: calling it restarts the timeout.
-    """
-
-    def __hash__(self) -> int: ...
-
-    def open(self, spawn: Spawn, /) -> OpenResource: ...
-
-
 class ToolOptions(TypedDict, total=False):
     """The options of ``Tool.define``, for type checkers."""
 
@@ -198,7 +176,10 @@ class Tool(Generic[P, R_co]):
     cache_key: CacheKey | None = field(default=None, repr=False)
     batching: Batching | None = field(default=None, repr=False)  # one lookup answers many calls
     version: str | None = None  # a change means that results differ, so recorded answers are not used any more
-    resource: Resource | None = field(default=None, repr=False)  # shared by its calls in one run
+    # The calls of a run share one session with this server. The pool opens it for the first call and closes it at the
+    # end. The function gets the session as its first argument, and a function that reports progress as its second:
+    # calling that restarts the timeout.
+    resource: McpServer | None = field(default=None, repr=False)
 
     @property
     def description(self) -> str:
@@ -258,19 +239,18 @@ class Tool(Generic[P, R_co]):
             cache_key: function of the arguments; calls with equal keys are the same call.
             version: change it when the tool's results change; rows recorded with the old version are sent again.
         """
-        _check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
-        _check_positive(int | float, timeout=timeout, ttl=ttl)
-        _check_kind(str, "text", name=name, description=description, version=version)
-        _check_kind(bool, "True or False", cacheable=cacheable)
-        _check_kind(Callable, "a function of the tool's arguments", cache_key=cache_key)
+        check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
+        check_positive(int | float, timeout=timeout, ttl=ttl)
+        check_kind(str, "text", name=name, description=description, version=version)
+        check_kind(bool, "True or False", cacheable=cacheable)
+        check_kind(Callable, "a function of the tool's arguments", cache_key=cache_key)
 
         def make(function: Function) -> Tool:
             known = _name_of(function, name)
-            documentation = Documentation.of(function)
-            signature = signature_of(function, known, documentation.parameters)
-            text = documentation.description if description is None else description
+            documented, parameters = documentation_of(function)
+            signature = signature_of(function, known, parameters)
             return Tool(
-                spec=ToolSpec(known, text, signature.json_schema),
+                spec=ToolSpec(known, documented if description is None else description, signature.json_schema),
                 function=function,
                 signature=signature,
                 name=known,
@@ -322,7 +302,7 @@ class Tool(Generic[P, R_co]):
 
         The other options are those of ``define``, for each call.
         """
-        _check_positive(int, max_batch=max_batch)
+        check_positive(int, max_batch=max_batch)
         function = _batch_function(key_arg, batch_query, connection, batch)
 
         def make(described: Function) -> Tool:
@@ -371,7 +351,7 @@ class Tool(Generic[P, R_co]):
         """
         from batch_agent.tools.mcp.listing import mcp_tools
 
-        _check_positive(int | float, timeout=timeout)
+        check_positive(int | float, timeout=timeout)
         address = server_of(server, headers=headers, env=env, cwd=cwd, connect_timeout=connect_timeout)
         return mcp_tools(address, only, prefix, reads, timeout)
 
@@ -394,7 +374,7 @@ class Tool(Generic[P, R_co]):
         """
         from batch_agent.tools.mcp.listing import mcp_file_tools
 
-        _check_positive(int | float, timeout=timeout)
+        check_positive(int | float, timeout=timeout)
         return mcp_file_tools(Path(path), servers, prefix, reads, timeout)
 
     @staticmethod
@@ -517,18 +497,3 @@ def _effect_of(
     if cache_key is not None and found == "write":
         raise SpecError(f"tool {name}: cache_key needs cacheable=True or effect='read'; every call of a write runs")
     return found
-
-
-def _check_positive(kind: type | types.UnionType, **options: int | float | None) -> None:
-    for option, value in options.items():
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if value is None or (is_number and math.isfinite(value) and value > 0):
-            continue
-        what = "a whole number" if kind is int else "a number"
-        raise SpecError(f"{option} is {value!r}; it must be {what} above 0, or None")
-
-
-def _check_kind(kind: object, what: str, **options: object) -> None:
-    for option, value in options.items():
-        if value is not None and not isinstance(value, cast(type, kind)):
-            raise SpecError(f"{option} is {value!r}; it must be {what}, or None")

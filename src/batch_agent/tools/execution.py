@@ -13,7 +13,7 @@ import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Attachment, Content, content_text, images_of
@@ -345,22 +345,10 @@ class ToolTally:
             self._seen.add(mark)
 
     def statistics(self, name: str) -> ToolStatistics:
-        return ToolStatistics(
-            name=name,
-            calls=self.calls,
-            runs=self.runs,
-            shared=self.shared,
-            cache_hits=self.cache_hits,
-            failures=self.failures,
-            failure_reasons=tuple(self._reasons.most_common()),
-            p50=self.latency.quantile(0.50),
-            p75=self.latency.quantile(0.75),
-            p99=self.latency.quantile(0.99),
-            saveable=self.saveable,
-            prewarmed=self.prewarmed,
-            prewarm_hits=self.prewarm_hits,
-            prewarm_misses=self.prewarm_misses,
-        )
+        counts: dict[str, Any] = {each: count for each, count in vars(self).items() if isinstance(count, int)}
+        p50, p75, p99 = map(self.latency.quantile, (0.50, 0.75, 0.99))
+        reasons = tuple(self._reasons.most_common())
+        return ToolStatistics(name, failure_reasons=reasons, p50=p50, p75=p75, p99=p99, **counts)
 
 
 Source = Literal["run", "shared", "cache"]

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from batch_agent.backends.base import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
@@ -33,8 +33,6 @@ from batch_agent.tools.base import (
     Answers,
     Batching,
     Keys,
-    OpenResource,
-    Resource,
     Spawn,
     Tool,
     ask_all,
@@ -55,8 +53,12 @@ from batch_agent.tools.execution import (
     ToolTally,
     Traffic,
 )
+from batch_agent.tools.mcp.address import McpServer
 from batch_agent.tools.schema import MAX_TOKENS, Arguments, cut_tokens, render_result
 from batch_agent.tools.threads import THREADS, Threads
+
+if TYPE_CHECKING:
+    from batch_agent.tools.mcp.connection import McpConnection
 
 T = TypeVar("T")
 Work = Callable[[], object]
@@ -177,14 +179,14 @@ class ToolPool:
         self._prewarm_max_age = prewarm_max_age
         self.once = once
         self._now = asyncio.get_running_loop().time
-        self._written: set[Resource | None] = set()  # resources that a tool can write
+        self._written: set[McpServer | None] = set()  # resources that a tool can write
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
         self._executions: dict[Key, Execution] = {}
         self._tasks: dict[asyncio.Task[None], Execution] = {}
         self._threads = Threads()
-        self._opened: dict[Resource, OpenResource] = {}
-        self._writes: Counter[Resource] = Counter()  # counts starts and ends; earlier reads are stale
+        self._opened: dict[McpServer, McpConnection] = {}
+        self._writes: Counter[McpServer] = Counter()  # counts starts and ends; earlier reads are stale
         self._state: dict[str, Any] = {}  # shared by the tools of this run
         self.models: ModelAccess | None = None
         self._closed = False

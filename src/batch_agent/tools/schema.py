@@ -136,34 +136,31 @@ class Signature:
         return f"{name}: there is no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
 
     def _explain(self, what: str, problems: typing.Sequence[str] = ()) -> str:
-        expected = ", ".join(
-            f"{p.name} ({_type_name(self.json_schema, p.name)}{'' if p.required else ', optional'})"
+        expected = f"Expected: {self._expected()}"
+        return "\n".join([f"{what}:" if problems else what, *(f"- {p}" for p in problems), expected])
+
+    def _expected(self) -> str:
+        shown = typing.cast(Mapping[str, Mapping[str, typing.Any]], self.json_schema["properties"])
+        return ", ".join(
+            f"{p.name} ({_type_name(shown[p.name])}{'' if p.required else ', optional'})"
             for p in self.parameters.values()
         )
-        return "\n".join([f"{what}:" if problems else what, *(f"- {p}" for p in problems), f"Expected: {expected}"])
 
 
-@dataclass(frozen=True, slots=True)
-class Documentation:
-    """The parts of a docstring: the description without its sections, and the description of each parameter."""
+def documentation_of(function: Function) -> tuple[str, Mapping[str, str]]:
+    """Return the docstring without its sections, and the description of each parameter."""
+    text = inspect.getdoc(_plain_function(function)) or ""
+    if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+        text = inspect.getdoc(type(function)) or ""
+    import docstring_parser  # here, because a run without tools does not need it
 
-    description: str
-    parameters: Mapping[str, str]
-
-    @classmethod
-    def of(cls, function: Function) -> Documentation:
-        text = inspect.getdoc(_plain_function(function)) or ""
-        if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
-            text = inspect.getdoc(type(function)) or ""
-        import docstring_parser  # here, because a run without tools does not need it
-
-        try:
-            parsed = docstring_parser.parse(text)
-        except docstring_parser.ParseError:
-            return cls(text, {})
-        parts = (parsed.short_description, parsed.long_description)
-        described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in parsed.params}
-        return cls("\n\n".join(part for part in parts if part), described)
+    try:
+        parsed = docstring_parser.parse(text)
+    except docstring_parser.ParseError:
+        return text, {}
+    parts = (parsed.short_description, parsed.long_description)
+    described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in parsed.params}
+    return "\n\n".join(part for part in parts if part), described
 
 
 def signature_of(function: Function, name: str, described: Mapping[str, str]) -> Signature:
@@ -298,19 +295,14 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _type_name(schema: JsonObject, name: str) -> str:
+def _type_name(fragment: Mapping[str, typing.Any]) -> str:
     """Return the type of a parameter as a short text, from its JSON schema."""
-    properties = typing.cast(Mapping[str, Mapping[str, typing.Any]], schema["properties"])
-    return _fragment_name(properties[name])
-
-
-def _fragment_name(fragment: Mapping[str, typing.Any]) -> str:
     if "const" in fragment:
         return json.dumps(fragment["const"])
     if "enum" in fragment:
         return " | ".join(json.dumps(value) for value in fragment["enum"])
     if "anyOf" in fragment:
-        return " | ".join(dict.fromkeys(_fragment_name(option) for option in fragment["anyOf"]))
+        return " | ".join(dict.fromkeys(_type_name(option) for option in fragment["anyOf"]))
     if "$ref" in fragment:
         return str(fragment["$ref"]).rpartition("/")[2]
     return str(fragment.get("type", "any"))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import sqlite3
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from batch_agent.blocking import THREADS
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.foreign import describe
 from batch_agent.tools.schema import Function, is_async
@@ -45,27 +45,19 @@ def sql_lookup(query: str, connection: Any, column: str) -> Function:
     _check_threads(connection)
 
     async def look_up_on_loop(keys: Sequence[object]) -> Found:
-        return await _ask_on_loop(query, connection, column, keys)
+        return await _ask(query, connection, column, keys)
 
     def look_up(keys: Sequence[object]) -> Found:
-        try:
-            return _ask(query, connection, column, keys)
-        except Exception:
-            # A database may refuse all queries until a failed transaction is rolled back. SQLite does not, and a
-            # rollback there may lose changes that the user has not committed.
-            if not isinstance(connection, sqlite3.Connection):
-                with suppress(Exception):  # the error of the query is more useful
-                    connection.rollback()
-            raise
+        return _at_once(_ask(query, connection, column, keys))
 
     return look_up_on_loop if _is_async_driver(connection) else look_up
 
 
 def _opening(query: str, opens: Callable[[], Any], column: str) -> Function:
     async def use(opened: Any, keys: Sequence[object]) -> Found:
-        connection = await opened if inspect.isawaitable(opened) else opened
+        connection = await _settled(opened)
         try:
-            return await _ask_on_loop(query, connection, column, keys)
+            return await _ask(query, connection, column, keys)
         finally:
             with suppress(Exception):
                 await _settled(connection.close())
@@ -75,29 +67,14 @@ def _opening(query: str, opens: Callable[[], Any], column: str) -> Function:
 
     def look_up(keys: Sequence[object]) -> Found | Awaitable[Found]:
         connection = opens()
-        if inspect.isawaitable(connection) or _is_async_driver(connection):
-            return use(connection, keys)
-        try:
-            return _ask(query, connection, column, keys)
-        finally:
-            with suppress(Exception):
-                connection.close()
+        waits = inspect.isawaitable(connection) or _is_async_driver(connection)
+        return use(connection, keys) if waits else _at_once(use(connection, keys))
 
     return look_up_on_loop if is_async(opens) else look_up
 
 
-def _ask(query: str, connection: Any, column: str, keys: Sequence[object]) -> Found:
-    text, parameters = bind(query, paramstyle_of(connection), keys)
-    cursor = connection.cursor()
-    try:
-        cursor.execute(text, parameters)
-        return by_key(column, _names(cursor.description), cursor.fetchall())
-    finally:
-        with suppress(Exception):
-            cursor.close()
-
-
-async def _ask_on_loop(query: str, connection: Any, column: str, keys: Sequence[object]) -> Found:
+async def _ask(query: str, connection: Any, column: str, keys: Sequence[object]) -> Found:
+    """Ask a driver of any kind. With one that blocks, this waits for nothing."""
     if _has_fetch(connection):
         text, values = bind(query, "numeric_dollar", keys)
         rows = await connection.fetch(text, *values)
@@ -108,12 +85,26 @@ async def _ask_on_loop(query: str, connection: Any, column: str, keys: Sequence[
         await _settled(cursor.execute(text, parameters))
         return by_key(column, _names(cursor.description), await _settled(cursor.fetchall()))
     except Exception:
-        with suppress(Exception):
-            await connection.rollback()
+        # A database may refuse all queries until a failed transaction is rolled back. SQLite does not, and a rollback
+        # there may lose changes that the user has not committed.
+        if not isinstance(connection, sqlite3.Connection):
+            with suppress(Exception):  # the error of the query is more useful
+                await _settled(connection.rollback())
         raise
     finally:
         with suppress(Exception):
             await _settled(cursor.close())
+
+
+def _at_once(asking: Coroutine[Any, Any, Found]) -> Found:
+    """Return the result of a coroutine that waits for nothing."""
+    try:
+        asking.send(None)
+    except StopIteration as end:
+        found: Found = end.value
+        return found
+    asking.close()
+    raise ToolError("its connection is asynchronous in part: give batch=")
 
 
 def bind(query: str, style: str, keys: Sequence[object]) -> tuple[str, Parameters]:
@@ -176,19 +167,9 @@ def _check_threads(connection: object) -> None:
     error should appear before a run starts."""
     if not isinstance(connection, sqlite3.Connection):
         return
-    refused: list[Exception] = []
-
-    def use() -> None:
-        try:
-            connection.cursor().close()
-        except Exception as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    if refused:
+    refused = THREADS.submit(lambda: connection.cursor().close()).exception()
+    if refused is not None:
         raise SpecError(
-            f"connection cannot be used in a thread of the tool pool ({describe(refused[0])}): give a function that "
+            f"connection cannot be used in a thread of the tool pool ({describe(refused)}): give a function that "
             "opens one, connection=lambda: sqlite3.connect(path), or make it with check_same_thread=False"
         )

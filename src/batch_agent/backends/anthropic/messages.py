@@ -28,8 +28,7 @@ from batch_agent.backends.anthropic.request import (
     thinking_tokens,
 )
 from batch_agent.backends.base import Backend, Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.batch.services import AnthropicJobs
+from batch_agent.backends.batch import AnthropicJobs, JobBackend
 from batch_agent.backends.http.backend import HttpBackend, HttpClient
 from batch_agent.backends.http.wire import Wording, object_of, objects_of, string_of
 from batch_agent.errors import BackendError, SpecError

@@ -156,19 +156,19 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class MessagesView:
-    """Encodes every block once. The last question and its answer are kept apart from what is ``closed``, because they
-    may still get a mark. The user's message is ``open`` until the model has answered. A wire with the same turns and
-    other blocks overrides how a block is written and marked."""
+    """The blocks of the messages; those of the system prompt are encoded once. The last question and its answer are
+    kept apart from what is ``closed``, because they may still get a mark. The user's message is ``open`` until the
+    model has answered. A wire with the same turns and other blocks overrides how a block is written and marked."""
 
     __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
 
     def __init__(self) -> None:
         self.system: list[bytes] = []
         self.size = 0  # bytes of everything except the system prompt
-        self._closed: list[bytes] = []  # complete messages
-        self._asked: list[bytes] = []
-        self._answer: list[bytes] = []
-        self._open: list[bytes] = []
+        self._closed: list[JsonObject] = []  # complete messages
+        self._asked: list[JsonObject] = []
+        self._answer: list[JsonObject] = []
+        self._open: list[JsonObject] = []
         self._results = 0  # number of tool results in the open message; they come first
         self._owed: tuple[str, ...] = ()  # calls without a result
 
@@ -178,6 +178,7 @@ class MessagesView:
 
     @staticmethod
     def marked(blocks: Sequence[bytes]) -> list[bytes]:
+        """Return encoded blocks, the last one with a mark."""
         return [*blocks[:-1], blocks[-1][:-1] + MARK] if blocks else []
 
     def called_tools(self) -> Sequence[bytes]:
@@ -193,11 +194,12 @@ class MessagesView:
 
     def extend(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            blocks = [written(self.written(block)) for block in _blocks(message)]
+            blocks = [self.written(block) for block in _blocks(message)]
+            encoded = list(map(written, blocks))
             if message.role == "system" and not (self._open or self._answer):
-                self.system += blocks
+                self.system += encoded
                 continue
-            self.size += sum(map(len, blocks))
+            self.size += sum(map(len, encoded))
             if message.role == "assistant":
                 self._take_answer(message, blocks)
             elif message.role == "tool":
@@ -209,32 +211,30 @@ class MessagesView:
 
     def messages(self, *, marks_last: bool, marks_end: bool) -> bytes:
         """Return all messages, with a mark at the end and one at the end of the previous request."""
-        whole = [*self._closed, *self._last_exchange(marked=marks_last)]
-        if now := self._said_now():
-            whole.append(_message("user", self.marked(now) if marks_end else now))
-        return b",".join(whole)
+        parts = [written(self._closed)[1:-1]] if self._closed else []
+        last = ("user", self._asked, marks_last), ("assistant", self._answer, False)
+        for role, blocks, marks in (*last, ("user", self._said_now(), marks_end)):
+            if blocks:
+                encoded = list(map(written, blocks))
+                parts.append(_message(role, self.marked(encoded) if marks else encoded))
+        return b",".join(parts)
 
-    def _take_answer(self, message: Message, blocks: list[bytes]) -> None:
+    def _take_answer(self, message: Message, blocks: list[JsonObject]) -> None:
         if not blocks:
             return  # an empty answer is no message: the user's message continues
         if not self._open and self._answer:
             self._answer += blocks
         else:
-            self._closed += self._last_exchange(marked=False)
-            self._asked = self._said_now() or [orjson.dumps(self.written(NO_WORDS))]
+            exchange = (("user", self._asked), ("assistant", self._answer))
+            self._closed += [{"role": role, "content": [*parts]} for role, parts in exchange if parts]
+            self._asked = self._said_now() or [self.written(NO_WORDS)]
             self._answer, self._open, self._results = blocks, [], 0
         self._owed = tuple(fit(call.id) for call in message.tool_calls)
 
-    def _last_exchange(self, *, marked: bool) -> list[bytes]:
-        asked = self.marked(self._asked) if marked else self._asked
-        exchange = (("user", asked), ("assistant", self._answer))
-        return [_message(role, blocks) for role, blocks in exchange if blocks]
-
-    def _said_now(self) -> list[bytes]:
+    def _said_now(self) -> list[JsonObject]:
         """Return the user's message so far. A tool call without a result gets the placeholder that servers require."""
         missing = [_result(call, NO_RESULT) | {"is_error": True} for call in self._owed]
-        answered = [orjson.dumps(self.written(block)) for block in missing]
-        return [*self._open[: self._results], *answered, *self._open[self._results :]]
+        return [*self._open[: self._results], *map(self.written, missing), *self._open[self._results :]]
 
 
 @dataclass(frozen=True, slots=True)

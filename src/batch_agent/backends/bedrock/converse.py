@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, unquote, urlsplit
 
 import orjson
-from botocore.eventstream import EventStreamBuffer, ParserError
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
@@ -32,9 +31,6 @@ from batch_agent.messages import JsonObject, Message, Reply
 if TYPE_CHECKING:
     from botocore.credentials import Credentials, ReadOnlyCredentials
     from yarl import URL
-
-    from batch_agent.backends.http.wire import Naming
-
 
 _STOPS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}
 _COUNTS = {
@@ -64,10 +60,14 @@ class ConverseStream(AnswerStream):
     """Reads frames instead of events."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
+        from botocore.eventstream import EventStreamBuffer
+
         super().__init__(naming, on_tool_call, clock, said)
         self._frames = EventStreamBuffer()
 
     def feed(self, chunk: bytes) -> bool:
+        from botocore.eventstream import ParserError
+
         self._frames.add_data(chunk)
         try:
             for frame in self._frames:
@@ -227,6 +227,9 @@ class Signer:
 class BedrockBackend(HttpBackend[Head]):
     """``model`` is the model in the address, used if no other is named. With a ``token`` requests are not signed."""
 
+    read_whole = staticmethod(read_answer)
+    read_stream = ConverseStream
+
     def __init__(
         self,
         endpoint: str,
@@ -238,7 +241,8 @@ class BedrockBackend(HttpBackend[Head]):
     ) -> None:
         self._signer = None if token else Signer(region)
         http = HttpClient(endpoint, api_key=token, sign=self._signer, wording=_WORDING)
-        native = keeps_schemas(model) if native_schema is None else native_schema
+        # Without a word of the user: the models for which the API is known to enforce schemas.
+        native = _KEEPS_SCHEMAS.search(model) is not None if native_schema is None else native_schema
         able = Capabilities(
             native_schema=native, schema_with_tools=native, images=True, documents=frozenset(MEDIA_TYPES)
         )
@@ -268,16 +272,6 @@ class BedrockBackend(HttpBackend[Head]):
             path = f"/model/{quote(model, safe='')}/{'converse-stream' if streamed else 'converse'}"
             route = self._routes[model, streamed] = self._http.route("POST", path)
         return route
-
-    def read_whole(self, body: bytes, naming: Naming) -> Reply:
-
-        return read_answer(body, naming)
-
-    def read_stream(
-        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
-    ) -> ConverseStream:
-
-        return ConverseStream(naming, on_tool_call, clock, said)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         if self._signer is not None:
@@ -333,11 +327,6 @@ def _need_boto() -> None:
         import botocore  # noqa: F401
     except ModuleNotFoundError:
         raise SpecError("bedrock:// needs the package boto3; install it with: pip install boto3") from None
-
-
-def keeps_schemas(model: str) -> bool:
-    """Return whether the API is known to enforce schemas for the model."""
-    return _KEEPS_SCHEMAS.search(model) is not None
 
 
 class ConverseView(MessagesView):

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -199,7 +198,7 @@ class LocalBackend(Backend):
             except BaseException:  # cancelled: it is not known what of the last requests reached the engine
                 process.kill()
                 raise
-            await in_thread(partial(self._keeper.keep, self._key, engine, self._options.keep))
+            await in_thread(self._keeper.keep, self._key, engine, self._options.keep)
 
     async def _engine(self) -> EngineProcess:
         """Return the running process, ready for requests. Starts it if needed."""
@@ -308,7 +307,8 @@ class LocalBackend(Backend):
             grammar = compile_turn(shape, max_tokens)
             instructions = [describe_tools(shape.tools)] if shape.tools else []
             if shape.schema is not None and grammar.schema_unforced:
-                instructions.append(describe_schema(shape.schema))
+                told = json_text(shape.schema)
+                instructions.append(f"Your answer must be JSON alone, valid against this JSON schema: {told}")
             free = shape.tools and shape.tool_choice in (None, "auto")
             turn = _Turn(
                 grammar=grammar.text,
@@ -416,11 +416,6 @@ def describe_tools(tools: Sequence[ToolSpec]) -> str:
         f'To call one, write {OPEN}{{"name": …, "arguments": …}}{CLOSE}. When you know enough, answer instead.'
     )
     return "\n".join(lines)
-
-
-def describe_schema(schema: JsonObject) -> str:
-    """Return the instruction for an answer whose schema no grammar enforces."""
-    return f"Your answer must be JSON alone, valid against this JSON schema: {json_text(schema)}"
 
 
 def read_call(text: str) -> ToolCall | None:

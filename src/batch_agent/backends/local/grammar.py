@@ -254,7 +254,7 @@ class Grammar:
 
     def add(self, schema: JsonObject) -> str:
         """Return an expression for JSON of ``schema``."""
-        share = self._words // max(open_strings(schema), 1)
+        share = self._words // max(_OpenStrings(schema).visit(schema, ()), 1)
         words = None if share >= UNCOUNTED_WORDS else min(max(share, FEWEST_WORDS), MOST_WORDS)
         return _Schema(self, schema, words, self._items).visit(schema, "#")
 
@@ -344,7 +344,9 @@ class _Schema(SchemaVisitor[str, str]):
         return either(self.visit(b, f"{where}/{word}/{i}") for i, b in enumerate(without_decimal_text(branches)))
 
     def typed(self, node: JsonObject, where: str) -> str:
-        kind = node.pop("type", None) or implied_type(node)
+        kind = node.pop("type", None) or next(
+            (implied for implied in ("object", "array") if node and node.keys() <= KEYWORDS[implied]), None
+        )
         if kind is None:
             if node:
                 raise Inexpressible(f"{where}: {', '.join(sorted(node))} without a type")
@@ -488,10 +490,6 @@ def about(kind: str, said: JsonObject) -> JsonObject:
     return {key: value for key, value in said.items() if key in KEYWORDS.get(kind, ()) or key not in others}
 
 
-def implied_type(said: JsonObject) -> str | None:
-    return next((kind for kind in ("object", "array") if said and said.keys() <= KEYWORDS[kind]), None)
-
-
 def without_decimal_text(branches: Sequence[JsonValue]) -> list[JsonValue]:
     """Drop the string branch of a Decimal (a number, or a string with a pattern): the number is enough."""
     kinds = [branch.get("type") if isinstance(branch, dict) else None for branch in branches]
@@ -542,13 +540,9 @@ def _options(schema: JsonObject) -> frozenset[str] | None:
     return frozenset(map(json_text, listed(schema, "enum"))) if "enum" in schema else None
 
 
-def open_strings(schema: JsonObject) -> int:
-    """Return how many unbounded strings an answer may have, so that they can share the available length."""
-    return _OpenStrings(schema).visit(schema, ())
-
-
 class _OpenStrings(SchemaVisitor[tuple[str, ...], int]):
-    """``where`` holds the references that led to a node."""
+    """Counts the unbounded strings that an answer may have, so that they can share the available length. ``where``
+    holds the references that led to a node."""
 
     def anything(self, node: JsonValue, where: tuple[str, ...]) -> int:
         return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,6 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import (
     JsonObject,
     Message,
-    MessageView,
     Part,
     Reply,
     Sealed,
@@ -428,7 +428,7 @@ class OpenAIServer(HttpBackend[bytes]):
     that accept hints; ``query`` is appended to every path. With ``models`` the server is not asked for its list."""
 
     path: str  # of the wire
-    view: type[MessageView]  # of the wire
+    view: type[JsonView]  # of the wire
 
     def __init__(
         self,
@@ -533,8 +533,7 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
         fields, headers = self.tail_of(request)
-        pieces = request.conversation.view(self.view).pieces
-        return b"".join((head, b",".join(pieces), end_body(fields) if fields else b"]}")), headers
+        return join_body(head, request.conversation.view(self.view), end_body(fields) if fields else b"]}"), headers
 
     def tail_of(self, request: ModelRequest) -> Tail:
         """Return the fields of this request; the user's extra_body overrides them."""
@@ -592,8 +591,27 @@ class OpenAIServer(HttpBackend[bytes]):
         return refusal if said is None else Rejected(f"{said} ({refusal})", status=404)
 
 
-def join_body(head: bytes, view: MessageView, end: bytes = b"]}") -> bytes:
-    return b"".join((head, b",".join(view.pieces), end))
+class JsonView(ABC):
+    """The messages as JSON: ``shared`` is what all agents share, encoded once; ``own`` are the values of the others."""
+
+    __slots__ = ("own", "shared")
+
+    def __init__(self, shared: bytes = b"") -> None:
+        self.shared = shared
+        self.own: list[JsonValue] = []
+
+    @abstractmethod
+    def extend(self, messages: Sequence[Message]) -> None: ...
+
+    def fork(self) -> Self:
+        if self.own:  # once: a conversation with forks is complete
+            self.shared, self.own = join_body(b"", self, b""), []
+        return type(self)(self.shared)
+
+
+def join_body(head: bytes, view: JsonView, end: bytes = b"]}") -> bytes:
+    own = written(view.own)[1:-1]
+    return b"".join((head, view.shared, b"," if own and view.shared else b"", own, end))
 
 
 def end_body(fields: JsonObject) -> bytes:
@@ -635,9 +653,9 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) 
     return written_options(shape, fields, ("messages", "stream"))[:-1] + b',"messages":['
 
 
-def encode_message(message: Message) -> bytes:
+def message_json(message: Message) -> JsonObject:
     content = message.content if isinstance(message.content, str) else content_json(message.content)
-    fields: dict[str, object] = {"role": message.role, "content": content}
+    fields: JsonObject = {"role": message.role, "content": content}
     sealed = NOTHING
     if message.sealed is not None:
         sealed = opened(message.sealed)
@@ -655,29 +673,28 @@ def encode_message(message: Message) -> bytes:
         ]
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
-    return written(fields)
+    return fields
 
 
-class ChatView(MessageView):
+class ChatView(JsonView):
     """A tool result of this wire is text. Its images follow in a user message, after all results of the same answer."""
 
     __slots__ = ()
-    encode = staticmethod(encode_message)
 
     def extend(self, messages: Sequence[Message]) -> None:
         shown: list[Part] = []
         for message in messages:
             if shown and message.role != "tool":
-                self.pieces.append(encode_message(Message("user", tuple(shown))))
+                self.own.append(message_json(Message("user", tuple(shown))))
                 shown = []
             if isinstance(message.content, str):
                 pass
             elif message.role == "tool" and (images := images_of(message.content)):
                 shown += [f"Images from {message.tool_name or 'the tool'}:", *images]
                 message = replace(message, content=content_text(message.content))
-            self.pieces.append(encode_message(message))
+            self.own.append(message_json(message))
         if shown:
-            self.pieces.append(encode_message(Message("user", tuple(shown))))
+            self.own.append(message_json(Message("user", tuple(shown))))
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:

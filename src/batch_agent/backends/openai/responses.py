@@ -10,7 +10,7 @@ BackendError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pydantic import JsonValue
 
@@ -24,10 +24,9 @@ from batch_agent.backends.http.wire import (
     objects_of,
     string_of,
     usage_of,
-    written,
     written_options,
 )
-from batch_agent.backends.openai.chat import OpenAIServer, check_finish, error_in
+from batch_agent.backends.openai.chat import JsonView, OpenAIServer, check_finish, error_in
 from batch_agent.backends.openai.providers import Dialect, reasons
 from batch_agent.errors import SpecError
 from batch_agent.messages import (
@@ -35,7 +34,6 @@ from batch_agent.messages import (
     Document,
     JsonObject,
     Message,
-    MessageView,
     Part,
     Reply,
     Sealed,
@@ -217,17 +215,15 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
     return written_options(shape, fields, ("input", "stream"))[:-1] + b',"input":['
 
 
-def encode_items(message: Message) -> bytes:
-    """Return the items of one message, separated by commas."""
-    return written(_items(message))[1:-1]
-
-
-class ItemView(MessageView):
+class ItemView(JsonView):
     __slots__ = ()
-    encode = staticmethod(encode_items)
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.own += items_of(message)
 
 
-def _items(message: Message) -> list[JsonValue]:
+def items_of(message: Message) -> list[JsonValue]:
     sealed, content = message.sealed, message.content
     if sealed is not None and sealed.wire == WIRE and isinstance(sealed.value, list):
         return sealed.value

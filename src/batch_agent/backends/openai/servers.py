@@ -8,8 +8,7 @@ from urllib.parse import quote, urlsplit
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.batch.jobs import JobBackend
-from batch_agent.backends.batch.services import OpenAIJobs
+from batch_agent.backends.batch import JobBackend, OpenAIJobs
 from batch_agent.backends.openai.chat import OpenAIBackend, OpenAIServer
 from batch_agent.backends.openai.providers import PROVIDERS, Dialect, base_variable, needs_responses
 from batch_agent.backends.openai.responses import ResponsesBackend
@@ -76,13 +75,15 @@ def provider(address: Address) -> Backend:
     own = bool(address.url.netloc)
     address = _placed(address, base_variable(name), found.base_url)
     key = address.key() if found.key is None else _key(address, found.key, name)
-    keeps = {"always": True, "maybe": True, "never": False}[found.schemas]
     return _form(address)(
         address.base_url(found.port if own else None),
         api_key=key,
         headers=address.headers,
         capabilities=_capabilities(
-            address, native_schema=keeps, proven=found.schemas == "always", files=found.files and not own
+            address,
+            native_schema=found.schemas != "never",
+            proven=found.schemas == "always",
+            files=found.files and not own,
         ),
         name=f"{name}://{address.place}",
         dialect=found.dialect,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -159,17 +159,9 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The part of one sequence in a step."""
-
-    sequence: Sequence
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedStep:
     seconds: float
-    shares: tuple[Share, ...]
+    shares: Mapping[Sequence, int]  # tokens of each sequence, in the order of their precedence
 
 
 @dataclass(slots=True)
@@ -250,14 +242,14 @@ class SimulatedEngine:
         shares = self._continue_running(room)
         loaded = 0
         if self.counters.preemptions == preempted:
-            loaded = self._admit(room - sum(share.tokens for share in shares), shares)
+            loaded = self._admit(room - sum(shares.values()), shares)
         if not shares and self._waiting and self.pins.blocks:
             self.pins.clear()  # never in the way of the only request
             loaded = self._admit(room, shares)
         if not shares:
             return None
-        prefill = sum(share.tokens for share in shares if share.sequence.computed < share.sequence.known - 1)
-        decoding = sum(1 for share in shares if share.sequence.computed == share.sequence.known - 1)
+        prefill = sum(tokens for sequence, tokens in shares.items() if sequence.computed < sequence.known - 1)
+        decoding = sum(1 for sequence in shares if sequence.computed == sequence.known - 1)
         seconds = (
             self.model.step_seconds
             + decoding * self.model.sequence_seconds
@@ -265,13 +257,13 @@ class SimulatedEngine:
             + (self.model.prefill_step_seconds if prefill else 0.0)
             + loaded / self.model.offload_tokens_per_second
         )
-        return SimulatedStep(seconds, tuple(shares))
+        return SimulatedStep(seconds, shares)
 
     def complete(self, step: SimulatedStep) -> list[Sequence]:
         """Apply the step's results. Returns the sequences that got a token; finished ones are ``ended``."""
         advanced = []
         self.counters.steps += 1
-        for sequence, tokens in ((share.sequence, share.tokens) for share in step.shares):
+        for sequence, tokens in step.shares.items():
             if sequence.ended:
                 continue
             prompt_left = max(0, sequence.prompt_tokens - sequence.computed)
@@ -297,8 +289,8 @@ class SimulatedEngine:
             held = sum(1 for block in self._prefix(first) if self.pool.blocks[block].ref_cnt)
             self.pins.make_room(needed + self._blocks_for(first.known) - held, whole=True)
 
-    def _continue_running(self, room: int) -> list[Share]:
-        shares: list[Share] = []
+    def _continue_running(self, room: int) -> dict[Sequence, int]:
+        shares: dict[Sequence, int] = {}
         position = 0
         while position < len(self.running) and room > 0:
             sequence = self.running[position]
@@ -308,12 +300,12 @@ class SimulatedEngine:
                 self._preempt(victim)
                 if victim is sequence:
                     return shares
-            shares.append(Share(sequence, tokens))
+            shares[sequence] = tokens
             room -= tokens
             position += 1
         return shares
 
-    def _admit(self, room: int, shares: list[Share]) -> int:
+    def _admit(self, room: int, shares: dict[Sequence, int]) -> int:
         """Start requests of the queue. Returns the tokens that are loaded from the slower memory for them."""
         loaded = 0
         while room > 0 and self._queue and len(self.running) < self.model.max_num_seqs:
@@ -332,7 +324,7 @@ class SimulatedEngine:
             loaded += offloaded * self.model.block_size
             if not self._grow(sequence, tokens):
                 raise InternalError("the simulated engine admitted a request it has no KV blocks for")
-            shares.append(Share(sequence, tokens))
+            shares[sequence] = tokens
             room -= tokens
         return loaded
 

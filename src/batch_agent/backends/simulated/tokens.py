@@ -7,11 +7,11 @@ segment, so that counting is a division and a block is a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from batch_agent.backends.base import text_only
 from batch_agent.backends.http.wire import written
-from batch_agent.messages import Message, MessageView, ToolCall, ToolSpec
+from batch_agent.messages import Message, ToolCall, ToolSpec
 
 TOKEN_BYTES = 4
 END = b"\x03end"  # ends a message; an answer's last token
@@ -39,9 +39,19 @@ def encode_message(message: Message) -> bytes:
     return HEADERS[message.role] + body + END
 
 
-class PromptView(MessageView):
-    __slots__ = ()
-    encode = staticmethod(encode_message)
+class PromptView:
+    """The tokens of each message, as the engine caches them."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Iterable[bytes] = ()) -> None:
+        self.pieces = list(pieces)
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        self.pieces.extend(map(encode_message, messages))
+
+    def fork(self) -> PromptView:
+        return PromptView(self.pieces)
 
 
 def encode_tools(tools: Iterable[ToolSpec]) -> bytes:

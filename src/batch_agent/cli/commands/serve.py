@@ -27,6 +27,7 @@ from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
+from batch_agent.serve import DEFAULT_PORT, ServeOptions
 from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
 from batch_agent.serve.lines import ERRORS, OUTPUT, PART
 from batch_agent.serve.objects import batch_object
@@ -43,8 +44,6 @@ SECONDS = 60.0
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    from batch_agent.serve.server import DEFAULT_PORT
-
     parser.add_argument("--backend", metavar="URL", help="backend of all models that it lists: fleet://hosts.txt, …")
     parser.add_argument(
         "--model", metavar="NAME=URL", action="append", default=[], help="backend of one model; may be repeated"
@@ -100,7 +99,7 @@ def serve_command(options: argparse.Namespace) -> int:
     if options.action is not None:
         return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
-    from batch_agent.serve.server import BatchService, ServeOptions
+    from batch_agent.serve.server import BatchService
 
     config = _config(options.config)
     check_known(config, ("backend", "models", "limits", "keys"), "--config has no table")

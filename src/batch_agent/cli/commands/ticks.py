@@ -61,8 +61,11 @@ def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:
             if name in options:
                 options[name] = file.path.parent / str(options[name])
         runtime = AgentRuntime(**{**file.follow(options), **overrides})
-        for agent in _agents(listed):
-            runtime.register_agent(_agent(file, {**shared, **agent}))
+        for given in _agents(listed):
+            agent = _agent(file, {**shared, **given})
+            if agent.agent_id in runtime.agents:
+                raise SpecError(f"agents: {agent.agent_id!r} is given twice")
+            runtime.register_agent(agent)
     except SpecError as error:
         raise file.error(str(error)) from None
     return runtime
@@ -84,9 +87,6 @@ def _agents(listed: object) -> list[dict[str, Any]]:
         if "agent_id" not in known:
             raise SpecError(f"agents[{place}]: has no agent_id")
         agents.append(known)
-    ids = [agent["agent_id"] for agent in agents]
-    if twice := next((agent_id for agent_id in ids if ids.count(agent_id) > 1), None):
-        raise SpecError(f"agents: {twice!r} is given twice")
     return agents
 
 

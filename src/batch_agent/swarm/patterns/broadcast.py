@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from batch_agent.swarm.options import Response, SwarmOptions
-from batch_agent.swarm.patterns.steps import Steps, collect
+from batch_agent.swarm.patterns.steps import gather_and_collect
 from batch_agent.swarm.pool import AgentPool
 
 
@@ -18,6 +18,4 @@ async def broadcast_and_reduce(
     pool: AgentPool, prompt: str, reduce_prompt: str, reducer_agent_index: int = 0, **options: Unpack[SwarmOptions]
 ) -> Response:
     """Return one agent's answer to ``reduce_prompt``, with all answers in place of ``{responses}``."""
-    steps = Steps(options)
-    responses = await pool.broadcast_prompt(prompt, **steps.options(first=True))
-    return await collect(pool, reducer_agent_index, reduce_prompt, responses, steps)
+    return await gather_and_collect(pool, prompt, pool, reducer_agent_index, reduce_prompt, options)

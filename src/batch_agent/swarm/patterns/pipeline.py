@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from batch_agent.errors import SpecError
 from batch_agent.swarm.aggregators import concat
 from batch_agent.swarm.options import Response, SwarmOptions, whole
-from batch_agent.swarm.patterns.steps import Steps, collect, filled
+from batch_agent.swarm.patterns.steps import Steps, filled, gather_and_collect
 from batch_agent.swarm.pool import AgentPool
 
 
@@ -53,9 +53,7 @@ async def fan_out_fan_in(
 ) -> Response:
     """Return agent 0's answer to ``collect_prompt``; the first ``n_workers`` give ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
-    steps = Steps(options)
-    responses = await workers.broadcast_prompt(prompt, **steps.options(first=True))
-    return await collect(pool, 0, collect_prompt, responses, steps)
+    return await gather_and_collect(workers, prompt, pool, 0, collect_prompt, options)
 
 
 def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[AgentPool]:

@@ -41,16 +41,19 @@ def filled(template: str, **values: object) -> str:
     return pattern.sub(lambda match: str(values[match[1]]), template)
 
 
-async def collect(
-    pool: AgentPool, agent_index: int, template: str, responses: Sequence[Response], steps: Steps
+async def gather_and_collect(
+    workers: AgentPool, prompt: str, pool: AgentPool, agent_index: int, template: str, options: SwarmOptions
 ) -> Response:
-    """Return one answer made from the successful ones, with the token limit for summaries, or a failed response."""
+    """Return one agent's answer to the template, with what each of the workers answered to the prompt in place of
+    ``{responses}``, and with the token limit for summaries. If nothing was answered, the response is a failed one."""
+    steps = Steps(options)
+    responses = await workers.broadcast_prompt(prompt, **steps.options(first=True))
     texts = [response.text for response in responses if response.success]
     if not texts:
         why = responses[0].error if responses else "no agent was asked"
         return Response(False, "", f"all {len(responses)} requests failed, so there is nothing to summarise: {why}")
-    prompt, options = filled(template, responses=BETWEEN.join(texts)), steps.options(last=True)
-    if options.get("dispatch") == "balanced":
-        (response,) = await pool.send_all([prompt], pool.aggregation_tokens, **options)
+    summary, last = filled(template, responses=BETWEEN.join(texts)), steps.options(last=True)
+    if last.get("dispatch") == "balanced":
+        (response,) = await pool.send_all([summary], pool.aggregation_tokens, **last)
         return response
-    return await pool.post(agent_index, prompt, pool.aggregation_tokens, **options)
+    return await pool.post(agent_index, summary, pool.aggregation_tokens, **last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from operator import add
+from operator import add, itemgetter
 from typing import Unpack
 
 from batch_agent.errors import SpecError
@@ -37,10 +37,7 @@ class Reduced(Response):
     levels: list[list[Response]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    response: Response
-    leaves: tuple[int, ...]
+Node = tuple[tuple[int, ...], Response]  # the leaves of an answer, and the answer
 
 
 async def tree_reduce(
@@ -65,65 +62,55 @@ async def tree_reduce(
         leaves = await pool.broadcast_prompt(prompt, **steps.options(first=True))
     else:
         leaves = await pool.send_all([filled(prompt, item=item) for item in items], **steps.options(first=True))
-    tree = _Tree(leaves)
-    while len(tree.nodes) > 1:
-        groups = list(_groups(tree.nodes, fanin, room))
-        if len(groups) == len(tree.nodes):
-            return tree.result(f"no two of {len(groups)} answers fit max_context, {max_context} tokens", keep_levels)
-        alone = [] if room is None else [group for group in groups if len(group) == 1]
-        together = [group for group in groups if group not in alone]
-        own = steps.options(last=len(groups) == 1)
-        responses = await pool.send_all([tree.prompt(reduce_prompt, group) for group in together], **own)
-        tree.grow(together, responses, alone)
-    return tree.result("no answer was left to summarise", keep_levels)
+    levels, lost = [leaves], dict[int, str]()
+    nodes = _kept([(number,) for number in range(len(leaves))], leaves, lost)
+    problem = "no answer was left to summarise"
+    while len(nodes) > 1:
+        groups = list(_groups(nodes, fanin, room))
+        if len(groups) == len(nodes):
+            problem = f"no two of {len(groups)} answers fit max_context, {max_context} tokens"
+            break
+        alone = [] if room is None else [node for group in groups if len(group) == 1 for node in group]
+        together = [group for group in groups if room is None or len(group) > 1]
+        prompts = [
+            filled(reduce_prompt, responses=BETWEEN.join(answer.text for _, answer in group), level=len(levels))
+            for group in together
+        ]
+        responses = await pool.send_all(prompts, **steps.options(last=len(groups) == 1))
+        covered = [tuple(leaf for leaves, _ in group for leaf in leaves) for group in together]
+        nodes = sorted([*alone, *_kept(covered, responses, lost, f"level {len(levels)}: ")], key=itemgetter(0))
+        levels.append(responses)
+    reduced = _reduced(nodes, lost, problem)
+    reduced.coverage = Coverage(len(leaves), nodes[0][0] if reduced.success else (), dict(sorted(lost.items())))
+    usages = [response.usage for level in levels for response in level if response.usage is not None]
+    reduced.usage = reduce(add, usages, Usage()) if usages else None
+    reduced.levels = levels if keep_levels else []
+    return reduced
 
 
-class _Tree:
-    def __init__(self, leaves: Sequence[Response]) -> None:
-        self.levels = [list(leaves)]
-        self.nodes: list[_Node] = []
-        self._lost: dict[int, str] = {}
-        for number, leaf in enumerate(leaves):
-            self._keep(leaf, (number,), "")
-
-    def prompt(self, template: str, group: Sequence[_Node]) -> str:
-        together = BETWEEN.join(node.response.text for node in group)
-        return filled(template, responses=together, level=len(self.levels))
-
-    def grow(
-        self, groups: Sequence[Sequence[_Node]], responses: Sequence[Response], alone: Sequence[Sequence[_Node]]
-    ) -> None:
-        """Build the next level: an answer for each group, and the unchanged ones, in the order of leaves."""
-        where = f"level {len(self.levels)}: "
-        self.levels.append(list(responses))
-        self.nodes = [node for group in alone for node in group]
-        for group, response in zip(groups, responses, strict=True):
-            self._keep(response, tuple(leaf for node in group for leaf in node.leaves), where)
-        self.nodes.sort(key=lambda node: node.leaves)
-
-    def _keep(self, response: Response, leaves: tuple[int, ...], where: str) -> None:
+def _kept(
+    covered: Sequence[tuple[int, ...]], responses: Sequence[Response], lost: dict[int, str], where: str = ""
+) -> list[Node]:
+    """Return the answers that have a text. The leaves of the others are added to ``lost``, with the reason."""
+    nodes = []
+    for leaves, response in zip(covered, responses, strict=True):
         if response.success and response.text.strip():
-            self.nodes.append(_Node(response, leaves))
+            nodes.append((leaves, response))
         else:
             why = "the answer was blank" if response.success else response.error
-            self._lost.update(dict.fromkeys(leaves, f"{where}{why}"))
+            lost.update(dict.fromkeys(leaves, f"{where}{why}"))
+    return nodes
 
-    def result(self, problem: str, keep_levels: bool) -> Reduced:
-        """Return the remaining answer, or a failed one with ``problem``."""
-        included: tuple[int, ...] = ()
-        if len(self.nodes) == 1:
-            last, included = self.nodes[0].response, self.nodes[0].leaves
-            reduced = Reduced(True, last.text, finish_reason=last.finish_reason, parsed=last.parsed)
-            reduced.latency, reduced.attempts = last.latency, last.attempts
-        else:
-            self._lost.update({leaf: problem for node in self.nodes for leaf in node.leaves})
-            why = next(iter(self._lost.values()), problem)
-            reduced = Reduced(False, "", problem if why == problem else f"{problem}: {why}")
-        reduced.coverage = Coverage(len(self.levels[0]), included, dict(sorted(self._lost.items())))
-        usages = [response.usage for level in self.levels for response in level if response.usage is not None]
-        reduced.usage = reduce(add, usages, Usage()) if usages else None
-        reduced.levels = self.levels if keep_levels else []
-        return reduced
+
+def _reduced(nodes: Sequence[Node], lost: dict[int, str], problem: str) -> Reduced:
+    """Return the remaining answer, or a failed one with ``problem``."""
+    if len(nodes) != 1:
+        lost.update({leaf: problem for leaves, _ in nodes for leaf in leaves})
+        why = next(iter(lost.values()), problem)
+        return Reduced(False, "", problem if why == problem else f"{problem}: {why}")
+    _, answer = nodes[0]
+    told = {name: getattr(answer, name) for name in ("finish_reason", "latency", "attempts", "parsed")}
+    return Reduced(True, answer.text, **told)
 
 
 def _room(max_context: int, template: str, pool: AgentPool) -> int:
@@ -135,11 +122,11 @@ def _room(max_context: int, template: str, pool: AgentPool) -> int:
     return room
 
 
-def _groups(nodes: Sequence[_Node], fanin: int, room: int | None) -> Iterator[list[_Node]]:
-    group: list[_Node] = []
+def _groups(nodes: Sequence[Node], fanin: int, room: int | None) -> Iterator[list[Node]]:
+    group: list[Node] = []
     length = 0
     for node in nodes:
-        more = len(node.response.text) + len(BETWEEN)
+        more = len(node[1].text) + len(BETWEEN)
         if group and (len(group) == fanin or (room is not None and length + more > room)):
             yield group
             group, length = [], 0

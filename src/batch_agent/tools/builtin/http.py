@@ -66,7 +66,7 @@ def http_get(*, allow: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> Tool[.
             async with aiohttp.ClientSession(
                 connector=connector, cookie_jar=jar, headers=_HEADERS, timeout=_PATIENCE, auto_decompress=False
             ) as session:
-                return (await _fetch(session, target, policy, max_bytes)).text()
+                return await _fetch(session, target, policy, max_bytes)
         except (aiohttp.ClientError, OSError, ValueError, zlib.error) as error:
             reason = str(error) or type(error).__name__
             raise ToolError(f"{target.host} could not be fetched: {reason}") from None
@@ -74,42 +74,7 @@ def http_get(*, allow: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> Tool[.
     return get
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    url: URL
-    status: int
-    reason: str
-    content_type: str
-    charset: str | None
-    body: bytes
-    cut: bool
-    size: int | None  # of the whole body, if the server reports it
-
-    def text(self) -> str:
-        where = f"{self.url.scheme}://{self.url.host}{self.url.path}"
-        body = self._decoded()
-        if self.status >= 400:
-            said = "" if body is None else body[:_ERROR_CHARACTERS]
-            raise ToolError(f"{where} answered {self.status} {self.reason}\n{said}".rstrip())
-        if body is None:
-            raise ToolError(f"{where} is not text but {self.content_type}, {len(self.body)} bytes or more")
-        if not self.cut:
-            return body
-        end = "bytes, and there are more" if self.size is None else f"of {self.size} bytes"
-        return f"{body}\n[cut: these are the first {len(self.body)} {end}]"
-
-    def _decoded(self) -> str | None:
-        """Return the body as text; None if it is not text."""
-        if self.body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            return self.body.decode("utf-16", errors="replace")
-        try:
-            text = self.body.decode(self.charset or "utf-8-sig", errors="replace")
-        except (LookupError, ValueError):  # an unknown or invalid charset
-            text = self.body.decode(errors="replace")
-        return None if "\0" in text else text
-
-
-async def _fetch(session: aiohttp.ClientSession, url: URL, policy: AddressPolicy, max_bytes: int) -> _Page:
+async def _fetch(session: aiohttp.ClientSession, url: URL, policy: AddressPolicy, max_bytes: int) -> str:
     for _ in range(REDIRECTS + 1):
         policy.check_host(url.raw_host or "")
         async with session.get(url, allow_redirects=False) as response:
@@ -117,18 +82,35 @@ async def _fetch(session: aiohttp.ClientSession, url: URL, policy: AddressPolicy
             if response.status in (301, 302, 303, 307, 308) and location is not None:
                 url = _parse(str(url.join(URL(location))))
                 continue
-            body = await read_body(response, max_bytes + 1)
-            return _Page(
-                url,
-                response.status,
-                response.reason or "",
-                response.content_type,
-                response.charset,
-                body[:max_bytes],
-                cut=len(body) > max_bytes,
-                size=None if "Content-Encoding" in response.headers else response.content_length,
-            )
+            return _text_of(url, response, await read_body(response, max_bytes + 1), max_bytes)
     raise ToolError(f"more than {REDIRECTS} redirects, the last one to {url.host}")
+
+
+def _text_of(url: URL, response: aiohttp.ClientResponse, body: bytes, max_bytes: int) -> str:
+    """Return the text of a page, cut with a note. Raises ToolError for an error status, and for what is not text."""
+    where, text = f"{url.scheme}://{url.host}{url.path}", _decoded(body[:max_bytes], response.charset)
+    if response.status >= 400:
+        said = "" if text is None else text[:_ERROR_CHARACTERS]
+        raise ToolError(f"{where} answered {response.status} {response.reason or ''}\n{said}".rstrip())
+    if text is None:
+        size = min(len(body), max_bytes)
+        raise ToolError(f"{where} is not text but {response.content_type}, {size} bytes or more")
+    if len(body) <= max_bytes:
+        return text
+    whole = None if "Content-Encoding" in response.headers else response.content_length
+    end = "bytes, and there are more" if whole is None else f"of {whole} bytes"
+    return f"{text}\n[cut: these are the first {max_bytes} {end}]"
+
+
+def _decoded(body: bytes, charset: str | None) -> str | None:
+    """Return the body as text; None if it is not text."""
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return body.decode("utf-16", errors="replace")
+    try:
+        text = body.decode(charset or "utf-8-sig", errors="replace")
+    except (LookupError, ValueError):  # an unknown or invalid charset
+        text = body.decode(errors="replace")
+    return None if "\0" in text else text
 
 
 def _parse(text: str) -> URL:

@@ -71,39 +71,29 @@ def server_of(
     connect_timeout: float = CONNECT_SECONDS,
 ) -> McpServer:
     """Return the server of an address. Raises SpecError if it is invalid."""
-    rest = {
-        "headers": _pairs("headers", headers),
-        "environment": _pairs("env", env),
-        "directory": None if cwd is None else os.fspath(cwd),
-        "connect_timeout": connect_timeout,
-    }
+    url, words = "", [*server] if not isinstance(server, str) else []
     if not isinstance(server, str):
-        command = tuple(server)
-        if not command or not all(isinstance(word, str) for word in command):
+        if not words or not all(isinstance(word, str) for word in words):
             raise SpecError(f"an MCP server as a list must be a command and its arguments, all text, not {server!r}")
-        return _checked(McpServer(command=command, **rest))  # type: ignore[arg-type]
-    if server.startswith(("http://", "https://")):
-        return _checked(McpServer(url=server, **rest))  # type: ignore[arg-type]
-    if not server.startswith(STDIO):
+    elif server.startswith(("http://", "https://")):
+        url = server
+    elif server.startswith(STDIO):
+        try:
+            words = shlex.split(server.removeprefix(STDIO))
+        except ValueError as error:
+            raise SpecError(f"{server!r} cannot be split into words: {error}") from None
+        if not words:
+            raise SpecError(f"{server!r} names no command: write stdio:COMMAND ARGUMENTS")
+    else:
         raise SpecError(f"{server!r} is not an MCP server: give {FORMS}")
-    try:
-        words = shlex.split(server.removeprefix(STDIO))
-    except ValueError as error:
-        raise SpecError(f"{server!r} cannot be split into words: {error}") from None
-    if not words:
-        raise SpecError(f"{server!r} names no command: write stdio:COMMAND ARGUMENTS")
-    return _checked(McpServer(command=tuple(words), **rest))  # type: ignore[arg-type]
-
-
-def _checked(server: McpServer) -> McpServer:
-    if server.headers and not server.url:
+    if headers and not url:
         raise SpecError("headers are for MCP servers with a URL; a command takes env")
-    if server.environment and server.url:
+    if env and url:
         raise SpecError("env is for MCP servers that are a command; a URL takes headers")
-    timeout = server.connect_timeout
-    if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
-        raise SpecError(f"connect_timeout is {timeout!r}; it must be a number of seconds above 0")
-    return server
+    if type(connect_timeout) not in (int, float) or not 0 < connect_timeout < float("inf"):
+        raise SpecError(f"connect_timeout is {connect_timeout!r}; it must be a number of seconds above 0")
+    given = _pairs("headers", headers), _pairs("env", env)
+    return McpServer(tuple(words), url, *given, None if cwd is None else os.fspath(cwd), connect_timeout)
 
 
 def read_servers(path: Path, *, env: Mapping[str, str] | None = None) -> dict[str, McpServer]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from batch_agent.blocking import THREADS
 from batch_agent.compiler.schema import no_retrieval
 from batch_agent.errors import BadArguments, SpecError, ToolError
 from batch_agent.messages import Content, JsonObject, ToolSpec
@@ -24,6 +23,7 @@ from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
 from batch_agent.tools.schema import Arguments, Signature
 
 if TYPE_CHECKING:
+    from jsonschema_rs import Validator
     from mcp.types import Tool as ToolOffer
 
     from batch_agent.tools.mcp.connection import McpConnection
@@ -142,18 +142,9 @@ def _listed(server: McpServer) -> list[ToolOffer]:
         async with open_client(server, Stderr()) as client, asyncio.timeout(server.connect_timeout):
             return await offers_of(client)
 
-    outcome: Future[list[ToolOffer]] = Future()
-
-    def drive() -> None:
-        try:
-            outcome.set_result(asyncio.run(listed()))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     # In a thread with its own loop: tools are made in synchronous code, possibly inside a running loop.
-    threading.Thread(target=drive, name="batch-agent mcp", daemon=True).start()
     try:
-        return outcome.result()
+        return THREADS.submit(lambda: asyncio.run(listed())).result()
     except ToolError as error:
         raise SpecError(str(error)) from None
     except TimeoutError:
@@ -162,20 +153,11 @@ def _listed(server: McpServer) -> list[ToolOffer]:
         raise SpecError(f"the MCP server {server.label} does not list its tools: {reason_of(error)}") from None
 
 
-class _Problem(Protocol):
-    message: str
-    instance_path: list[str | int]
-
-
-class _Validator(Protocol):
-    def iter_errors(self, instance: object) -> list[_Problem]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SchemaSignature(Signature):
     """The arguments that a JSON schema allows. They are passed to the tool unchanged."""
 
-    validator: _Validator | None = field(default=None, repr=False)
+    validator: Validator | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, schema: JsonObject) -> SchemaSignature:
@@ -190,7 +172,7 @@ class SchemaSignature(Signature):
             validator = jsonschema_rs.validator_for({**schema}, retriever=no_retrieval)
         except ValueError as error:
             raise SpecError(f"its schema cannot be used: {str(error).splitlines()[0]}") from None
-        return cls({}, True, False, shown, validator=cast("_Validator", validator))
+        return cls({}, True, False, shown, validator=validator)
 
     def parse(self, text: str) -> Arguments:
         raw = self._read(text)
@@ -207,6 +189,5 @@ class SchemaSignature(Signature):
     def identity(self, arguments: Arguments) -> str:
         return json.dumps(arguments.raw, sort_keys=True)
 
-    def _explain(self, what: str, problems: object = ()) -> str:
-        lines = [f"- {problem}" for problem in cast("list[str]", problems)]
-        return "\n".join([f"{what}:" if lines else what, *lines, f"Expected: {json.dumps(self.json_schema)[:2000]}"])
+    def _expected(self) -> str:
+        return json.dumps(self.json_schema)[:2000]

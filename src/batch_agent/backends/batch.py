@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from datetime import datetime
 from hashlib import blake2b
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -32,9 +33,10 @@ from zlib import crc32
 
 import orjson
 
+from batch_agent.backends.anthropic.answer import PAUSED
 from batch_agent.backends.base import Backend, Capabilities, JobLines, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.backend import HttpBackend, HttpClient, Route
-from batch_agent.backends.http.wire import Naming, object_of, objects_of, report_calls
+from batch_agent.backends.http.wire import Naming, mapping, object_of, objects_of, report_calls
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, Rejected, StoreError, Unavailable
 from batch_agent.messages import JsonObject, Reply
@@ -431,8 +433,7 @@ class JobBackend(Backend):
 
     async def _pick_up(self, ledger: JobLedger) -> None:
         """Load recorded waves. A job that may exist is searched when one of its requests is sent again."""
-        for entry in await ledger.read():
-            wave = _recorded(entry)
+        for wave in await ledger.read():
             self._waves.append(wave)
             for own in wave.requests:
                 self._remember(wave, own)
@@ -447,8 +448,7 @@ class JobBackend(Backend):
             if self._readings > came:
                 return
             self._readings += 1
-            for entry in await self._ledger.read(new=True):
-                wave = _recorded(entry)
+            for wave in await self._ledger.read(new=True):
                 self._waves.append(wave)
                 for own, row in wave.rows.items():
                     self._elsewhere.setdefault((_digest_in(own), row), []).append((wave, own))
@@ -479,24 +479,8 @@ def _digest_in(own: str) -> str:
     return own.partition("-")[0]
 
 
-def _recorded(entry: JobEntry) -> Wave:
-    """Return a wave that was sent by another process, or may have been."""
-    rows = {own: entry.rows[own] for own in entry.requests if own in entry.rows}
-    return Wave(entry.wave, entry.job, rows=rows, requests=tuple(entry.requests), tried=True, since=entry.at)
-
-
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-@dataclass(slots=True)
-class JobEntry:
-    wave: str
-    requests: Sequence[str] = ()
-    rows: Mapping[str, str] = field(default_factory=dict)  # request → the row that sent it
-    job: str | None = None
-    at: float | None = None  # when it was about to be sent, Unix time
-    over: bool = False
 
 
 class JobLedger:
@@ -515,11 +499,11 @@ class JobLedger:
         self._lines = lines
         self._known: set[str] = set()  # waves that this ledger returned or wrote
 
-    async def read(self, *, new: bool = False) -> list[JobEntry]:
+    async def read(self, *, new: bool = False) -> list[Wave]:
         """Return the waves with undelivered answers, oldest first; with ``new`` only those that this ledger did not
-        return or write yet."""
-        found = [entry for entry in await in_thread(self._read) if not (new and entry.wave in self._known)]
-        self._known.update(entry.wave for entry in found)
+        return or write yet. Each was sent, or may have been."""
+        found = [wave for wave in await in_thread(self._read) if not (new and wave.name in self._known)]
+        self._known.update(wave.name for wave in found)
         return found
 
     async def intend(self, wave: str, rows: Mapping[str, str]) -> None:
@@ -532,36 +516,37 @@ class JobLedger:
 
     async def job_of(self, wave: str) -> str | None:
         """Return the job of a wave; None if it is not recorded."""
-        return next((entry.job for entry in await in_thread(self._read) if entry.wave == wave), None)
+        return next((entry.job for entry in await in_thread(self._read) if entry.name == wave), None)
 
     async def close(self, left: Mapping[str, Sequence[str]]) -> None:
         """Mark every wave that this ledger knows as over, except these, with their remaining requests."""
 
         def close() -> None:
             lines: list[dict[str, object]] = []
-            for entry in self._read():
-                if entry.wave not in self._known:
+            for wave in self._read():
+                if wave.name not in self._known:
                     continue  # of another worker
-                if entry.wave not in left:
-                    lines.append({"wave": entry.wave, "over": True})
-                elif len(left[entry.wave]) < len(entry.requests):
-                    lines.append({"wave": entry.wave, "requests": [*left[entry.wave]]})
+                if wave.name not in left:
+                    lines.append({"wave": wave.name, "over": True})
+                elif len(left[wave.name]) < len(wave.requests):
+                    lines.append({"wave": wave.name, "requests": [*left[wave.name]]})
             self._append(lines)
 
         await in_thread(close)
 
     async def _note(self, line: dict[str, object]) -> None:
-        await in_thread(lambda: self._append([line]))
+        await in_thread(self._append, [line])
 
-    def _read(self) -> list[JobEntry]:
-        entries: dict[str, JobEntry] = {}
+    def _read(self) -> list[Wave]:
+        waves: dict[str, Wave] = {}
+        over: set[str] = set()
         for number, line in enumerate(self._lines.job_lines(), start=1):
             start, check, sum_of = line.rpartition(CHECK)
             try:
                 if check and sum_of != b"%d}" % crc32(start):
                     raise ValueError("the checksum is wrong")
                 note = orjson.loads(line)
-                entry = entries.setdefault(note["wave"], JobEntry(note["wave"]))
+                wave = waves.setdefault(note["wave"], Wave(note["wave"], tried=True))
             except (ValueError, KeyError, TypeError):
                 if not check and not line.endswith(b"}"):
                     continue  # cut short by a crash
@@ -570,15 +555,156 @@ class JobLedger:
                     "requests could be bought twice. Restore a backup; or delete this line: its requests are then "
                     "sent again"
                 ) from None
-            entry.requests = note.get("requests", entry.requests)
-            if "rows" in note:
-                entry.rows = dict(zip(entry.requests, note["rows"], strict=False))
-            entry.job = note.get("job", entry.job)
-            entry.at = note.get("at", entry.at)
-            entry.over = note.get("over", entry.over)
-        return [entry for entry in entries.values() if not entry.over]
+            wave.requests = tuple(note.get("requests", wave.requests))
+            rows = dict(zip(wave.requests, note["rows"], strict=False)) if "rows" in note else wave.rows
+            wave.rows = {own: rows[own] for own in wave.requests if own in rows}
+            wave.job, wave.since = note.get("job", wave.job), note.get("at", wave.since)
+            if note.get("over"):
+                over.add(wave.name)
+        return [wave for wave in waves.values() if wave.name not in over]
 
     def _append(self, lines: Sequence[dict[str, object]]) -> None:
         if lines:
             plain = [orjson.dumps(line)[:-1] for line in lines]
             self._lines.add_job_lines([b"%s%s%d}" % (line, CHECK, crc32(line)) for line in plain])
+
+
+# The batch APIs of OpenAI and Anthropic. OpenAI's takes a file of requests and gives files of answers and of errors.
+# Anthropic's takes all requests in one HTTP request; its results are lines of JSON.
+
+ENDPOINT = "/v1/chat/completions"
+WAVE = "batch_agent_wave"  # in a job's metadata
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class OpenAIJobs(JobService):
+    most_requests, most_bytes = 50_000, 190_000_000  # of 200 MB, minus room for the fields around a body
+    names_jobs = True
+
+    def __init__(self, http: HttpClient) -> None:
+        super().__init__(http, "/batches")
+        self._files = http.route("POST", "/files")
+
+    async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
+        lines = b"".join(
+            b'{"custom_id":"%b","method":"POST","url":"%b","body":%b}\n' % (own.encode(), ENDPOINT.encode(), body)
+            for own, body in bodies.items()
+        )
+        kind, form = _multipart(lines)
+        file = self.id_of(await self.ask(self._files, form, {"Content-Type": kind}))
+        job: JsonObject = {
+            "input_file_id": file,
+            "endpoint": ENDPOINT,
+            "completion_window": "24h",
+            "metadata": {WAVE: wave},
+        }
+        return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
+
+    async def candidates(self, wave: Wave) -> list[str]:
+        async for job in self.listed("limit=100", "after", wave.since):
+            if mapping(job.get("metadata")).get(WAVE) == wave.name:
+                return [str(job["id"])]
+        return []
+
+    def made_at(self, job: JsonObject) -> float | None:
+        made = job.get("created_at")
+        return float(made) if isinstance(made, int | float) else None
+
+    async def look(self, job: str) -> State:
+        told = self.document(await self.ask(self.http.route("GET", self.path_of(job))))
+        status = told.get("status")
+        places = [str(place) for name in ("output_file_id", "error_file_id") if (place := told.get(name))]
+        if status in OPEN:
+            return State(done=False)
+        if status == "failed":
+            refused = f"{self.batches.faults.where}: job {job} was refused: {self.batches.faults.clean(_why(told))}"
+            return State(True, Rejected(refused, status=400))
+        if not places and status != "completed":  # expired or cancelled before anything was done
+            return State(True, Unavailable(f"{self.batches.faults.where}: job {job} is {status} without any answer"))
+        return State(True, places=places)
+
+    async def answers(self, state: State) -> Mapping[str, Answer]:
+        found: dict[str, Answer] = {}
+        for place in state.places:
+            # Answers take precedence over errors.
+            found = await self.read_lines(f"/files/{quote(place, safe='')}/content") | found
+        return found
+
+    def answer_in(self, row: JsonObject) -> Answer:
+        response = row.get("response")
+        if isinstance(response, dict):
+            status, body = response.get("status_code"), orjson.dumps(response.get("body"))
+            if status == 200 or not isinstance(status, int):
+                return body
+            return self.batches.faults.answered(status, {}, body)
+        error = row.get("error")
+        code = error.get("code") if isinstance(error, dict) else None
+        if code in ("batch_expired", "batch_cancelled"):
+            return Unavailable(f"{self.batches.faults.where}: the job ended before this request finished ({code})")
+        return self.batches.faults.reported(error)
+
+
+def _why(job: JsonObject) -> str:
+    told = objects_of(mapping(job.get("errors")).get("data"))
+    words = [str(error.get("message")) for error in told]
+    return "; ".join(words[:3]) or "no reason given"
+
+
+def _multipart(lines: bytes) -> tuple[str, bytes]:
+    border = secrets.token_hex(16)
+    head = (
+        f'--{border}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="batch.jsonl"\r\n'
+        "Content-Type: application/jsonl\r\n\r\n"
+    )
+    return f"multipart/form-data; boundary={border}", head.encode() + lines + f"\r\n--{border}--\r\n".encode()
+
+
+class AnthropicJobs(JobService):
+    most_requests, most_bytes = 100_000, 245_000_000  # of 256 MB, minus room for the fields around a body
+    names_jobs = False
+
+    def __init__(self, http: HttpClient) -> None:
+        super().__init__(http, "/messages/batches")
+
+    async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
+        requests = b",".join(b'{"custom_id":"%b","params":%b}' % (own.encode(), body) for own, body in bodies.items())
+        return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
+
+    async def candidates(self, wave: Wave) -> list[str]:
+        """Return jobs with as many requests: a job lists their ids only when it has ended."""
+        jobs = self.listed("limit=1000", "after_id", wave.since)
+        return [str(job.get("id")) async for job in jobs if _count(job) in (None, len(wave.requests))]
+
+    def made_at(self, job: JsonObject) -> float | None:
+        made = job.get("created_at")
+        with suppress(ValueError):
+            return datetime.fromisoformat(made).timestamp() if isinstance(made, str) else None
+        return None
+
+    async def look(self, job: str) -> State:
+        told = self.document(await self.ask(self.http.route("GET", self.path_of(job))))
+        return State(told.get("processing_status") == "ended", places=[job])
+
+    async def answers(self, state: State) -> Mapping[str, Answer]:
+        [job] = state.places
+        return await self.read_lines(f"{self.path_of(job)}/results")
+
+    def answer_in(self, row: JsonObject) -> Answer:
+        told = mapping(row.get("result"))
+        kind = told.get("type")
+        message = told.get("message")
+        if kind == "succeeded" and isinstance(message, dict):
+            if message.get("stop_reason") == PAUSED:  # one of the server's own tools takes long
+                return self.batches.faults.bad("the answer was paused, and a batch job cannot continue it")
+            return orjson.dumps(message)
+        if kind in ("expired", "canceled"):
+            where = self.batches.faults.where
+            return Unavailable(f"{where}: the job ended before this request finished ({kind})")
+        return self.batches.faults.reported(told.get("error"))
+
+
+def _count(job: JsonObject) -> int | None:
+    """Return the number of requests in the job; None if not reported."""
+    counts = job.get("request_counts")
+    return sum(n for n in counts.values() if isinstance(n, int)) if isinstance(counts, dict) else None
