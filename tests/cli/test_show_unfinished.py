@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.warm import start
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the stand-ins of command-line agents
 from batch_agent.cli.main import main
+from batch_agent.record.reader import open_run
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 from runtimes.agents import runtime
 
@@ -26,6 +28,11 @@ async def ask(row, ctx):
 def look_up(sku: str) -> str:
     return sku + " is a kettle"
 """
+
+
+def begun(run: Path) -> int:
+    with open_run(run) as reader:
+        return reader.unfinished_count()
 
 
 @pytest.mark.covers("show with inputs of unfinished rows", "local", "processes", "worker=", "runtime")
@@ -66,11 +73,14 @@ async def test_rows_that_were_killed_are_shown_with_their_inputs(
                 await server.wait_requests(2 if shape == "runtime" else 4)
                 while shape == "runtime" and not all((tmp_path / str(number)).exists() for number in range(2)):
                     await asyncio.sleep(0.05)
+                while await asyncio.to_thread(begun, tmp_path / "run") < 2:  # a streamed answer is recorded at its end
+                    await asyncio.sleep(0.05)
         finally:
             run.kill()
             said, _ = await run.communicate()
             for number in range(2) if shape == "runtime" else ():
-                os.kill(int((tmp_path / str(number)).read_text()), signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the guard has ended it
+                    os.kill(int((tmp_path / str(number)).read_text()), signal.SIGKILL)
     assert await asyncio.to_thread(main, ["show", "run", "--unfinished"]) == 0, said
     shown, warned = capsys.readouterr()
     assert [f"row {row}: not done" in shown for row in range(2)] == [True, True], warned

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -20,7 +21,7 @@ from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
-from batch_agent.errors import JobError
+from batch_agent.errors import JobError, StoreError
 from batch_agent.events import JobStarted, TurnFinished
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
@@ -45,7 +46,7 @@ AHEAD = 16  # rows of a list or a file that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
 COUNTED = 1.0  # seconds between two looks at what worker processes have done
-CALLS = 4  # most concurrent calls of the store
+CALLS = 5  # most concurrent calls of the store
 
 
 class Feeder:
@@ -358,7 +359,8 @@ class Feeder:
     async def _keep_counting(self) -> None:
         while True:
             await asyncio.sleep(COUNTED)
-            await self.count_work()
+            with suppress(StoreError):  # it is counted later
+                await self.count_work()
 
     async def count_work(self) -> None:
         """Count what worker processes have done in this session, and the agents that they run now."""
@@ -366,11 +368,12 @@ class Feeder:
             return
         metrics, agents = self._emit.metrics, Counter[str]()
         metrics.elsewhere = await self.run(self.store.worked)
-        table, now = await self.run(self.store.table)
-        for member in table.live(now).values() if self.is_outermost else ():
-            if not member.status.get("feeder"):  # else it is this process
-                agents.update(cast("dict[str, int]", member.status.get("agents") or {}))
-        metrics.agents_elsewhere = agents
+        if self.is_outermost:
+            table, now = await self.run(self.store.table)
+            for member in table.live(now).values():
+                if not member.status.get("feeder"):  # else it is this process
+                    agents.update(cast("dict[str, int]", member.status.get("agents") or {}))
+            metrics.agents_elsewhere = agents
 
     async def _notice_workers(self) -> None:
         """Say how to start a worker while a run that needs one has none."""

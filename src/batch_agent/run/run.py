@@ -27,6 +27,7 @@ from pydantic import JsonValue
 from batch_agent.agent.agent import InnerWorker
 from batch_agent.agent.fingerprint import fingerprint_of, rows_under
 from batch_agent.agent.prepare import Prepared, choose_model, learn_context
+from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.members import following
@@ -87,7 +88,7 @@ from batch_agent.run.rows import Rows
 from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared, labelled, open_dispatcher, open_spending
 from batch_agent.run.shares import Shares
-from batch_agent.run.sharing import UNLIMITED, Lending, shared_budgets
+from batch_agent.run.sharing import Lending, shared_budgets
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Leases, Over, Worker
@@ -168,7 +169,6 @@ class Run(Generic[T]):
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
         self._cancelled = self._leaving = False
-        self._most_slots = 0  # of all backends, at any time
         self._requests: dict[str, JsonObject] = {}  # what the user asked for that holds from then on: pause, resize
         self._failed_by: BaseException | None = None
 
@@ -215,6 +215,10 @@ class Run(Generic[T]):
                 pass
 
     @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    @property
     def schema(self) -> OutputSchema[object] | None:
         """Schema of the outputs; None for text."""
         return self._prepared.schema
@@ -244,11 +248,8 @@ class Run(Generic[T]):
         statistics, spending = self._metrics.statistics(), self.shared.spending
         if spending.per_second and self._outer is None:  # as the budget counts it
             statistics = replace(statistics, cost=spending.so_far()[1])
-        # Workers in other processes reach their peaks at different times; all together keep to the slots.
-        slots = self.shared.slots
-        self._most_slots = max(self._most_slots, UNLIMITED if slots is None else slots)
         if self._metrics.elsewhere:
-            statistics = replace(statistics, peak_running=min(statistics.peak_running, self._most_slots))
+            statistics = replace(statistics, peak_running=self.shared.at_most_slots(statistics.peak_running))
         prewarm = None if self._workshop is None else self._workshop.prewarm
         return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 

@@ -59,6 +59,7 @@ class Shared:
     lender: Lending | None = None
     paced: bool = False
     _was_overdue: bool = False
+    _most_slots: int = 0
 
     def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""
@@ -79,6 +80,15 @@ class Shared:
         shared = self.lender is not None
         slots = [_all_slots(each) if shared else each.scheduler.slots for each in self.dispatchers.values()]
         return None if None in slots else sum(each for each in slots if each is not None)
+
+    def at_most_slots(self, peak: int) -> int:
+        """Return a sum of the peaks of several processes, at most the slots that the run has had: they reach their
+        peaks at different times, while slots move between them."""
+        slots = self.slots
+        if slots is None:
+            return peak
+        self._most_slots = max(self._most_slots, slots)
+        return min(peak, self._most_slots)
 
     def why(self, ended: Ended) -> str:
         """Return why a run ended in this way, or ""."""
