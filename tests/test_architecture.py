@@ -99,7 +99,6 @@ SAME_NAME = {
     "Cut": "the vocabulary of testing, for users",
     "Exchange": "the vocabulary of testing, for users",
     "Hang": "the vocabulary of testing, for users",
-    "Heard": "what a server understood, and what a model answered; both for authors",
     "Reduced": "the vocabulary of swarm, for users",
     "Say": "the vocabulary of testing, for users",
     "Request": "the vocabulary of testing, for users",

@@ -29,6 +29,7 @@ that raises an error writes its message, which never contains a secret.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Literal, cast
 
@@ -267,6 +268,24 @@ class Interrupted(JobError):
     """The run was stopped before this job finished."""
 
     type = "Interrupted"
+
+
+@contextmanager
+def explained(what: str, kind: type[BatchAgentError] = SpecError) -> Iterator[None]:
+    """Turn an OSError of the block into an error of ours: ``what`` failed, and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror}") from None
+
+
+@contextmanager
+def about(subject: str) -> Iterator[None]:
+    """Put the subject before the message of a SpecError, such as the option that is wrong."""
+    try:
+        yield
+    except SpecError as error:
+        raise type(error)(f"{subject}{error}") from None
 
 
 def error_of(kind: str, message: str, stage: str, retryable: bool) -> JobError:

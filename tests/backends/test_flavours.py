@@ -78,7 +78,7 @@ class TestDynamo(FlavourContract):
 class TestLoggedBackend(ChatContract):
     def backend(self, url: str) -> Backend:
         told: list[JsonObject] = []
-        return LoggedBackend(OpenAIBackend(url), [told.append])
+        return LoggedBackend(OpenAIBackend(url), told.append)
 
 
 @smoke

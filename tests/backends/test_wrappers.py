@@ -67,7 +67,7 @@ def cached(inner: Backend, directory: Path) -> Backend:
 
 
 def logged(inner: Backend, directory: Path) -> Backend:
-    return LoggedBackend(inner, [lambda exchange: None])
+    return LoggedBackend(inner, lambda exchange: None)
 
 
 def forwarding(inner: Backend, directory: Path) -> Backend:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from commandline import batch_agent, started
 
-from batch_agent.cli.commands.fleet_bench import table as bench_table
-from batch_agent.cli.commands.fleet_status import table
+from batch_agent.cli.commands.fleet import bench_table, status_table
 from batch_agent.cli.main import main
 from batch_agent.fleet.bench import Bench, MeasuredAnswer, Measurement
 from batch_agent.fleet.hostfile import parse_hostfile, parse_hosts
@@ -166,7 +165,7 @@ def test_tables_stay_within_the_terminal_and_show_what_servers_say_as_text() -> 
         Look(hosts[0], up=True, models=("m",), told=told, tokens_per_second=12345.6),
         Look(hosts[1], up=False, reason="\x1b[31mred" + "x" * 100),
     ]
-    text = table(looks, 80)
+    text = status_table(looks, 80)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert "12.3k" in text

@@ -17,7 +17,7 @@ from tests.tools.mcp_tools.conftest import command, needs_mcp
 from tests.tools.mcp_tools.test_bad_mcp_servers import BAD_SERVER
 
 from batch_agent.cli.spec.arguments import add_run_arguments
-from batch_agent.cli.spec.recorded import command_of
+from batch_agent.cli.spec.load import command_of
 from batch_agent.testing import CallTools, Request, Say, ToolUse
 from batch_agent.testing.replies import Scripted
 

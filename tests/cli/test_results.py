@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.cli.output.results import FileWriter, StdoutWriter, open_results
+from batch_agent.cli.output.results import ResultWriter, StdoutLines, open_results
 from batch_agent.errors import BatchAgentError, Interrupted, SpecError
 from batch_agent.files.results import result_line
 from batch_agent.job import AgentError, AgentResult
@@ -18,15 +18,15 @@ RESULT: AgentResult[object] = AgentResult(0, "0", "x", True, "y")
 async def test_a_file_keeps_its_old_content_until_the_first_result(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old\n")
-    with pytest.raises(ZeroDivisionError), FileWriter(path):
+    with pytest.raises(ZeroDivisionError), open_results(path):
         1 / 0  # noqa: B018
     assert path.read_text() == "old\n"
-    with FileWriter(path) as writer:
+    with open_results(path) as writer:
         await writer.write(RESULT)
         assert path.read_bytes() == result_line(RESULT)  # on disk at once
         await writer.write(RESULT)
     assert path.read_bytes() == 2 * result_line(RESULT)
-    with FileWriter(path):
+    with open_results(path):
         pass
     assert path.read_bytes() == b""
 
@@ -35,17 +35,17 @@ async def test_a_file_that_cannot_be_written_is_an_error_before_the_run_and_a_fu
     tmp_path: Path,
 ) -> None:
     with pytest.raises(SpecError, match=r"cannot write the results to .*out\.jsonl: No such file or directory"):
-        FileWriter(tmp_path / "gone" / "out.jsonl")
+        open_results(tmp_path / "gone" / "out.jsonl")
     with (
         pytest.raises(BatchAgentError, match="cannot write the results to /dev/full: No space left"),
-        FileWriter(Path("/dev/full")) as writer,
+        open_results(Path("/dev/full")) as writer,
     ):
         await writer.write(RESULT)
 
 
 async def test_standard_output_gets_whole_lines_and_a_reader_that_is_gone_is_noticed() -> None:
     reader, descriptor = os.pipe()
-    with StdoutWriter(descriptor) as writer:
+    with ResultWriter(StdoutLines(descriptor)) as writer:
         await writer.write(RESULT)
         assert os.read(reader, 10_000) == result_line(RESULT)
         os.close(reader)
@@ -226,7 +226,7 @@ async def test_a_full_disk_leaves_whole_lines_only(tmp_path: Path, to_stdout: bo
     path = tmp_path / "out.jsonl"
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("wb"))
-        writer = stack.enter_context(StdoutWriter(file.fileno()) if to_stdout else FileWriter(path))
+        writer = stack.enter_context(ResultWriter(StdoutLines(file.fileno())) if to_stdout else open_results(path))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
         try:

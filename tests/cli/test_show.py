@@ -10,8 +10,8 @@ import pytest
 
 from batch_agent import AgentContext, BatchAgent, Tool
 from batch_agent.agent.prepare import prepare
+from batch_agent.cli.commands.status import spent
 from batch_agent.cli.main import main
-from batch_agent.cli.output.report import spent
 from batch_agent.messages import Usage
 from batch_agent.record.reader import look
 from batch_agent.run.changes import differences

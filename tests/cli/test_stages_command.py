@@ -146,3 +146,26 @@ async def test_a_reduction_that_fails_is_a_failed_line(tmp_path: Path) -> None:
         command = ("run", "spec.yaml", "--backend", server.backend_url, "--run-dir", "here")
         status, out, _ = await batch_agent(tmp_path, *command)
     assert (status, json.loads(out)["error"]["type"]) == (2, "Rejected")
+
+
+async def test_a_pipeline_over_files_counts_the_rows_of_all_stages_and_not_the_files(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "texts" / f"{name}.txt").write_text(name)
+    (tmp_path / "spec.yaml").write_text(
+        '{inputs: texts, stages: [{map: {task: "say {text}"}}, {reduce: {prompt: All}}]}'
+    )
+    async with ScriptedServer(models=["m"]) as server:
+        command = ("run", "spec.yaml", "--backend", server.backend_url, "--no-run-dir", "--json")
+        status, out, err = await batch_agent(tmp_path, *command, "--output", "out.jsonl")
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    assert (rows["total"], rows["done"]) == (None, 3)
+
+
+async def test_a_pipeline_whose_server_is_down_names_its_record(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC.replace('output_schema: "words:Word"', "max_turns: 1"))
+    (tmp_path / "words.py").write_text(MODULE)
+    command = ("run", "spec.yaml", "--backend", "vllm://127.0.0.1:9", "--run-dir", "here", "--set", "max_outage=0.2")
+    status, _, err = await batch_agent(tmp_path, *command)
+    assert status == 4 and "batch-agent resume here" in err, err

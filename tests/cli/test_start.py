@@ -48,3 +48,14 @@ def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[
     assert completed("batch-agent", "run", "--format", "t") == ["tsv", "text"]
     assert completed("batch-agent", "fleet", "") == ["wait", "status", "bench", "proxy"]
     assert completed("batch-agent", "fleet", "wait", "--min") == ["--min-hosts", "--min-fraction"]
+
+
+def test_without_the_package_mcp_only_that_command_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    for name in ("mcp", "mcp_server"):
+        monkeypatch.delitem(sys.modules, f"batch_agent.cli.commands.{name}", raising=False)
+    assert main(["completion", "fish"]) == 0
+    assert main(["mcp"]) == 1
+    assert "batch-agent mcp needs the package mcp" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from tests.tools.mcp_tools.conftest import command
 
 from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext
 from batch_agent.observe.spans import FIRST_ROWS, RowSampler, trace_of
-from batch_agent.observe.telemetry_wanted import is_wanted
+from batch_agent.run.observers import wants_telemetry
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 
 needs_sdk = pytest.mark.skipif(
@@ -225,16 +225,16 @@ assert not [name for name in sys.modules if name.startswith("opentelemetry")], "
 
 def test_telemetry_that_is_asked_for_without_the_sdk_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    assert not is_wanted(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"})
+    assert not wants_telemetry(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"})
     with pytest.raises(SpecError, match=r'pip install "batch-agent\[otel\]"'):
-        is_wanted(True, {})
+        wants_telemetry(True, {})
 
 
 def test_it_is_off_where_the_user_or_the_environment_says_so() -> None:
     there = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
-    assert not is_wanted(False, there)
-    assert not is_wanted(None, {})
-    assert not is_wanted(True, {"OTEL_SDK_DISABLED": "true"})
+    assert not wants_telemetry(False, there)
+    assert not wants_telemetry(None, {})
+    assert not wants_telemetry(True, {"OTEL_SDK_DISABLED": "true"})
 
 
 def kept(sampler: RowSampler, rows: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -108,6 +109,7 @@ T = TypeVar("T")
 Key: TypeAlias = tuple[str, int]  # the digest of a call, and the number of equal ones before it
 ENDED = "the row of this context has ended: it accepts no more requests or calls"
 NO_ARTIFACTS: Mapping[str, Path] = {}
+_content = attrgetter("content")
 
 
 @value_type
@@ -130,23 +132,25 @@ class Work:
     ``worker`` is the user's; None for the tool loop and built-in workers. ``conversation`` is the row's own: the shared
     messages, the task, and later messages."""
 
+    worker: UserWorker | None = None
+    text = ""
+    repaired = truncated = False
+    failure: JobError | StoreError | None = None
+    ticket: Ticket | None = None  # a slot that was already requested
+    asking: ModelRequest | None = None  # the latest request in flight
+    latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
+    # The latest answer of the tool loop, and the digest of its request, until it is recorded.
+    answered: tuple[Reply, str] | None = None
+    past_turn: PastTurn | None = None  # the latest recorded answer of the tool loop
+    _closed = False
+
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker | UserWorker) -> None:
         self.job, self.r, self.trail = job, resources, trail
-        self.worker: UserWorker | None = None
         self.tally = Tally(resources.emit.metrics.agent(resources.run, job.index))
         self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
-        self.text = ""
-        self.repaired = self.truncated = False
-        self.failure: JobError | StoreError | None = None
-        self.ticket: Ticket | None = None  # a slot that was already requested
-        self.asking: ModelRequest | None = None  # the latest request in flight
-        self.latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
-        # The latest answer of the tool loop, and the digest of its request, until it is recorded.
-        self.answered: tuple[Reply, str] | None = None
         self._loop = resources.dispatcher.slots.loop
         self._clock = clock_of(self._loop)
         self._began = self._clock()
-        self._closed = False
         if callable(worker):
             self._inner = worker
             self.conversation = Conversation((Message("user", content_of(job)),), parent=resources.shared)
@@ -164,9 +168,8 @@ class Work:
         past, user = trail.past, self.worker is not None
         replays = past.worked or past.left is not None or (user and trail.records)
         self.replay = WorkReplay(past, takes_over=user) if replays else None
-        # The recorded answers of the tool loop: those that it has not reached, the next one last, and the latest one.
-        self.turns_ahead: list[PastTurn] = list(reversed(past.turns))
-        self.past_turn: PastTurn | None = None
+        # The recorded answers that the tool loop has not reached, the next one last.
+        self.turns_ahead: list[PastTurn] = list(reversed(past.turns)) if past.turns else []
         if trail.has_past or past.left is not None:
             self._count_past()
 
@@ -670,6 +673,8 @@ class Agent:
 
 def _kept(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the messages for the result. Images become placeholders, because results stay in memory."""
+    if set(map(type, map(_content, messages))) == {str}:  # the usual case
+        return tuple(messages)
     return tuple(
         [
             message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))

@@ -314,6 +314,15 @@ class Dialogue:
     the answer. ``max_turns`` limits the answers without those that were repaired. ``compacts``: the conversation is cut
     if it does not fit. ``mirror`` is a conversation that gets the same new messages."""
 
+    cut = UNCUT
+    turns = 0  # answers
+    _repairs = 0  # answers that were requested again because they were invalid
+    _early: EarlyCalls | None = None
+    _measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
+    _measured_at = 0
+    _answered = False  # since the latest cut
+    _cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
+
     def __init__(
         self,
         work: Work,
@@ -327,28 +336,20 @@ class Dialogue:
     ) -> None:
         self.shapes, self.schema, self.max_turns = shapes, schema, max_turns
         self.said = self.asked = said
-        self.cut = UNCUT
-        self.turns = 0  # answers
         self._work, self._mirror = work, mirror
         self._compactor = work.r.compactor if compacts else None
         self._follows = work.worker is None  # its messages follow from the row, so they are not recorded
         self._fixed = _fixed(said)
-        self._repairs = 0  # answers that were requested again because they were invalid
-        self._early: EarlyCalls | None = None
         # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
         # the first messages.
         self._chain, self._digested = work.trail.key, len(said.messages)
         # Of other requests: the digest of the conversation before each message.
         self._digests: list[bytes] = [] if self._follows else [NO_MESSAGES]
-        self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
-        self._measured_at = 0
-        self._answered = False  # since the latest cut
         # Tool results have images. They are part of ``said`` always, and of ``asked`` unless the model refuses images.
         self._images = not self._follows and any(map(_has_images, said.messages))
         self._hides = self._images and work.r.sees_images is False
         if self._hides:
             self._rebuild()
-        self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
 
     # Asking
 
@@ -628,7 +629,7 @@ class Dialogue:
             self._early = None
 
     def _append(self, message: Message) -> None:
-        self.said.append(message)
+        self.said.messages.append(message)
         if not isinstance(message.content, str) and _has_images(message):
             self._images = True
             self._hides = self._hides or self._work.r.sees_images is False

@@ -75,12 +75,13 @@ COMMANDS: Mapping[str, Command] = {
         "Continue a recorded run. Finished rows are not sent again; failed rows are. Options given here replace the "
         "options that the run was started with.",
         adds="spec.arguments:add_resume_arguments",
+        does="commands.run:resume_command",
     ),
     "retry-failed": Command(
         "retry the failed rows of a run",
         "Retry the failed rows of a recorded run, and finish its unfinished rows.",
         adds="spec.arguments:add_retry_arguments",
-        does="commands.resume:resume_command",
+        does="commands.run:resume_command",
     ),
     "status": Command(
         "show the progress of a run",
@@ -101,6 +102,8 @@ COMMANDS: Mapping[str, Command] = {
     "runs": Command(
         "list recorded runs",
         "List the runs that are recorded in a directory, the latest first.",
+        adds="commands.status:add_runs_arguments",
+        does="commands.status:runs_command",
     ),
     "show": Command(
         "show the conversations of a recorded run",
@@ -119,6 +122,8 @@ COMMANDS: Mapping[str, Command] = {
     "delete": Command(
         "delete a run from Redis",
         "Delete all keys of a run from Redis. A run that a process works on is not deleted.",
+        adds="commands.copy:add_delete_arguments",
+        does="commands.copy:delete_command",
     ),
     "tools": Command(
         "list the tools of a spec and of its MCP servers",

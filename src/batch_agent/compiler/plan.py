@@ -52,9 +52,9 @@ from batch_agent.compiler.system import (
     strip_preamble,
 )
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
-from batch_agent.compiler.tokens import BYTES_PER_TOKEN, ContextRoom, estimate_tokens
+from batch_agent.compiler.tokens import BYTES_PER_TOKEN, estimate_tokens
 from batch_agent.documents.content import DocumentContent
-from batch_agent.errors import InputError, JobError, SpecError
+from batch_agent.errors import InputError, JobError, Oversized, SpecError
 from batch_agent.job import Job, UnreadableRow
 from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
@@ -115,7 +115,7 @@ class Plan:
 
     def fit(self, context: int) -> None:
         """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
-        self.sizing = replace(self.sizing, limit=replace(self.sizing.limit, model_max_context=context))
+        self.sizing = replace(self.sizing, context=context)
 
     @property
     def prefix_tokens(self) -> int:
@@ -132,16 +132,16 @@ class Plan:
         """Return whether an input has a document, which takes time to read."""
         return _has_document(self.spec, value)
 
-    def job(self, index: int, value: object, name: str | None = None) -> Job:
-        """Return one input as a job. ``name`` is its id in an earlier stage, or its own id made unique. Raises
-        InputError or Oversized, which concern only this input; also if ``check_first`` was not called and a field is
-        missing."""
+    def job(self, index: int, value: object, name: str | None = None, *, plain: bool = False) -> Job:
+        """Return one input as a job. ``name`` is its id in an earlier stage, or its own id made unique. ``plain``: it
+        has neither pictures nor a document (``shows``). Raises InputError or Oversized, which concern only this input;
+        also if ``check_first`` was not called and a field is missing."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self.template
         if template is None:
             template = self._template_of(value)
-        value, fields, images = self._seen(value)
+        value, fields, images = (value, fields_of(value), NO_PICTURES) if plain else self._seen(value)
         check_same(self.hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
         if name is None or (own is not None and self.spec.id_column is not None and not name.startswith(f"{own}~")):
@@ -155,7 +155,7 @@ class Plan:
         if self.sizing.fits(tokens):
             return job
         if self.sizing.how == "fail" or not isinstance(template, Template):
-            self.sizing.limit.check(tokens)
+            self.sizing.check(tokens)
             return job
         cut = self.sizing.cut(template.names, _texts(template, fields), tokens)
         if self.sizing.how == "truncate":
@@ -279,13 +279,18 @@ def compile_plan(
     """Compile the spec. ``inject_schema``: the prompt has the schema; ``look`` and ``read`` read files."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
-    _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
+    for name, text in (("system_prompt", spec.system_prompt), ("task", spec.task)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SpecError(f"{name} has text that is not valid Unicode: {error}") from None
     if spec.oversized != "fail" and spec.template != "braces":
         raise SpecError(
             f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
         )
-    limit = ContextRoom(spec.model_max_context, spec.min_response_tokens)
-    sizing = Sizing(spec.oversized, limit, spec.max_tokens, tools=bool(tools))
+    sizing = Sizing(
+        spec.oversized, spec.model_max_context, spec.min_response_tokens, spec.max_tokens, tools=bool(tools)
+    )
 
     template: TaskTemplate | None = None
     unhoisted, head, warning = None, "", None
@@ -428,14 +433,6 @@ def _join(*parts: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _check_unicode(**texts: str) -> None:
-    for name, text in texts.items():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise SpecError(f"{name} has text that is not valid Unicode: {error}") from None
-
-
 def tool_tokens(tool: ToolSpec) -> int:
     return estimate_tokens(tool_text(tool))
 
@@ -485,51 +482,57 @@ what several say; where they contradict each other, the one that read the passag
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The size limit of a row that is made to fit. ``max_tokens`` is the answer's limit, if set."""
+    """What fits the model's ``context``, and what is done with a row that does not. ``least`` tokens are reserved for
+    the answer, ``max_tokens`` is its limit, if set. If the context is unknown, nothing is too long."""
 
     how: How
-    limit: ContextRoom
+    context: int | None
+    least: int
     max_tokens: int | None = None
     tools: bool = False
 
     @property
     def room(self) -> int:
-        """Return the token limit of a request, shared part included."""
-        context, least = self.limit.model_max_context or 0, self.limit.min_response_tokens
-        answer = max(least, min(self.max_tokens or 0, context // 2))
+        """Return the token limit of a request that is made to fit, shared part included."""
+        context = self.context or 0
+        answer = max(self.least, min(self.max_tokens or 0, context // 2))
         return int((context - answer) * (CAREFUL_WITH_TOOLS if self.tools else CAREFUL))
 
     def fits(self, tokens: int) -> bool:
-        return self.limit.room is None or tokens <= self.limit.room
+        return self.context is None or tokens <= self.context - self.least
+
+    def check(self, tokens: int, hint: str = "") -> None:
+        """Raise Oversized for a request that does not fit."""
+        if self.context is not None and not self.fits(tokens):
+            raise Oversized(
+                f"about {tokens:,} tokens of system prompt, tools and message (estimated) do not fit: "
+                f"model_max_context {self.context:,} less min_response_tokens {self.least:,} leaves "
+                f"{self.context - self.least:,}{hint}"
+            )
 
     def cut(self, names: Sequence[str], texts: Mapping[str, str], tokens: int) -> list[dict[str, str]]:
         """Return the texts of the fields for each request that replaces one of ``tokens`` tokens; ``names`` are
         repeated as often as they occur in the task. Raises Oversized if cutting the longest field is not enough."""
         if not names:
-            self.limit.check(tokens)
+            self.check(tokens)
         name = longest(names, texts)
         text, times = texts[name], names.count(name)
         others = tokens - estimate_tokens(text) * times
         most = (self.room - others) // times - MARK_TOKENS
         if most < LEAST_TOKENS:
-            self.limit.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
-        pieces = _headed(text, most) if self.how == "truncate" else _numbered(split(text, most))
-        return [{**texts, name: piece} for piece in pieces]
+            self.check(tokens, f"; cutting {name!r} is not enough, about {others:,} are without it")
+        if self.how == "truncate":
+            kept = head(text, most)
+            left = estimate_tokens(text[len(kept) :])
+            return [{**texts, name: f"{kept.rstrip()}\n[Cut here to fit: about {left:,} tokens more are left out.]"}]
+        pieces = split(text, most)
+        marks = (f"[Part {number} of {len(pieces)}]" for number in range(1, len(pieces) + 1))
+        return [{**texts, name: f"{mark}\n{piece}"} for mark, piece in zip(marks, pieces, strict=True)]
 
 
 def longest(names: Sequence[str], texts: Mapping[str, str]) -> str:
     """Return the field that takes the most room in the task."""
     return max(texts, key=lambda name: estimate_tokens(texts[name]) * names.count(name))
-
-
-def _numbered(pieces: Sequence[str]) -> list[str]:
-    return [f"[Part {number} of {len(pieces)}]\n{piece}" for number, piece in enumerate(pieces, start=1)]
-
-
-def _headed(text: str, most: int) -> list[str]:
-    kept = head(text, most)
-    left = estimate_tokens(text[len(kept) :])
-    return [f"{kept.rstrip()}\n[Cut here to fit: about {left:,} tokens more are left out.]"]
 
 
 # The best border near the end of a piece is a heading, then a blank line, the end of a line, a space; a text without

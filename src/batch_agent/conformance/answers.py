@@ -84,8 +84,8 @@ async def rate_limits(s: Subject) -> Finding:
 
 
 async def plain(s: Subject) -> Finding:
-    heard = await s.hear("Say hello.")
-    return works(f"{heard.seconds:.2f} s") if heard.text.strip() else unclear("the answer is empty")
+    heard, seconds = await s.timed("Say hello.")
+    return works(f"{seconds:.2f} s") if heard.text.strip() else unclear("the answer is empty")
 
 
 async def system_prompt(s: Subject) -> Finding:
@@ -102,8 +102,8 @@ async def usage(s: Subject) -> Finding:
 
 async def token_limit(s: Subject) -> Finding:
     heard = await s.hear(STORY, max_tokens=6)
-    if heard.finish != "length":
-        return missing(f"an answer of 6 tokens ended as {heard.finish}: cut answers are taken for complete ones")
+    if heard.finish_reason != "length":
+        return missing(f"an answer of 6 tokens ended as {heard.finish_reason}: cut answers are taken for complete ones")
     if heard.usage.completion_tokens > 6:
         return missing(f"max_tokens=6 gave {heard.usage.completion_tokens} tokens")
     return works("finish_reason length")
@@ -111,9 +111,9 @@ async def token_limit(s: Subject) -> Finding:
 
 async def ends_by_itself(s: Subject) -> Finding:
     heard = await s.hear("Reply with the single word yes.", max_tokens=256)
-    if heard.finish == "length":
+    if heard.finish_reason == "length":
         return unclear("the model did not end an answer within 256 tokens")
-    return works(f"finish_reason {heard.finish}")
+    return works(f"finish_reason {heard.finish_reason}")
 
 
 async def stop_sequence(s: Subject) -> Finding:
@@ -219,9 +219,9 @@ async def stream_same(s: Subject) -> Finding:
 
 async def stream_limit(s: Subject) -> Finding:
     heard = await s.hear(STORY, streamed=True, max_tokens=6)
-    if heard.finish == "length":
+    if heard.finish_reason == "length":
         return works("finish_reason length")
-    return missing(f"a cut stream ended as {heard.finish}: cut answers are taken for complete ones")
+    return missing(f"a cut stream ended as {heard.finish_reason}: cut answers are taken for complete ones")
 
 
 async def first_token(s: Subject) -> Finding:
@@ -230,7 +230,9 @@ async def first_token(s: Subject) -> Finding:
     heard = await s.hear("Reply with the single word yes.", streamed=True, max_tokens=64)
     if heard.first_token is not None:
         return works(f"{heard.first_token:.3f} s")
-    return unclear("the answer was cut") if heard.finish == "length" else missing("the whole answer comes at once")
+    return (
+        unclear("the answer was cut") if heard.finish_reason == "length" else missing("the whole answer comes at once")
+    )
 
 
 def _choices(event: JsonObject) -> list[JsonValue]:

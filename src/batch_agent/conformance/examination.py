@@ -14,6 +14,7 @@ from batch_agent.conformance import answers, serving, tools
 from batch_agent.conformance.finding import Answered, Finding, Report, missing, not_asked, unclear
 from batch_agent.conformance.subject import NotChat, Subject, Wording, engine_name, identify
 from batch_agent.errors import BackendError, Rejected, SpecError
+from batch_agent.messages import Usage
 
 QUESTION_SECONDS, TOTAL_SECONDS = 60.0, 900.0
 
@@ -94,19 +95,10 @@ CHECKS: Sequence[Check] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The most that an examination may use. Refused requests cost nothing at the usual providers."""
-
-    questions: int
-    prompt_tokens: int
-    answer_tokens: int
-
-
-def estimate(questions: Sequence[Check] = CHECKS) -> Estimate:
-    return Estimate(
-        len(questions), sum(each.prompt_tokens for each in questions), sum(each.answer_tokens for each in questions)
-    )
+def most_usage(questions: Sequence[Check] = CHECKS) -> Usage:
+    """Return the most that an examination may use. Refused requests cost nothing at the usual providers."""
+    answers = sum(each.answer_tokens for each in questions)
+    return Usage(sum(each.prompt_tokens for each in questions), completion_tokens=answers)
 
 
 async def examine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Literal
@@ -47,17 +47,8 @@ class Answered:
     requests: int = 0
 
     def to_json(self) -> JsonObject:
-        finding = self.finding
-        return {
-            "id": self.id,
-            "group": self.group,
-            "question": self.text,
-            "status": finding.status,
-            "note": finding.note,
-            "flag": finding.flag,
-            "seconds": round(self.seconds, 3),
-            "requests": self.requests,
-        }
+        asked: JsonObject = {"id": self.id, "group": self.group, "question": self.text}
+        return {**asked, **asdict(self.finding), "seconds": round(self.seconds, 3), "requests": self.requests}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ async def priority(s: Subject) -> Finding:
 
 async def at_once(s: Subject) -> Finding:
     await s.hear(STORY, max_tokens=32)
-    one = (await s.hear(STORY, max_tokens=32)).seconds
+    _, one = await s.timed(STORY, max_tokens=32)
     began = time.perf_counter()
     await asyncio.gather(*(s.hear(f"{STORY} ({number})", max_tokens=32) for number in range(AT_ONCE)))
     return judge_at_once(one, time.perf_counter() - began, flag(s, "concurrency"))
@@ -108,7 +108,7 @@ def judge_at_once(one: float, together: float, advice: str) -> Finding:
 
 async def abort(s: Subject) -> Finding:
     """A cancelled request must free its slot: otherwise time limits and hedges fill the server."""
-    before = await s.hear(STORY, max_tokens=8)
+    _, before = await s.timed(STORY, max_tokens=8)
     idle = await _running(s)
     begun = asyncio.Event()
     asking = asyncio.create_task(
@@ -123,9 +123,9 @@ async def abort(s: Subject) -> Finding:
     finally:
         await _ended(asking)
     if idle is None or busy is None:
-        after = await s.hear(STORY, max_tokens=8)
-        took = f"the next answer took {after.seconds:.2f} s, {before.seconds:.2f} s before"
-        if after.seconds > before.seconds + FREED_SECONDS:
+        _, after = await s.timed(STORY, max_tokens=8)
+        took = f"the next answer took {after:.2f} s, {before:.2f} s before"
+        if after > before + FREED_SECONDS:
             return missing(f"{took}: a cancelled request keeps its slot")
         why = "it reports no load" if idle is None else "its load did not show the request"
         return unclear(f"{why}; {took}")
@@ -136,11 +136,11 @@ async def abort(s: Subject) -> Finding:
 
 
 async def time_limit(s: Subject) -> Finding:
-    heard = await s.hear("Write a story of 900 words.", max_tokens=32)
+    heard, seconds = await s.timed("Write a story of 900 words.", max_tokens=32)
     tokens = heard.usage.completion_tokens
     if not tokens:
         return unclear("its answers are not counted")
-    pace = tokens / max(heard.seconds, 1e-6)
+    pace = tokens / max(seconds, 1e-6)
     needed = TURN_TOKENS / pace
     note = f"{pace:.0f} tokens a second for one request"
     if needed < TURN_SECONDS:

@@ -19,9 +19,9 @@ from batch_agent.backends.engines.engine import EngineBackend, Sharing, at
 from batch_agent.backends.http.backend import HttpBackend, HttpClient
 from batch_agent.errors import BackendError, SpecError, Truncated
 from batch_agent.http.connection import SSEParser
-from batch_agent.messages import Conversation, JsonObject, Message, Quota, ToolCall, ToolSpec, Usage
+from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolSpec, Usage
 
-Wording = Callable[[str, str], str]
+Wording = Callable[[str, str], str]  # takes the id of a question and its prompt, and returns the prompt to send
 
 FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -71,9 +71,6 @@ FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "ollama": "Ollama", "dynamo": "Dynamo"}
 
-
-"""Takes the id of a question and its prompt, and returns the prompt to send."""
-
 ANSWER_TOKENS = 48  # the limit of most answers
 SENTENCE = "You are a careful clerk who answers in few words and never guesses. "
 WEATHER = ToolSpec(
@@ -94,20 +91,6 @@ CLOCK = ToolSpec(
     "Report the time in a city.",
     {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """An answer of the model. ``finish`` is ``length`` for one that reached the token limit."""
-
-    text: str
-    calls: tuple[ToolCall, ...]
-    usage: Usage
-    finish: str
-    seconds: float
-    first_token: float | None = None
-    reasoning: str = ""
-    quota: Quota | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +141,24 @@ class Subject:
         on_begin: Callable[[], None] | None = None,
         shape: RequestShape | None = None,
         **options: object,
-    ) -> Heard:
-        """Return the model's answer, also one that reached the token limit. Other failures are BackendErrors."""
+    ) -> Reply:
+        """Return the model's answer. One that reached the token limit has the finish reason ``length``; other failures
+        are BackendErrors."""
         request = self.request(prompt, shape or self.shape(**options))
         request.on_begin = on_begin
         listener = on_tool_call or ((lambda call: None) if streamed else None)
         self.requests += 1
-        began = time.perf_counter()
         try:
             reply = await self.backend.infer(request, listener)
         except Truncated as cut:
-            usage, took = cut.usage or Usage(), time.perf_counter() - began
-            self.usage += usage
-            return Heard(cut.text, (), usage, "length", took)
-        took = time.perf_counter() - began
+            reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
         self.usage += reply.usage
-        finish, first = reply.finish_reason, reply.first_token
-        return Heard(reply.text, reply.tool_calls, reply.usage, finish, took, first, reply.reasoning, reply.quota)
+        return reply
+
+    async def timed(self, prompt: str, **options: object) -> tuple[Reply, float]:
+        """Return the answer, and its seconds."""
+        began = time.perf_counter()
+        return await self.hear(prompt, shape=self.shape(**options)), time.perf_counter() - began
 
     def request(self, prompt: str | list[Message], shape: RequestShape) -> ModelRequest:
         messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
@@ -264,13 +248,13 @@ class Subject:
         self.usage += Usage(_count(document, "prompt_tokens"), 0, _count(document, "completion_tokens"))
         return RawAnswer(got, document)
 
-    async def get(self, path: str, *, beside: bool = False) -> bytes | None:
+    async def get(self, path: str) -> bytes | None:
         """Return the body of a page beside the API; None if there is none."""
         if self.client is None:
             return None
         try:
             async with asyncio.timeout(5):
-                return await self.client.send(self.client.route("GET", path, beside=beside))
+                return await self.client.send(self.client.route("GET", path, beside=True))
         except (BackendError, TimeoutError):
             return None
 
@@ -307,15 +291,15 @@ async def identify(subject: Subject) -> None:
     scheme = subject.backend.name.partition("://")[0]
     subject.engine = scheme if scheme in NAMES else ""
     pages = (
-        ("ollama", "/api/version", ("version",)),
-        ("sglang", "/server_info", ("version",)),
-        ("llamacpp", "/props", ("build_info",)),
-        ("vllm", "/version", ("version",)),
+        ("ollama", "/api/version", "version"),
+        ("sglang", "/server_info", "version"),
+        ("llamacpp", "/props", "build_info"),
+        ("vllm", "/version", "version"),
     )
-    for engine, page, path in pages:
+    for engine, page, field in pages:
         if subject.engine not in ("", engine):
             continue
-        told = at(json_object(await subject.get(page, beside=True)), *path)
+        told = json_object(await subject.get(page)).get(field)
         if isinstance(told, str) and told:
             subject.engine, subject.version = engine, told
             return

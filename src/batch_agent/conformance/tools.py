@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jsonschema_rs
 import orjson
@@ -10,13 +11,14 @@ import orjson
 from batch_agent.backends.engines.engine import at
 from batch_agent.conformance.answers import call_pieces
 from batch_agent.conformance.finding import Finding, emulated, missing, not_asked, unclear, works
-from batch_agent.conformance.subject import CLOCK, WEATHER, Heard, RawAnswer, Subject, flag
+from batch_agent.conformance.subject import CLOCK, WEATHER, RawAnswer, Subject, flag
 from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import JsonObject, Message, ToolCall
 
 CALL_TOKENS, SCHEMA_TOKENS = 256, 256
 CALL_AS_TEXT = re.compile(r'<tool_call>|<function|"(name|function)"\s*:\s*"weather"')  # forms of the usual templates
 ASK_WEATHER = "What is the weather in Paris for the next 3 days? Use the tool weather."
+HELLO = "Reply with the single word hello and nothing else."
 ASK_BOTH = "Call the tool weather for Paris for 2 days, and the tool clock for Tokyo, both at once."
 SCHEMA: JsonObject = {
     "type": "object",
@@ -43,22 +45,14 @@ async def tool_auto(s: Subject) -> Finding:
         heard = await s.hear(ASK_WEATHER, tools=(WEATHER,), max_tokens=CALL_TOKENS)
     except Rejected as error:
         return missing(f"refused with {error.status}: {error}", flag(s, "tools"))
-    if heard.calls:
-        return works(heard.calls[0].arguments[:60])
+    if heard.tool_calls:
+        return works(heard.tool_calls[0].arguments[:60])
     if CALL_AS_TEXT.search(heard.text):
         return missing(f"the call came as text, not as a call: {heard.text[:60]!r}", flag(s, "tools"))
     return unclear(f"the model did not call the tool: {heard.text[:60]!r}", flag(s, "tools"))
 
 
-async def tool_required(s: Subject) -> Finding:
-    return await _forced(s, "required")
-
-
-async def tool_named(s: Subject) -> Finding:
-    return await _forced(s, "clock")
-
-
-async def _forced(s: Subject, choice: str) -> Finding:
+async def _forced(s: Subject, *, choice: str) -> Finding:
     try:
         heard = await s.hear(
             "What is the weather in Paris for the next 3 days, and what time is it there?",
@@ -68,18 +62,21 @@ async def _forced(s: Subject, choice: str) -> Finding:
         )
     except Rejected as error:
         return missing(f"refused with {error.status}: {error}", flag(s, "tools"))
-    if not heard.calls:
-        if heard.finish == "length":
+    if not heard.tool_calls:
+        if heard.finish_reason == "length":
             return unclear("the call reached the token limit", flag(s, "whitespace"))
         return missing("the answer has no call: tool_choice is ignored", flag(s, "tools"))
-    if choice != "required" and heard.calls[0].name != choice:
-        return missing(f"the model called {heard.calls[0].name}, not {choice}")
-    return works(f"finish_reason {heard.finish}")
+    if choice != "required" and heard.tool_calls[0].name != choice:
+        return missing(f"the model called {heard.tool_calls[0].name}, not {choice}")
+    return works(f"finish_reason {heard.finish_reason}")
+
+
+tool_required, tool_named = partial(_forced, choice="required"), partial(_forced, choice="clock")
 
 
 async def tool_none(s: Subject) -> Finding:
     heard = await s.hear(ASK_WEATHER, tools=(WEATHER,), tool_choice="none", max_tokens=24)
-    return missing("the model called a tool that was forbidden") if heard.calls else works()
+    return missing("the model called a tool that was forbidden") if heard.tool_calls else works()
 
 
 async def tool_arguments(s: Subject) -> Finding:
@@ -89,9 +86,9 @@ async def tool_arguments(s: Subject) -> Finding:
         tool_choice="weather",
         max_tokens=CALL_TOKENS,
     )
-    if not heard.calls:
+    if not heard.tool_calls:
         return unclear("the model called no tool")
-    written = heard.calls[0].arguments
+    written = heard.tool_calls[0].arguments
     if _fits(written, WEATHER.parameters):
         return works(written[:60])
     return emulated(
@@ -101,20 +98,20 @@ async def tool_arguments(s: Subject) -> Finding:
 
 async def tool_parallel(s: Subject) -> Finding:
     heard = await s.hear(ASK_BOTH, tools=(WEATHER, CLOCK), max_tokens=CALL_TOKENS)
-    if len(heard.calls) >= 2:
-        return works(f"{len(heard.calls)} calls in one answer")
-    return unclear(f"{len(heard.calls)} call in one answer: the model may not know how", flag(s, "tools"))
+    if len(heard.tool_calls) >= 2:
+        return works(f"{len(heard.tool_calls)} calls in one answer")
+    return unclear(f"{len(heard.tool_calls)} call in one answer: the model may not know how", flag(s, "tools"))
 
 
 async def tool_result(s: Subject) -> Finding:
     heard = await s.hear(_talk(("call_a", "weather", "Sunny, 21 degrees.")), tools=(WEATHER,), max_tokens=24)
-    return works() if heard.text or heard.calls else unclear("the answer is empty")
+    return works() if heard.text or heard.tool_calls else unclear("the answer is empty")
 
 
 async def tool_results(s: Subject) -> Finding:
     talk = _talk(("call_a", "weather", "Sunny."), ("call_b", "clock", "It is noon."))
     heard = await s.hear(talk, tools=(WEATHER, CLOCK), max_tokens=24)
-    return works() if heard.text or heard.calls else unclear("the answer is empty")
+    return works() if heard.text or heard.tool_calls else unclear("the answer is empty")
 
 
 def _talk(*results: tuple[str, str, str]) -> list[Message]:
@@ -144,9 +141,9 @@ async def tool_reported(s: Subject) -> Finding:
         tool_choice="weather",
         max_tokens=CALL_TOKENS,
     )
-    if not heard.calls:
+    if not heard.tool_calls:
         return unclear("the model called no tool")
-    return works() if reported == list(heard.calls) else missing("calls were not reported while the answer came")
+    return works() if reported == list(heard.tool_calls) else missing("calls were not reported while the answer came")
 
 
 async def tool_ids(s: Subject) -> Finding:
@@ -178,30 +175,22 @@ async def _raw_call(s: Subject, *, streamed: bool = False) -> RawAnswer:
 # Structured output
 
 
-async def schema(s: Subject) -> Finding:
-    return await _kept(s, "Reply with the single word hello and nothing else.", SCHEMA)
-
-
-async def schema_streamed(s: Subject) -> Finding:
-    return await _kept(s, "Reply with the single word hello and nothing else.", SCHEMA, streamed=True)
-
-
-async def schema_bounds(s: Subject) -> Finding:
-    return await _kept(s, "What is 400 plus 100? Answer with the number.", BOUNDED)
-
-
-async def _kept(s: Subject, prompt: str, wanted: JsonObject, *, streamed: bool = False) -> Finding:
+async def schema(s: Subject, *, streamed: bool = False, bounds: bool = False) -> Finding:
+    prompt, wanted = ("What is 400 plus 100? Answer with the number.", BOUNDED) if bounds else (HELLO, SCHEMA)
     if not s.backend.capabilities.native_schema:
         note = s.backend.capabilities.schema_note or "this backend sends no schema"
         return emulated(f"{note}: the prompt has it, and answers are validated and repaired")
-    heard: Heard = await s.hear(prompt, schema=wanted, max_tokens=SCHEMA_TOKENS, streamed=streamed)
+    heard = await s.hear(prompt, schema=wanted, max_tokens=SCHEMA_TOKENS, streamed=streamed)
     if _fits(heard.text, wanted):
         return works(heard.text[:60])
-    if heard.finish == "length":
+    if heard.finish_reason == "length":
         spaces = sum(map(str.isspace, heard.text))  # a grammar may allow them without limit
         spaced = flag(s, "whitespace") if spaces > len(heard.text) / 4 else ""
         return unclear(f"the answer reached {SCHEMA_TOKENS} tokens: {heard.text.strip()[:40]!r}", spaced)
     return emulated(f"answers are validated and repaired, because the server answered {heard.text[:40]!r}")
+
+
+schema_streamed, schema_bounds = partial(schema, streamed=True), partial(schema, bounds=True)
 
 
 async def schema_with_tools(s: Subject) -> Finding:
@@ -211,12 +200,7 @@ async def schema_with_tools(s: Subject) -> Finding:
     form: JsonObject = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
     instead = "Batch Agent sends them apart: one turn without tools follows if the answer does not fit"
     try:
-        answer = await s.raw(
-            "Reply with the single word hello and nothing else.",
-            {"response_format": form},
-            tools=(WEATHER,),
-            max_tokens=SCHEMA_TOKENS,
-        )
+        answer = await s.raw(HELLO, {"response_format": form}, tools=(WEATHER,), max_tokens=SCHEMA_TOKENS)
     except BackendError as error:
         return emulated(f"refused with {error.status}: {instead}")
     text = str(answer.message().get("content") or "")

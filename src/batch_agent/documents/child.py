@@ -100,10 +100,6 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
-if __name__ == "__main__":
-    main()
-
-
 # A DOCX file does not store its pages. It has the page breaks that the author set, and those that Word wrote when it
 # last laid out the file.
 def word_pages(path: str) -> Iterator[str]:

@@ -24,18 +24,9 @@ def parse_json(chunks: Iterable[bytes], name: str) -> Iterator[Row]:
     text = _Text(chunks, name)
     if text.peek() != "[":
         raise SpecError(f"{name} must hold a list of rows")
-    text.skip()
-    number = 0
-    more = text.peek() != "]"
-    while more:
-        number += 1
-        yield text.item(f"{name} item {number}")
-        more = text.peek() == ","
-        if more:
-            text.skip()
-    if text.peek() != "]":
-        raise text.error("expecting ',' or ']'")
-    text.skip()
+    for number, (value, is_text) in enumerate(text.items(), start=1):
+        where = f"{name} item {number}"
+        yield as_row(value, where) if is_text else UnreadableRow(f"{where} is not UTF-8")
     if text.peek():
         raise text.error("text after the end of the list")
 
@@ -52,17 +43,11 @@ def parse_field(chunks: Iterable[bytes], name: str, field: str) -> Iterator[obje
     text.skip()
     if text.peek() != "[":
         raise SpecError(f"{field}: a list is required")
-    text.skip()
-    more = text.peek() != "]"
-    while more:
-        value, is_text = text.value()
+    for value, is_text in text.items():
         if not is_text:
             raise text.error("not UTF-8")
         yield value
-        more = text.peek() == ","
-        if more:
-            text.skip()
-    for end in ("]", "}", ""):
+    for end in ("}", ""):
         if text.peek() != end:
             raise text.error(f"expecting {end or 'the end'!r}")
         text.skip()
@@ -92,9 +77,18 @@ class _Text:
     def skip(self) -> None:
         self._at += 1
 
-    def item(self, where: str) -> Row:
-        value, is_text = self.value()
-        return as_row(value, where) if is_text else UnreadableRow(f"{where} is not UTF-8")
+    def items(self) -> Iterator[tuple[object, bool]]:
+        """Yield the values of a list, from its opening bracket to its end, each with whether its text is UTF-8."""
+        self.skip()
+        more = self.peek() != "]"
+        while more:
+            yield self.value()
+            more = self.peek() == ","
+            if more:
+                self.skip()
+        if self.peek() != "]":
+            raise self.error("expecting ',' or ']'")
+        self.skip()
 
     def value(self) -> tuple[object, bool]:
         """Return the next value, and whether its text is UTF-8."""

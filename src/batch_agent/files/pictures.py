@@ -43,7 +43,10 @@ def read_image(image: Image, root: Path | None = None, *, confined: bool = False
     if kind is None:
         what = "is empty" if not data else "is not a PNG, JPEG, GIF or WebP"
         raise InputError(f"{where} {what}")
-    return Image.of(data, kind, tokens=_tokens(data, kind), digest=sha256(data).hexdigest())
+    size, tokens = _size(data, kind), IMAGE_TOKENS
+    if size is not None:
+        tokens = min(MOST_TOKENS, max(LEAST_TOKENS, size[0] * size[1] // PIXELS_PER_TOKEN))
+    return Image.of(data, kind, tokens=tokens, digest=sha256(data).hexdigest())
 
 
 def _decoded(url: str) -> bytes:
@@ -54,13 +57,6 @@ def _decoded(url: str) -> bytes:
         return b64decode(body, validate=True)
     except ValueError:
         raise InputError("the image is a data: URL that is not base64") from None
-
-
-def _tokens(data: bytes, kind: str) -> int:
-    size = _size(data, kind)
-    if size is None:
-        return IMAGE_TOKENS
-    return min(MOST_TOKENS, max(LEAST_TOKENS, size[0] * size[1] // PIXELS_PER_TOKEN))
 
 
 def _size(data: bytes, kind: str) -> tuple[int, int] | None:

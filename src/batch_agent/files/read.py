@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, Self, TypeAlias
@@ -26,7 +27,7 @@ import orjson
 
 from batch_agent.documents import DocumentError, format_of_document
 from batch_agent.documents.content import plain_text
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, SpecError, explained
 from batch_agent.files.compression import Codec, extra, format_of
 from batch_agent.files.json_array import parse_json
 from batch_agent.files.rows import BOM, GUESSED, Reading, Row, converted, is_utf8, parse_jsonl, parse_text
@@ -42,28 +43,22 @@ RUN_FILES = {"run.json", "journal.db"}  # a directory with these is a run direct
 PDF_PACKAGES = "pypdfium2 pillow"
 
 
-def open_folder(directory: Path) -> Reading:
-    return _opened(
-        lambda: _files(directory), f"the directory {directory} has no files to read (hidden files are skipped)"
-    )
-
-
-def open_document_file(path: Path) -> Reading:
-    """Return one document as one row."""
-    return _opened(lambda: iter((path,)), "")
-
-
 def open_pattern(pattern: str) -> Reading:
-    """Return the files that match a pattern such as ``papers/**/*.pdf``, in sorted order, without hidden files."""
+    """Return the files that match a pattern such as ``papers/**/*.pdf``, in sorted order, without hidden files. Files
+    that hold many rows are refused: each would become one row."""
+    kind = format_of(Path(pattern))[0]
+    if kind in KNOWN and kind != ".txt":
+        raise SpecError(f"inputs: with a pattern, each file is one row, but {kind} files hold many rows: give one file")
     found = sorted(Path(name) for name in glob.iglob(pattern, recursive=True))  # noqa: PTH207
-    return _opened(lambda: (path for path in found if path.is_file()), f"no file matches {pattern}")
+    return open_files(lambda: (path for path in found if path.is_file()), f"no file matches {pattern}")
 
 
 def is_pattern(text: str) -> bool:
     return glob.has_magic(text)
 
 
-def _opened(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
+def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
+    """Return each file as a row. Raises SpecError with the message ``nothing`` if there is none."""
     total, formats = 0, set[str | None]()
     for path in files():
         total += 1
@@ -82,11 +77,8 @@ def _opened(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    try:
-        with os.scandir(directory) as listing:
-            entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda e: e.name)
-    except OSError as error:
-        raise SpecError(f"cannot read the directory {directory}: {error.strerror}") from None
+    with explained(f"cannot read the directory {directory}"), os.scandir(directory) as listing:
+        entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda e: e.name)
     if {entry.name for entry in entries} >= RUN_FILES:
         return
     for entry in entries:
@@ -111,14 +103,6 @@ def _row(path: Path, *, paged: bool) -> Row:
 
 # A cell may hold a whole document, but an unclosed quote must not read the rest of a large file.
 CELL_CHARACTERS = 2**24
-
-
-def parse_csv(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    return _parse(lines, name, ",")
-
-
-def parse_tsv(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    return _parse(lines, name, "\t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +132,7 @@ def refuse_twice(columns: list[str], name: str) -> None:
         raise SpecError(f"{name} has more than one column {', '.join(sorted(map(repr, twice)))}")
 
 
-def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
+def parse_delimited(lines: Iterable[bytes], name: str, *, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(CELL_CHARACTERS)
     source = _Lines(lines)
     reader = csv.reader(source, delimiter=delimiter)
@@ -249,8 +233,8 @@ _Parser: TypeAlias = Callable[[Iterable[bytes], str], Iterator[Row]]
 LINE_PARSERS: dict[str, _Parser] = {
     ".jsonl": parse_jsonl,
     ".ndjson": parse_jsonl,
-    ".csv": parse_csv,
-    ".tsv": parse_tsv,
+    ".csv": partial(parse_delimited, delimiter=","),
+    ".tsv": partial(parse_delimited, delimiter="\t"),
     ".txt": parse_text,
 }
 KNOWN = (*LINE_PARSERS, ".json", ".parquet")
@@ -280,14 +264,17 @@ def _open(path: Path, asked: str | None) -> Reading:
         status = path.stat()
     except OSError as error:
         if is_pattern(str(path)):
-            return _open_pattern(path)
+            return open_pattern(str(path))
         raise SpecError(f"cannot read the inputs {path}: {error.strerror}") from None
     if stat.S_ISDIR(status.st_mode):
-        return open_dataset(path) if is_dataset(path) else open_folder(path)
+        if (path / STATE).is_file() or (path / DICT).is_file():
+            return open_dataset(path)
+        nothing = f"the directory {path} has no files to read (hidden files are skipped)"
+        return open_files(lambda: _files(path), nothing)
     kind, compression = format_of(path)
     kind = asked or kind
     if asked is None and format_of_document(path) is not None:
-        return open_document_file(path)
+        return open_files(lambda: iter((path,)), "")
     if kind == ".parquet" and not compression:
         return open_parquet(path)
     if kind in SPREADSHEETS:
@@ -304,14 +291,6 @@ def _open(path: Path, asked: str | None) -> Reading:
 
     memory = source.size * (COMPRESSION if compression else 1)
     return Reading(parse(parts, str(path)), source.close, expected, memory)
-
-
-def _open_pattern(pattern: Path) -> Reading:
-    """Open a pattern. A pattern of files of rows is refused: each file would become one row."""
-    kind = format_of(pattern)[0]
-    if kind in KNOWN and kind != ".txt":
-        raise SpecError(f"inputs: with a pattern, each file is one row, but {kind} files hold many rows: give one file")
-    return open_pattern(str(pattern))
 
 
 class LazyRows(Iterator[Row]):
@@ -456,10 +435,6 @@ def open_parquet(path: Path) -> Reading:
     return Reading(rows, file.close, lambda taken: max(total, taken), memory)
 
 
-def is_dataset(directory: Path) -> bool:
-    return (directory / STATE).is_file() or (directory / DICT).is_file()
-
-
 def open_dataset(directory: Path) -> Reading:
     pyarrow = extra("pyarrow", f"reading the dataset {directory}")
     extra("pyarrow.ipc", f"reading the dataset {directory}")
@@ -507,9 +482,8 @@ def _arrow_files(directory: Path) -> list[Path]:
 
 def _described(path: Path) -> dict[str, object]:
     try:
-        value = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+        with explained(f"cannot read {path}"):
+            value = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise SpecError(f"{path} is not JSON: {error.msg}") from None
     if not isinstance(value, dict):

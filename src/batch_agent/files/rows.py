@@ -35,7 +35,12 @@ class Reading:
 def as_row(value: object, where: str) -> Row:
     """Return ``value`` as a row. ``where`` starts the error message if it is not a row."""
     if isinstance(value, dict):
-        return from_batch_line(value, where) if is_batch_line(value) else value
+        if "custom_id" not in value or "body" not in value or not value.keys() <= KEYS:
+            return value
+        try:
+            return _of_batch_line(value)
+        except _Unusable as error:
+            return UnreadableRow(f"{where} is an OpenAI batch line that cannot be used: {error}")
     if isinstance(value, str):
         return value
     kinds = {bool: "true or false", type(None): "null", list: "a list", int: "a number", float: "a number"}
@@ -97,18 +102,7 @@ class _Unusable(Exception):
 
 # Lines of OpenAI's batch files as rows: ``id`` (the custom_id), ``system``, ``prompt`` (the last message, of the user),
 # ``messages`` (all of them) and ``body`` (the other options). The run sends the task of the spec with these fields.
-def is_batch_line(value: Mapping[str, object]) -> bool:
-    return "custom_id" in value and "body" in value and value.keys() <= KEYS
-
-
-def from_batch_line(value: Mapping[str, object], where: str) -> dict[str, object] | UnreadableRow:
-    try:
-        return _row(value)
-    except _Unusable as error:
-        return UnreadableRow(f"{where} is an OpenAI batch line that cannot be used: {error}")
-
-
-def _row(line: Mapping[str, object]) -> dict[str, object]:
+def _of_batch_line(line: Mapping[str, object]) -> dict[str, object]:
     body = line["body"]
     if not isinstance(body, dict):
         raise _Unusable("its body is not an object")

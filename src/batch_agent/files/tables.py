@@ -89,22 +89,17 @@ class Fields:
                 self._note((part,), value)
 
     def columns(self) -> list[Column]:
-        results = [*self._of_outputs(), *OWN]
-        return [*self._of_inputs({column.name for column in results}), *results]
-
-    def _of_inputs(self, taken: set[str]) -> Iterator[Column]:
+        outputs = {path: kinds for path, kinds in self._kinds.items() if path[0] == "output"} or {("output",): set()}
+        results = [*(Column(".".join(path), path, _type(kinds)) for path, kinds in outputs.items()), *OWN]
+        taken, inputs = {column.name for column in results}, []
         for path, kinds in self._kinds.items():
             if path[0] == "input":
                 name = path[-1]
                 while name in taken:
                     name = f"input.{name}"
                 taken.add(name)
-                yield Column(name, path, _type(kinds))
-
-    def _of_outputs(self) -> Iterator[Column]:
-        outputs = {path: kinds for path, kinds in self._kinds.items() if path[0] == "output"}
-        for path, kinds in (outputs or {("output",): set()}).items():
-            yield Column(".".join(path), path, _type(kinds))
+                inputs.append(Column(name, path, _type(kinds)))
+        return [*inputs, *results]
 
     def _note(self, path: _Path, value: object) -> None:
         kinds = self._kinds.setdefault(path, set())

@@ -363,25 +363,22 @@ class Fleet(Backend):
 
     async def models(self) -> list[str]:
         """Return the models of all servers, without servers that take much longer than the first to answer."""
-        answers = await self._ask(self._present)
+        answers = await self.survey()
         if not any(isinstance(answer, list) for answer in answers.values()):
             raise next(answer for answer in answers.values() if isinstance(answer, BackendError))
         self._tell()
         return list(dict.fromkeys(name for answer in answers.values() if isinstance(answer, list) for name in answer))
-
-    async def survey(self) -> dict[str, list[str] | BackendError]:
-        """Returns each server's models, or its error; a server that is much slower than the first is left out."""
-        return await self._ask(self._present)
 
     async def locate(self, model: str) -> None:
         unknown = [server for server in self._present if server.models is None]
         if unknown:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
-                    await self._ask(unknown)
+                    await self.survey(unknown)
             self._tell()
 
-    async def _ask(self, servers: Sequence[FleetServer]) -> dict[str, list[str] | BackendError]:
+    async def survey(self, servers: Sequence[FleetServer] | None = None) -> dict[str, list[str] | BackendError]:
+        """Return each server's models, or its error; a server that is much slower than the first is left out."""
         answers: dict[str, list[str] | BackendError] = {}
 
         async def ask(server: FleetServer) -> None:
@@ -393,7 +390,8 @@ class Fleet(Backend):
                 answers[server.name] = error
 
         self._loop.bind()
-        tasks = {asyncio.get_running_loop().create_task(ask(server)) for server in servers}
+        asked = self._present if servers is None else servers
+        tasks = {asyncio.get_running_loop().create_task(ask(server)) for server in asked}
         try:
             pending = tasks
             while pending and not any(isinstance(answer, list) for answer in answers.values()):
@@ -429,15 +427,12 @@ class Fleet(Backend):
 
     async def load(self, endpoint: str = "") -> Load | None:
         """Return the load of the endpoint, or the sum over all servers. None if it is not reported."""
-        if not endpoint:
-            return await self._whole_load()
-        server = self._servers.get(endpoint)
-        if server is None or not server.backend.capabilities.reports_load:
-            return None
-        await self._enter(server)
-        return await server.backend.load()
-
-    async def _whole_load(self) -> Load | None:
+        if endpoint:
+            server = self._servers.get(endpoint)
+            if server is None or not server.backend.capabilities.reports_load:
+                return None
+            await self._enter(server)
+            return await server.backend.load()
         asked = [server.name for server in self._present if server.backend.capabilities.reports_load]
         answers = await asyncio.gather(*map(self.load, asked), return_exceptions=True)
         for answer in answers:

@@ -80,7 +80,10 @@ class ChatDialect:
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
-            message["tool_calls"] = [_written_call(call) for call in reply.tool_calls]
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in reply.tool_calls
+            ]
         elif not reply.text:
             message["content"] = ""
         finish = FINISHES.get(reply.finish_reason, reply.finish_reason)
@@ -139,9 +142,8 @@ def _message(message: JsonObject, lost: list[str]) -> Message:
 
 def _call(call: JsonObject) -> ToolCall:
     function = mapping_of(call.get("function"), "function")
-    return ToolCall(
-        string(call.get("id"), "id"), string(function.get("name"), "name"), string(function.get("arguments"), "name")
-    )
+    name, arguments = string(function.get("name"), "name"), string(function.get("arguments"), "arguments")
+    return ToolCall(string(call.get("id"), "id"), name, arguments)
 
 
 def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
@@ -174,10 +176,6 @@ def _deltas(message: JsonObject) -> Iterator[JsonObject]:
                 yield {"tool_calls": [{"index": index, **call}]}
         elif name != "role" and value not in (None, "", []):
             yield {name: value}
-
-
-def _written_call(call: ToolCall) -> JsonObject:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _written_usage(usage: Usage) -> JsonObject:

@@ -29,6 +29,7 @@ from batch_agent.gateway.client_request import (
 )
 from batch_agent.messages import Content, JsonObject, Message, Reply, Role, ToolCall, ToolSpec, Usage
 
+STORED = ("previous_response_id", "conversation", "prompt")  # fields that refer to something on a server
 CUT = {"length", "max_tokens", "max_output_tokens"}
 ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text"),
@@ -43,11 +44,34 @@ class ResponsesDialect(ChatDialect):
     wire = "responses"
 
     def read_kind(self, body: JsonObject, model: str) -> RequestKind:
-        lost = stored(body)
-        return RequestKind(read_shape(body, model, lost), lost, custom_tools(body), namespaces(body))
+        lost = [f"{name}, which refers to data stored on a server" for name in STORED if body.get(name) is not None]
+        form = mapping_of(mapping_of(body.get("text"), "text").get("format"), "text.format")
+        schema, name = read_schema(form, form)
+        shape = RequestShape(
+            model=string(body.get("model"), "model") or model,
+            max_tokens=whole(body, "max_output_tokens"),
+            temperature=number(body, "temperature"),
+            top_p=number(body, "top_p"),
+            tools=tuple(_tools(body, lost)),
+            tool_choice=read_choice(body.get("tool_choice")),
+            schema=schema,
+            schema_name=name,
+        )
+        custom = frozenset(name for tool, name in _flat(body) if tool.get("type") == "custom")
+        return RequestKind(shape, lost, custom, _namespaces(body))
 
     def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
-        return read_items(body, lost)
+        said = body.get("input")
+        told: list[JsonObject] = [{"role": "user", "content": said}] if isinstance(said, str) else []
+        items = told or objects(said, "input")
+        if not items:
+            raise BadRequest("input must be a text or a list of at least one item", "input")
+        messages: list[Message] = []
+        if instructions := string(body.get("instructions"), "instructions"):
+            messages.append(Message("system", instructions))
+        for item in items:
+            _add(messages, item, lost)
+        return messages
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
         if (own := own_document(reply, self.wire)) is not None:
@@ -187,26 +211,7 @@ TEXT_TOOL: JsonObject = {  # a tool with text input, as shown to a model that kn
 SERVER_TOOLS = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 
 
-def read_shape(body: JsonObject, model: str, lost: list[str]) -> RequestShape:
-    form = mapping_of(mapping_of(body.get("text"), "text").get("format"), "text.format")
-    schema, name = read_schema(form, form)
-    return RequestShape(
-        model=string(body.get("model"), "model") or model,
-        max_tokens=whole(body, "max_output_tokens"),
-        temperature=number(body, "temperature"),
-        top_p=number(body, "top_p"),
-        tools=tuple(_tools(body, lost)),
-        tool_choice=read_choice(body.get("tool_choice")),
-        schema=schema,
-        schema_name=name,
-    )
-
-
-def custom_tools(body: JsonObject) -> frozenset[str]:
-    return frozenset(name for tool, name in _flat(body) if tool.get("type") == "custom")
-
-
-def namespaces(body: JsonObject) -> dict[str, tuple[str, str]]:
+def _namespaces(body: JsonObject) -> dict[str, tuple[str, str]]:
     """Return namespace and name of tools that have one, by the name shown to the model."""
     spaces = [tool for tool in objects(body.get("tools"), "tools") if tool.get("type") == "namespace"]
     pairs = [
@@ -230,26 +235,6 @@ def _flat(body: JsonObject) -> Iterator[tuple[JsonObject, str]]:
                 yield inner, _qualified(name, string(inner.get("name"), "name"))
         else:
             yield tool, name
-
-
-def stored(body: JsonObject) -> list[str]:
-    """Return the fields that refer to something stored on a server."""
-    names = ("previous_response_id", "conversation", "prompt")
-    return [f"{name}, which refers to data stored on a server" for name in names if body.get(name) is not None]
-
-
-def read_items(body: JsonObject, lost: list[str]) -> list[Message]:
-    said = body.get("input")
-    told: list[JsonObject] = [{"role": "user", "content": said}] if isinstance(said, str) else []
-    items = told or objects(said, "input")
-    if not items:
-        raise BadRequest("input must be a text or a list of at least one item", "input")
-    messages: list[Message] = []
-    if instructions := string(body.get("instructions"), "instructions"):
-        messages.append(Message("system", instructions))
-    for item in items:
-        _add(messages, item, lost)
-    return messages
 
 
 def _add(messages: list[Message], item: JsonObject, lost: list[str]) -> None:

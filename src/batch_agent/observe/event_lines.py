@@ -10,18 +10,16 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic_core import to_json
 
-from batch_agent.errors import SpecError
+from batch_agent.errors import explained
 from batch_agent.events import Event
 
 logger = logging.getLogger("batch_agent")
 
 MOST_WAITING = 100_000  # events; more are dropped while the disk is too slow
-AT_ONCE = 1000  # events in one write
 PATIENCE = 5.0  # seconds that the end of a run waits for the disk
 
 
@@ -35,10 +33,8 @@ class EventLines:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        try:
+        with explained(f"events: cannot write {self._path}"):
             self._file = self._path.open("ab")
-        except OSError as error:
-            raise SpecError(f"events: cannot write {self._path}: {error.strerror}") from None
         self._waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
         self._dropped = 0
         self._writer = threading.Thread(target=self._write_all, name="batch-agent events", daemon=True)
@@ -62,23 +58,9 @@ class EventLines:
     def _write_all(self) -> None:
         with self._file as file:
             try:
-                for lines in self._batches():
-                    file.write(lines)
-                    file.flush()
+                while (event := self._waiting.get()) is not None:
+                    file.write(event_json(event) + b"\n")
+                    if self._waiting.empty():
+                        file.flush()
             except OSError as error:
                 logger.warning("events are no longer written to %s: %s", self._path, error)
-
-    def _batches(self) -> Iterator[bytes]:
-        while (event := self._waiting.get()) is not None:
-            events = [event]
-            while len(events) < AT_ONCE and not self._waiting.empty():
-                following = self._waiting.get()
-                if following is None:
-                    yield _lines(events)
-                    return
-                events.append(following)
-            yield _lines(events)
-
-
-def _lines(events: list[Event]) -> bytes:
-    return b"".join(event_json(event) + b"\n" for event in events)

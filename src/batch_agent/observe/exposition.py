@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, about
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,29 +64,30 @@ class Counter(Values):
 
     kind = "counter"
 
-    def add(self, amount: float = 1.0, *labels: str) -> None:
+    def add(self, amount: float = 1.0, *labels: str) -> Self:
         if labels in self.values:
             self.values[labels] += amount
-            return
-        key = self._key(labels)
-        self.values[key] = self.values.get(key, 0.0) + amount
+        else:
+            key = self._key(labels)
+            self.values[key] = self.values.get(key, 0.0) + amount
+        return self
 
 
 class Gauge(Values):
     kind = "gauge"
 
-    def set(self, value: float, *labels: str) -> None:
+    def set(self, value: float, *labels: str) -> Self:
         self.values[self._key(labels)] = value
+        return self
 
 
 class Histogram(Family):
-    """``bounds`` are the upper bounds of its buckets, in order; the last one, infinity, is implied."""
+    """Seconds. The upper bounds of its buckets are ``SECONDS``, and infinity."""
 
     kind = "histogram"
 
-    def __init__(self, name: str, text: str, labels: Labels = (), bounds: Sequence[float] = SECONDS) -> None:
+    def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
         super().__init__(name, text, labels)
-        self._bounds = tuple(bounds)
         self._series: dict[Labels, list[float]] = {}  # the count of each bucket, then the sum
         if not labels:
             self._series[()] = self._empty()
@@ -95,17 +96,17 @@ class Histogram(Family):
         self.observe_all((value,), *labels)
 
     def observe_all(self, values: Sequence[float], *labels: str) -> None:
-        series, bounds = self._series.get(labels), self._bounds
+        series = self._series.get(labels)
         if series is None:
             if len(self._series) >= MOST_SERIES:
                 labels = (OTHER,) * len(labels)
             series = self._series.setdefault(labels, self._empty())
         for value in values:
-            series[bisect_left(bounds, value)] += 1
+            series[bisect_left(SECONDS, value)] += 1
         series[-1] += sum(values)
 
     def samples(self) -> Iterator[tuple[str, str, float]]:
-        bounds = [_number(bound) for bound in self._bounds] + ["+Inf"]
+        bounds = [*map(_number, SECONDS), "+Inf"]
         for labels, series in self._series.items():
             count = 0.0
             for bound, here in zip(bounds, series, strict=False):
@@ -115,7 +116,7 @@ class Histogram(Family):
             yield "_count", written(self.labels, labels), count
 
     def _empty(self) -> list[float]:
-        return [0.0] * (len(self._bounds) + 2)
+        return [0.0] * (len(SECONDS) + 2)
 
 
 def page(families: Iterable[Family]) -> str:
@@ -166,10 +167,8 @@ async def serve_metrics(place: int | str, page: Callable[[], str]) -> AsyncItera
 
     host, port = read_place(place)
     door = Door(routes({"/metrics": {"GET": metrics}}), _refused, host=host, port=port)
-    try:
+    with about("metrics_port: "):
         await door.__aenter__()
-    except SpecError as error:
-        raise SpecError(f"metrics_port: {error}") from None
     try:
         yield f"{door.url}/metrics"
     finally:

@@ -165,11 +165,16 @@ class RunNumbers(ListSink):
         self._caches[event.run] = event
 
     def page(self) -> str:
-        self._count_tokens()
-        return page([*self._state(), *self._counted()])
-
-    def _counted(self) -> Iterable[Family]:
-        return (value for value in vars(self).values() if isinstance(value, Family))
+        prompt, completion, cached, writes, reasoning = self._usage
+        kinds = {  # they do not overlap
+            "input": prompt - cached - writes,
+            "output": completion - reasoning,
+            "cached": cached,
+            "cache_write": writes,
+            "reasoning": reasoning,
+        }
+        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
+        return page([*self._state(), *(value for value in vars(self).values() if isinstance(value, Family))])
 
     def _state(self) -> list[Family]:
         """Return the current gauges."""
@@ -177,27 +182,27 @@ class RunNumbers(ListSink):
         for name, _ in live.endpoints:
             self.turns.add(0, name)
             self.outages.add(0, name)
-        info = Gauge("batch_agent_run_info", "The run: always 1.", ("version", "backend", "model"))
-        info.set(1, __version__, *self._info)
+        about = ("version", "backend", "model")
         rows = Gauge("batch_agent_rows", "Unfinished rows, by state.", ("state",))
         rows.set(self._started - self._ended, "running")
         known = [total for total in self._expected.values() if total is not None]
         if len(known) == len(self._expected):
             rows.set(max(0, sum(known) - self._started), "waiting")
-        waiting = Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.")
-        waiting.set(live.waiting)
-        families: list[Family] = [info, rows, waiting, *endpoint_gauges(live.endpoints)]
-        families += cache_families(self._caches.values())
+        families: list[Family] = [
+            Gauge("batch_agent_run_info", "The run: always 1.", about).set(1, __version__, *self._info),
+            rows,
+            Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.").set(live.waiting),
+            *endpoint_gauges(live.endpoints),
+            *cache_families(self._caches.values()),
+        ]
         if self._began is not None:
             began = Gauge("batch_agent_run_start_time_seconds", "When the run began, in seconds since 1970.")
-            began.set(self._began)
-            families.append(began)
+            families.append(began.set(self._began))
             if self._cost_per_second:
                 self.cost.values[()] = (time.time() - self._began) * self._cost_per_second
         if live.journal_lag is not None:
             lag = Gauge("batch_agent_journal_lag_seconds", "Age of the oldest record that is not yet on disk.")
-            lag.set(live.journal_lag)
-            families.append(lag)
+            families.append(lag.set(live.journal_lag))
         return families
 
     def _spent(self, usage: Usage, cost: float | None) -> None:
@@ -211,18 +216,6 @@ class RunNumbers(ListSink):
             self._usage[4] += usage.reasoning_tokens
         if cost:
             self.cost.add(cost)
-
-    def _count_tokens(self) -> None:
-        """Count the kinds of tokens, which do not overlap."""
-        prompt, completion, cached, writes, reasoning = self._usage
-        kinds = {
-            "input": prompt - cached - writes,
-            "output": completion - reasoning,
-            "cached": cached,
-            "cache_write": writes,
-            "reasoning": reasoning,
-        }
-        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
 
     def _row_ended(self, event: JobFinished) -> None:
         if event.run == self._own:
@@ -262,21 +255,24 @@ def cache_families(caches: Collection[CacheRead]) -> list[Family]:
     if told:
         usage.set(sum(told) / len(told))
     capacity = Gauge("batch_agent_kv_capacity_tokens", "Tokens that the engines' KV caches hold.")
-    capacity.set(max(each.tokens or 0 for each in caches))
     contexts = Gauge("batch_agent_kv_context_tokens", "Tokens of the contexts of admitted agents.")
-    contexts.set(sum(each.contexts for each in caches))
     held = Gauge("batch_agent_agents_held", "Agents that wait because their contexts do not fit the KV cache.")
-    held.set(sum(each.held for each in caches))
     waited = Counter("batch_agent_agents_held_seconds_total", "Seconds that agents waited so, all together.")
-    waited.add(sum(each.held_seconds for each in caches))
     tokens = Counter("batch_agent_recomputed_tokens_total", "Tokens computed again because they had been evicted.")
-    tokens.add(sum(each.recomputed for each in caches))
     seconds = Counter("batch_agent_recompute_seconds_total", "Seconds of the engines that this took.")
-    seconds.add(sum(each.recompute_seconds for each in caches))
     touches = Counter("batch_agent_kv_touches_total", "Requests that keep contexts in the cache, by kind.", ("kind",))
     touches.add(sum(each.touches for each in caches), "context")
     touches.add(sum(each.kept_alive for each in caches), "prefix")
-    return [usage, capacity, contexts, held, waited, tokens, seconds, touches]
+    return [
+        usage,
+        capacity.set(max(each.tokens or 0 for each in caches)),
+        contexts.set(sum(each.contexts for each in caches)),
+        held.set(sum(each.held for each in caches)),
+        waited.add(sum(each.held_seconds for each in caches)),
+        tokens.add(sum(each.recomputed for each in caches)),
+        seconds.add(sum(each.recompute_seconds for each in caches)),
+        touches,
+    ]
 
 
 def endpoint_gauges(endpoints: Iterable[tuple[str, Endpoint]]) -> list[Family]:

@@ -217,17 +217,14 @@ class _RowMaker:
         self._turns: dict[int, tuple[float, list[Marked]]] = {}  # turns whose first attempt failed
         self._used: set[int] = set()
         for event in told:
-            self._take(event)
-
-    def _take(self, event: Told) -> None:
-        match event:
-            case TurnFinished() | TurnFailed():
-                self._turn_ended(event)
-            case ToolFinished():
-                self._tool_ended(event)
-            case AnswerRejected() if self.spans:
-                mark = Marked("answer rejected", event.at, _exception(event.error_type, event.message))
-                self.spans[-1].marks.append(mark)
+            match event:
+                case TurnFinished() | TurnFailed():
+                    self._turn_ended(event)
+                case ToolFinished():
+                    self._tool_ended(event)
+                case AnswerRejected() if self.spans:
+                    mark = Marked("answer rejected", event.at, _exception(event.error_type, event.message))
+                    self.spans[-1].marks.append(mark)
 
     def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
         began, marks = self._turns.setdefault(event.turn, (event.at - event.seconds, []))

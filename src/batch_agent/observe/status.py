@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.summary import cache_json
+from batch_agent.observe.summary import cache_json, usage_json
 from batch_agent.record.timeline import SAMPLE, Line
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
@@ -36,7 +36,7 @@ def status_json(
     at: float,
     paused: bool,
 ) -> JsonObject:
-    usage, now = statistics.usage, statistics
+    now = statistics
     state = now.ended or ("paused" if paused else "draining" if now.draining else "running")
     return {
         "at": round(at, 3),
@@ -66,12 +66,7 @@ def status_json(
         "turns": now.turns,
         "retries": now.retries,
         "answers_rejected": now.rejected,
-        "tokens": {
-            "prompt": usage.prompt_tokens,
-            "cached": usage.cached_tokens,
-            "completion": usage.completion_tokens,
-            "reasoning": usage.reasoning_tokens,
-        },
+        "tokens": usage_json(now.usage),
         "cost": None if now.cost is None else round(now.cost, 9),
         "budget": {name: value for name in LIMITS if (value := getattr(spec, name)) is not None},
         "cache_hits": now.cache_hits,

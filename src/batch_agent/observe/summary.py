@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from batch_agent.events import CacheRead
-from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Outage, Prewarm, RecentError, RecentResult, Statistics, ToolUse
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
 
@@ -58,7 +58,9 @@ def summary_lines(
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
     if statistics.prewarm is not None:
-        lines += _labelled("prewarm", [_prewarm_line(statistics.prewarm)])
+        begun, used, wasted = statistics.prewarm.begun, statistics.prewarm.hits, statistics.prewarm.wasted
+        words = f"{begun:,} calls begun before they were asked for: {used:,} used, {wasted:,} wasted"
+        lines += _labelled("prewarm", [f"{words}; {statistics.prewarm.misses:,} calls were not foreseen"])
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
     if output:
         lines += _labelled("results", [harmless(output)])
@@ -97,13 +99,7 @@ def summary_json(
         ],
         "inference_seconds": round(statistics.inference_seconds, 3),
         "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
-        "tokens": {
-            "prompt": usage.prompt_tokens,
-            "cached": usage.cached_tokens,
-            "cache_write": usage.cache_write_tokens,
-            "completion": usage.completion_tokens,
-            "reasoning": usage.reasoning_tokens,
-        },
+        "tokens": {**usage_json(usage), "cache_write": usage.cache_write_tokens},
         "prefix_hit_rate": round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None,
         "kv": None if statistics.kv is None else cache_json(statistics.kv),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
@@ -156,10 +152,7 @@ def _failure_lines(statistics: Statistics) -> list[str]:
 
 def _token_line(statistics: Statistics) -> str:
     usage = statistics.usage
-    line = f"{amount(usage.prompt_tokens)} in"
-    if usage.cached_tokens:
-        line += f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)"
-    line += f", {amount(usage.completion_tokens)} out"
+    line = tokens(statistics)
     if usage.reasoning_tokens:
         line += f" ({share(usage.reasoning_tokens, usage.completion_tokens)} reasoning)"
     line += f" in {counted(statistics.turns, 'turn')}"
@@ -189,6 +182,15 @@ def _cache_line(kv: CacheRead) -> str:
     return "; ".join(parts)
 
 
+def usage_json(usage: Usage) -> JsonObject:
+    return {
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "completion": usage.completion_tokens,
+        "reasoning": usage.reasoning_tokens,
+    }
+
+
 def cache_json(kv: CacheRead) -> JsonObject:
     return {name: value for name, value in asdict(kv).items() if name not in ("at", "run")}
 
@@ -197,11 +199,6 @@ def _tool_line(statistics: Statistics) -> str:
     line = f"{counted(statistics.tool_calls, 'call')}: {statistics.tool_runs:,} run"
     line += f", {statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
     return line + (f", {statistics.tool_errors:,} failed" if statistics.tool_errors else "")
-
-
-def _prewarm_line(prewarm: Prewarm) -> str:
-    line = f"{prewarm.begun:,} calls begun before they were asked for: {prewarm.hits:,} used, {prewarm.wasted:,} wasted"
-    return f"{line}; {prewarm.misses:,} calls were not foreseen"
 
 
 def _tool_words(statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> list[str]:

@@ -140,16 +140,13 @@ class Telemetry:
 
     def _shut_down(self) -> None:
         try:
-            self._flush()
+            if self._processor is not None:
+                shutdown: Callable[[], object] = self._processor.shutdown
+                shutdown()
+            if self._metrics is not None:
+                self._metrics.close()
         finally:
             self._collector.close()
-
-    def _flush(self) -> None:
-        if self._processor is not None:
-            shutdown: Callable[[], object] = self._processor.shutdown
-            shutdown()
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 class CollectorState:
@@ -233,7 +230,6 @@ def _processor(environ: Mapping[str, str], collector: CollectorState) -> BatchSp
 
 
 def _metrics(environ: Mapping[str, str], collector: CollectorState) -> OtelMetrics:
-
     if _is_grpc(environ, "METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
 

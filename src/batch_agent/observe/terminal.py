@@ -11,7 +11,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Protocol, Self, TextIO, TypeAlias
+from typing import Self, TextIO, TypeAlias
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -48,17 +48,22 @@ SHORTEST_PANEL = 3
 Publish: TypeAlias = Callable[[Mapping[str, str], bool], None]
 
 
-class TerminalDisplay(Protocol):
-    interval: float  # seconds between two calls of show
+class TerminalDisplay:
+    """A view of a run. This one shows nothing."""
 
-    def __enter__(self) -> Self: ...
+    interval = 60.0  # seconds between two calls of show
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def show(self, statistics: Statistics) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def show(self, statistics: Statistics) -> None:
+        pass
 
 
-class LiveDisplay:
+class LiveDisplay(TerminalDisplay):
     """The bottom of the terminal, redrawn in place and removed when the run is over."""
 
     interval = 0.25
@@ -83,7 +88,7 @@ class LiveDisplay:
         self._live.update(Group(Screen(statistics), Text()), refresh=True)
 
 
-class PlainDisplay:
+class PlainDisplay(TerminalDisplay):
     """Prints one line every few seconds, less often as the run gets long, and at each tenth of the rows."""
 
     interval = 1.0
@@ -95,12 +100,6 @@ class PlainDisplay:
         self._shown_phase = ""
         self._shown_error: RecentError | None = None
         self._shown_rejected = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
 
     def show(self, statistics: Statistics) -> None:
         tenth = 10 * statistics.done // statistics.total if statistics.total else 0
@@ -121,21 +120,6 @@ class PlainDisplay:
             lines.append("  " + rejected_line(statistics.last_rejected))
         self._stream.write(wrapped("\n".join(lines), terminal_width(self._stream)) + "\n")
         self._stream.flush()
-
-
-class NoDisplay:
-    """Shows nothing."""
-
-    interval = 60.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def show(self, statistics: Statistics) -> None:
-        pass
 
 
 def progress_line(statistics: Statistics) -> str:
@@ -346,7 +330,7 @@ def publisher() -> Publish:
     return show
 
 
-class NotebookDisplay:
+class NotebookDisplay(TerminalDisplay):
     interval = 0.5
 
     def __init__(self, publish: Publish) -> None:
@@ -355,9 +339,6 @@ class NotebookDisplay:
     def __enter__(self) -> Self:
         self._publish(_page(Statistics()), False)
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
 
     def show(self, statistics: Statistics) -> None:
         self._publish(_page(statistics), True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 _BARE_SECONDS = 10
 LONG_WORD = 20  # characters
+GAP = 2  # spaces between two columns
 
 
 def harmless(text: str, limit: int | None = None) -> str:
@@ -94,6 +96,25 @@ def cut(text: str, width: int) -> str:
     whole, _, torn = head.rpartition(" ")
     kept = whole if whole.strip() and len(torn) <= LONG_WORD and text[len(head)] != " " else head
     return kept.rstrip() + "…"[:width]
+
+
+def table(
+    heads: Sequence[str], lines: Iterable[Sequence[str]], *, width: int | None = None, numbers: int | None = None
+) -> str:
+    """Return the cells in columns. Columns from ``numbers`` on are aligned at the right. The last cell of a line that
+    is longer or shorter than the heads may have any length. Lines are cut to ``width``, the first column before
+    others."""
+    lines = [heads, *lines]
+    sized = [line if len(line) == len(heads) else line[:-1] for line in lines]
+    sizes = [max(len(line[place]) for line in sized if place < len(line)) for place in range(len(heads))]
+    if width is not None:
+        sizes[0] = min(sizes[0], max(len(heads[0]), width - sum(sizes[1:]) - GAP * len(sizes[1:])))
+    aligned = [str.ljust if numbers is None or place < numbers else str.rjust for place in range(len(heads))]
+    made = []
+    for line, own in zip(lines, sized, strict=True):
+        cells = [align(cut(cell, size), size) for align, cell, size in zip(aligned, own, sizes, strict=False)]
+        made.append((" " * GAP).join([*cells, *line[len(own) :]]).rstrip())
+    return "\n".join(line if width is None else cut(line, width) for line in made)
 
 
 def wrapped(text: str, width: int | None, indent: int = 2) -> str:

@@ -10,14 +10,15 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from batch_agent.blocking import in_thread
+from batch_agent.errors import SpecError
 from batch_agent.events import Held, Sink
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
-from batch_agent.observe.telemetry_wanted import is_wanted
 from batch_agent.spec import BatchSpec
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batch_agent")
 
+INSTALL = 'pip install "batch-agent[otel]"'
+ENDPOINTS = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+)
 PATIENCE = 5.0  # seconds to wait for a disk or a collector at the end of a run
 
 
@@ -60,7 +67,7 @@ class Observers:
             held.add(numbers)
             with suppress(OSError, ValueError):  # standard error may be closed
                 sys.stderr.write(f"metrics: {self.metrics_url}\n")
-        if is_wanted(spec.telemetry, os.environ):
+        if wants_telemetry(spec.telemetry, os.environ):
             from batch_agent.observe.telemetry import Telemetry
 
             telemetry = Telemetry(os.environ, whole)
@@ -84,3 +91,24 @@ async def _in_thread(function: Callable[[], None]) -> None:
     await asyncio.wait([closing], timeout=PATIENCE)
     if closing.done() and (error := closing.exception()) is not None:
         logger.warning("an observer of the run could not be closed: %s", error)
+
+
+def wants_telemetry(given: bool | None, environ: Mapping[str, str]) -> bool:
+    """Return whether a run exports to OpenTelemetry, without importing it. Raises SpecError if it should and the SDK is
+    missing."""
+    if given is False or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    if given is None and not any(environ.get(name) for name in ENDPOINTS):
+        return False
+    if _installed():
+        return True
+    if given:
+        raise SpecError(f"telemetry: the OpenTelemetry SDK is not installed; {INSTALL}")
+    return False
+
+
+def _installed() -> bool:
+    try:
+        return find_spec("opentelemetry.sdk") is not None and find_spec("opentelemetry.exporter.otlp") is not None
+    except ModuleNotFoundError:
+        return False

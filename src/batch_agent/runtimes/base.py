@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -41,29 +41,6 @@ class Transcript:
 
 
 ReadEvent: TypeAlias = Callable[[Transcript, JsonObject], None]
-
-
-class EventRecorder:
-    """Writes the lines of standard output to a file, and reads the events among them. Other lines are ignored."""
-
-    def __init__(self, file: Path, read: ReadEvent) -> None:
-        self._file, self._read = file.open("wb"), read
-        self.transcript = Transcript()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def take(self, line: bytes) -> None:
-        self._file.write(line)
-        event = json_of(line) if line.lstrip().startswith(b"{") else None
-        if isinstance(event, dict):
-            self._read(self.transcript, event)
 
 
 def read_opencode(transcript: Transcript, event: JsonObject) -> None:
@@ -99,13 +76,10 @@ def read_claude(transcript: Transcript, event: JsonObject) -> None:
             transcript.text = _string(event.get("result")) or transcript.text
             if event.get("is_error") is True:
                 transcript.error = _string(event.get("result")) or _string(event.get("subtype")) or "it failed"
-            transcript.usage += claude_usage(event.get("usage"))
-
-
-def claude_usage(value: JsonValue) -> Usage:
-    cached, written = counted(value, "cache_read_input_tokens"), counted(value, "cache_creation_input_tokens")
-    prompt = counted(value, "input_tokens") + cached + written
-    return Usage(prompt, cached, counted(value, "output_tokens"), 0, written)
+            usage = event.get("usage")
+            cached, written = counted(usage, "cache_read_input_tokens"), counted(usage, "cache_creation_input_tokens")
+            prompt = counted(usage, "input_tokens") + cached + written
+            transcript.usage += Usage(prompt, cached, counted(usage, "output_tokens"), 0, written)
 
 
 def read_codex(transcript: Transcript, event: JsonObject) -> None:
@@ -291,18 +265,25 @@ class CommandLineRuntime(ABC):
         """Run the agent and return its last message."""
         program, home = await asyncio.to_thread(self.check), ctx.workdir.absolute() / "home"
         await asyncio.to_thread(_fresh, home)
-        place = self._place(ctx, home)
+        place, transcript = self._place(ctx, home), Transcript()
         async with self._tree(home.with_name("tree")) as tree:
             env = {**self._env(ctx, home), **self.prepare(place)}
-            with EventRecorder(ctx.workdir / "events.jsonl", type(self).read_event) as recorder:
+            with (ctx.workdir / "events.jsonl").open("wb") as file:
+
+                def take(line: bytes) -> None:
+                    file.write(line)
+                    event = json_of(line) if line.lstrip().startswith(b"{") else None
+                    if isinstance(event, dict):  # other lines are no events
+                        type(self).read_event(transcript, event)
+
                 try:
-                    ended = await self._run(self.command(program, place), tree, env, ctx, recorder)
+                    ended = await self._run(self.command(program, place), tree, env, ctx, take)
                 finally:
-                    recorder.flush()
+                    file.flush()
                     await asyncio.to_thread(_keep, ctx, tree)
         if self.backend is not None:
-            ctx.add_usage(recorder.transcript.usage)
-        return self._output(ended, recorder.transcript)
+            ctx.add_usage(transcript.usage)
+        return self._output(ended, transcript)
 
     @asynccontextmanager
     async def _tree(self, place: Path) -> AsyncIterator[AgentTree]:
@@ -322,26 +303,27 @@ class CommandLineRuntime(ABC):
             return Place(home, ctx.base_url, ctx.api_key, model)
         if self.backend == LOGIN:
             return Place(home, "", "", "" if model == LOGIN else model)
-        url = self._address()
-        names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
-        return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
-
-    def _address(self) -> str:
-        """Return the address of the agent's own backend, as ``http://host:port/v1``."""
         backend = open_backend(self.backend)[0]
         if not isinstance(backend, HttpBackend):
             raise SpecError(f"backend: {self.name} needs a server over HTTP, not {backend.name}")
-        return backend.client.base_url
+        url = backend.client.base_url  # http://host:port/v1
+        names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
+        return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
 
     async def _run(
-        self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: EventRecorder
+        self,
+        command: Sequence[str],
+        tree: AgentTree,
+        env: Mapping[str, str],
+        ctx: RowContext,
+        on_line: Callable[[bytes], None],
     ) -> ProcessEnd:
         errors = ctx.workdir / "stderr.txt"
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:
                 return await run_agent(
-                    command, cwd=tree.cwd, env=env, prompt=ctx.prompt, errors=errors, on_line=recorder.take
+                    command, cwd=tree.cwd, env=env, prompt=ctx.prompt, errors=errors, on_line=on_line
                 )
         except TimeoutError:
             if not limit.expired():

@@ -79,30 +79,26 @@ class OpenCodeRuntime(CommandLineRuntime):
         return {"XDG_DATA_HOME": str(folder)} if (folder / "opencode" / "auth.json").exists() else None
 
     def prepare(self, place: Place) -> Mapping[str, str]:
-        if self.backend == LOGIN:
-            config: JsonObject = {
-                "permission": OPENCODE_PERMISSIONS[self.permissions],
-                "share": "disabled",
-                "autoupdate": False,
-            }
-            offline = {f"OPENCODE_DISABLE_{name}": "1" for name in OFFLINE if name != "MODELS_FETCH"}
-            return {"OPENCODE_CONFIG_CONTENT": orjson.dumps(config).decode(), **offline, **(self.login() or {})}
-        limit: JsonObject = {"context": CONTEXT, "output": OUTPUT}
-        provider: JsonObject = {
-            "npm": "@ai-sdk/openai-compatible",
-            "name": "batch",
-            "options": {"baseURL": place.url, "apiKey": place.key},
-            "models": {place.model: {"name": place.model, "limit": limit}},
-        }
-        config = {
-            "provider": {"batch": provider},
+        config: JsonObject = {
             "permission": OPENCODE_PERMISSIONS[self.permissions],
-            "small_model": f"batch/{place.model}",
             "share": "disabled",
             "autoupdate": False,
         }
         offline = {f"OPENCODE_DISABLE_{name}": "1" for name in OFFLINE}
-        return {"OPENCODE_CONFIG_CONTENT": orjson.dumps(config).decode(), **offline}
+        login: Mapping[str, str] = {}
+        if self.backend == LOGIN:
+            del offline["OPENCODE_DISABLE_MODELS_FETCH"]
+            login = self.login() or {}
+        else:
+            limit: JsonObject = {"context": CONTEXT, "output": OUTPUT}
+            provider: JsonObject = {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "batch",
+                "options": {"baseURL": place.url, "apiKey": place.key},
+                "models": {place.model: {"name": place.model, "limit": limit}},
+            }
+            config |= {"provider": {"batch": provider}, "small_model": f"batch/{place.model}"}
+        return {"OPENCODE_CONFIG_CONTENT": orjson.dumps(config).decode(), **offline, **login}
 
 
 @dataclass(frozen=True)

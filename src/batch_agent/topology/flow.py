@@ -14,7 +14,7 @@ import os
 import posixpath
 import time
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -30,7 +30,7 @@ from batch_agent.compiler.fields import field_names, fields_of, listed, own_id
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import FULL, RowChannel
-from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed
+from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed, about
 from batch_agent.events import Sink
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, UnreadableRow
@@ -126,7 +126,7 @@ class Flow:
         run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self)
         for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
             schema = self._row_schemas.get(node.name)
-            with _named(node.name):
+            with about(f"{node.name}: "):
                 node.run = Run(node.prepared, record=record, within=run.shared, stage=node.name, row_schema=schema)
         return run
 
@@ -134,7 +134,7 @@ class Flow:
         """Return the specs of the stages, for workers. Raises SpecError for an option that they cannot use."""
         specs: JsonObject = {}
         for node in self.nodes:
-            with _named(node.name):
+            with about(f"{node.name}: "):
                 specs[node.name] = spec_json(node.prepared)
         return {"specs": specs, HOSTS: [host for node in self.nodes for host in hosts_of(node.prepared.backend)]}
 
@@ -333,7 +333,7 @@ class Flow:
         for place in RUN_DIR:
             if (given := known.get(place)) is not None:
                 known[place] = posixpath.join(given, name)  # a path or a URL
-        with _named(name):
+        with about(f"{name}: "):
             return self._backends.share(prepare(BatchSpec(**known), sends=self._sends))
 
     def _outermost(self) -> Prepared:
@@ -357,15 +357,6 @@ def _with_recorded_backend(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if options.get("backend") is not None or not isinstance(known, str | list):
         return options
     return {**options, "backend": known}
-
-
-@contextmanager
-def _named(stage: str) -> Iterator[None]:
-    """Name the stage in the error of its options."""
-    try:
-        yield
-    except SpecError as error:
-        raise type(error)(f"{stage}: {error}") from None
 
 
 def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
@@ -394,7 +385,7 @@ def check_fields(before: Sequence[Stage], stage: Agents, template: str | None) -
         raise SpecError(
             f"{stage.name}: its rows have a field {twice[0]!r} of their own: take it out of carry, or rename it"
         )
-    with _named(stage.name):
+    with about(f"{stage.name}: "):
         if stage.options.get("template", template) != "jinja":
             Template.parse(stage.options.get("task", ""), (*carried, *own))
         _check_carry(stage.carry, (*carried, *own))
@@ -421,7 +412,7 @@ def known_fields(before: Sequence[Stage]) -> Sequence[str] | None:
 
 def check_carry(stage: Agents, first: object) -> None:
     """Raise SpecError for a carried field that the first input does not have."""
-    with suppress(InputError), _named(stage.name):
+    with suppress(InputError), about(f"{stage.name}: "):
         _check_carry(stage.carry, field_names(first))
 
 

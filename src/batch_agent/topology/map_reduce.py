@@ -20,7 +20,7 @@ from batch_agent.errors import InputError, Interrupted, SpecError
 from batch_agent.job import AgentError, AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.results import Results, Summary
-from batch_agent.topology.pipeline import FlowOutcome, Pipeline, finished
+from batch_agent.topology.pipeline import Pipeline, finished
 from batch_agent.topology.reduce import Reduction, Shape
 from batch_agent.topology.stages import OF_A_STAGE, FlatMap
 
@@ -94,10 +94,6 @@ async def run_reduced(pipeline: Pipeline[Any], options: Options, progress: bool 
         with suppress(AttributeError, KeyError, TypeError):  # an exception of foreign code may have no room for it
             error.results = error.results[MAP]  # type: ignore[attr-defined]
         raise
-    return reduced_by(outcome)
-
-
-def reduced_by(outcome: FlowOutcome[Any]) -> Reduced[Any, Any]:
     reduction = outcome.reductions.get(REDUCE)
     if reduction is None:
         unfinished = Interrupted(f"the run ended before the reduction ({outcome.statistics.ended})")
@@ -167,15 +163,16 @@ def _numbered() -> Any:
     numbers = count()
 
     def rows(plan: object) -> list[object]:
-        return [{"item": item, "index": next(numbers), **_own_fields(item)} for item in items_of(plan)]
+        return [
+            {
+                "item": item,
+                "index": next(numbers),
+                **({} if isinstance(item, str | int | float | list | None) else fields_of(item)),
+            }
+            for item in items_of(plan)
+        ]
 
     return rows
-
-
-def _own_fields(item: object) -> Mapping[str, object]:
-    if isinstance(item, str | int | float | list | None):
-        return {}
-    return fields_of(item)
 
 
 def _task(options: dict[str, Any]) -> str:

@@ -148,7 +148,7 @@ class JoinNode:
     is passed on as soon as both are there."""
 
     def __init__(self, out: Receiver) -> None:
-        self.other = OtherSide(self)
+        self.other: Receiver = _OtherSide(self)
         self._out = out
         self._waiting: dict[Hashable, list[Item]] = {}
         self._others: dict[Hashable, object] = {}
@@ -191,21 +191,15 @@ class JoinNode:
         self._out.close(why)
 
 
-class OtherSide:
+class _OtherSide:
     """The side that is looked up. Its failed rows are missing for the rows that need them."""
 
     def __init__(self, join: JoinNode) -> None:
-        self._join = join
+        self._join, self.room, self.close = join, join.room, join.close
 
     def put(self, item: Item) -> None:
         if item.ok:
             self._join.put_other(*cast("tuple[Hashable, object]", item.value))
-
-    async def room(self) -> bool:
-        return await self._join.room()
-
-    def close(self, why: str) -> None:
-        self._join.close(why)
 
 
 class Collector:

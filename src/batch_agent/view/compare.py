@@ -57,8 +57,11 @@ async def _differing(one: ShownRun, other: ShownRun, offset: int, limit: int) ->
 
 
 def _rows(ids: Sequence[str], mine: Sequence[Record | None], theirs: Sequence[Record | None]) -> list[JsonObject]:
-    every = zip(ids, mine, theirs, strict=True)
-    return [_row(job_id, one, other) for job_id, one, other in every if one is not None and other is not None]
+    return [
+        {"job_id": job_id, "input": cast(JsonValue, one.get("input")), "a": _side(one), "b": _side(other)}
+        for job_id, one, other in zip(ids, mine, theirs, strict=True)
+        if one is not None and other is not None
+    ]
 
 
 async def differing_rows(one: ShownRun, other: ShownRun) -> list[Record]:
@@ -66,26 +69,9 @@ async def differing_rows(one: ShownRun, other: ShownRun) -> list[Record]:
     _, rows = await _differing(one, other, 0, MOST_EXPORTED)
     flat: list[Record] = []
     for number, row in enumerate(rows):
-        a, b = cast(JsonObject, row["a"]), cast(JsonObject, row["b"])
-        flat.append(
-            {
-                "index": number,
-                "job_id": row["job_id"],
-                "input": row["input"],
-                **{f"{name}_a": a[name] for name in a},
-                **{f"{name}_b": b[name] for name in b},
-            }
-        )
+        sides = {f"{name}_{side}": value for side in "ab" for name, value in cast(JsonObject, row[side]).items()}
+        flat.append({"index": number, "job_id": row["job_id"], "input": row["input"], **sides})
     return flat
-
-
-def _row(job_id: str, one: Record, other: Record) -> JsonObject:
-    return {
-        "job_id": job_id,
-        "input": cast(JsonValue, one.get("input")),
-        "a": _side(one),
-        "b": _side(other),
-    }
 
 
 def _side(record: Record) -> JsonObject:

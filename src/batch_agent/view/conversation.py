@@ -15,7 +15,8 @@ from batch_agent.compiler.system import reference
 from batch_agent.compiler.template import Template
 from batch_agent.errors import BatchAgentError
 from batch_agent.files.tables import Record
-from batch_agent.messages import JsonObject, Usage
+from batch_agent.messages import JsonObject
+from batch_agent.observe.summary import usage_json
 from batch_agent.record.steps import Past, PastTurn, Spent
 from batch_agent.record.timeline import Line
 
@@ -173,12 +174,3 @@ def _parts_text(content: JsonValue) -> str:
             url = image.get("url") if isinstance(image, dict) else None
             texts.append(str(part["text"]) if "text" in part else f"[image {str(url)[:100]}]")
     return "".join(texts)
-
-
-def usage_json(usage: Usage) -> JsonObject:
-    return {
-        "prompt": usage.prompt_tokens,
-        "cached": usage.cached_tokens,
-        "completion": usage.completion_tokens,
-        "reasoning": usage.reasoning_tokens,
-    }

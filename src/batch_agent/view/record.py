@@ -427,14 +427,12 @@ def _values(place: int, record: Record) -> tuple[Value, ...]:
     return cast("tuple[Value, ...]", values)
 
 
-def _storable(values: tuple[Value, ...]) -> tuple[Value, ...]:
+def _storable(values: tuple[object, ...]) -> tuple[Value, ...]:
     """Return the values with 0 for values that SQLite cannot store: integers beyond 64 bits, and other types."""
-    fine = (value if value is None or isinstance(value, float | str | bytes) else _integer(value) for value in values)
-    return tuple(fine)
-
-
-def _integer(value: object) -> int:
-    return value if isinstance(value, int) and abs(value) < 2**63 else 0
+    plain = float | str | bytes | None
+    return tuple(
+        value if isinstance(value, plain) or (isinstance(value, int) and abs(value) < 2**63) else 0 for value in values
+    )
 
 
 def _digest(output: object) -> bytes | None:

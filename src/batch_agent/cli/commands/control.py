@@ -100,13 +100,8 @@ def _lines(status: JsonObject) -> list[str]:
         ("rows", f"{rows['done']:,}{of} done: {rows['ok']:,} ok, {rows['failed']:,} failed"),
         ("agents", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in agents.items())),
     ]
-    left = status["seconds_left"]
-    lines.append(
-        (
-            "rate",
-            rate(cast(float, status["rows_per_second"])) + (f", {duration(cast(float, left))} left" if left else ""),
-        )
-    )
+    left = f", {duration(cast(float, status['seconds_left']))} left" if status["seconds_left"] else ""
+    lines.append(("rate", rate(cast(float, status["rows_per_second"])) + left))
     if status["cost"] is not None:
         lines.append(("cost", dollars(cast(float, status["cost"]))))
     for endpoint in cast("list[dict[str, object]]", status["endpoints"]):

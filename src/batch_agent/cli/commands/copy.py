@@ -1,4 +1,4 @@
-"""``batch-agent copy``: copies a recorded run to a new place: a directory, or Redis."""
+"""``batch-agent copy`` copies a recorded run to a directory or to Redis; ``delete`` deletes a run from Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, un
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import rows
 from batch_agent.record.address import StoreAddress, place_of
-from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, open_run
+from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, look, open_run
+from batch_agent.record.redis.reading import delete_run
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.run.copying import copy_to_directory, copy_to_store
 
@@ -60,3 +61,24 @@ def _to_redis(reader: RunReader, view: RunSnapshot, target: StoreAddress, import
                 yield from unfinished_rows(run, prepared[stage], others)
 
         return copy_to_store(reader, store, prepared, unfinished)
+
+
+def add_delete_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="the run: redis://host:6379/0/NAME")
+    parser.add_argument("--force", action="store_true", help="also delete a running run; its processes then fail")
+
+
+def delete_command(options: argparse.Namespace) -> int:
+    address = place_of(options.url)
+    if not isinstance(address, StoreAddress):
+        raise SpecError("delete needs the URL of a run in Redis; delete a run directory like any other directory")
+    address.refuse_stage()
+    view = look(address)
+    workers = len(view.workers)
+    if (view.state == "running" or workers) and not options.force:
+        raise SpecError(
+            f"{address} is running ({workers} workers): stop it first with batch-agent control URL drain, or give "
+            "--force"
+        )
+    say(f"batch-agent: {address} is deleted, {delete_run(address):,} keys")
+    return ALL_OK

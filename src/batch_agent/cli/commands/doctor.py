@@ -25,14 +25,14 @@ from batch_agent.backends.openai.providers import PROVIDERS, base_variable
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
 from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
+from batch_agent.cli.output.streams import put, put_json
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.compiler.prices import find_prices
-from batch_agent.conformance.examination import CHECKS, estimate, examine
-from batch_agent.conformance.finding import STATUSES, Answered, Report
+from batch_agent.conformance.examination import CHECKS, examine, most_usage
+from batch_agent.conformance.finding import STATUSES, Answered
 from batch_agent.errors import BackendError, SpecError
-from batch_agent.files.results import to_json
 from batch_agent.fleet.backend import Fleet
-from batch_agent.messages import JsonObject, Usage
+from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, harmless
 from batch_agent.version import __version__
 
@@ -135,7 +135,10 @@ def doctor_command(options: argparse.Namespace) -> int:
         return thorough_command(options.backend or options.url, options.model, json=options.json, yes=options.yes)
     batch = {"agents": options.agents, "context_tokens": options.context}
     found = Diagnosis.of_this_machine(options.backend or options.url, batch)
-    print(to_json(found.to_json()).decode() if options.json else "\n".join(map(harmless, found.lines())))
+    if options.json:
+        put_json(found.to_json())
+    else:
+        put("\n".join(map(harmless, found.lines())))
     return ALL_OK if found.default.works else RUN_FAILED
 
 
@@ -301,19 +304,12 @@ async def _examined(backend: Backend, model: str | None, *, json: bool, yes: boo
     if sys.stderr.isatty() and not json:
         print("\r\x1b[K", end="", file=sys.stderr)
     report = replace(report, about={"batch_agent": __version__, "python": platform.python_version()})
-    _print(report, json=json)
-    return ALL_OK if report.answers_at_all else RUN_FAILED
-
-
-def _print(report: Report, *, json: bool) -> None:
     if json:
-        print(to_json(report.to_json()).decode())
-        return
-    for line in report.lines():
-        print(harmless(line))
-    for status, meaning in STATUSES.items():
-        if report.counts[status]:
-            print(f"  {status:<9} {meaning}")
+        put_json(report.to_json())
+    else:
+        meanings = [f"  {status:<9} {meaning}" for status, meaning in STATUSES.items() if report.counts[status]]
+        put("\n".join([*map(harmless, report.lines()), *meanings]))
+    return ALL_OK if report.answers_at_all else RUN_FAILED
 
 
 def _tick(answer: Answered) -> None:
@@ -328,12 +324,10 @@ def may_be_paid(name: str) -> bool:
 
 def cost_note(backend: str, model: str) -> str:
     """Return the most that the questions cost, in words."""
-    most = estimate(CHECKS)
-    tokens = f"{most.prompt_tokens:,} prompt and {most.answer_tokens:,} answer tokens"
-    prices = find_prices(None, model=model, backend=backend)
-    usage = Usage(prompt_tokens=most.prompt_tokens, completion_tokens=most.answer_tokens)
-    cost = "its prices are unknown here" if prices is None else f"${prices.cost(usage):.4f} by {prices.source}"
-    return f"{backend}: {most.questions} questions to {model}, at most about {tokens}; {cost}"
+    most, prices = most_usage(), find_prices(None, model=model, backend=backend)
+    tokens = f"{most.prompt_tokens:,} prompt and {most.completion_tokens:,} answer tokens"
+    cost = "its prices are unknown here" if prices is None else f"${prices.cost(most):.4f} by {prices.source}"
+    return f"{backend}: {len(CHECKS)} questions to {model}, at most about {tokens}; {cost}"
 
 
 async def _model(backend: Backend, model: str | None) -> str:
@@ -345,8 +339,7 @@ async def _model(backend: Backend, model: str | None) -> str:
     except TimeoutError:
         raise SpecError(f"{backend.name} did not list its models in {LISTING_SECONDS:g} s: give --model") from None
     if len(names) != 1:
-        known = f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else "no model"
-        raise SpecError(f"{backend.name} serves {known}: give --model")
+        raise SpecError(f"{backend.name} serves {listed(names) or 'no model'}: give --model")
     return names[0]
 
 
@@ -360,28 +353,24 @@ class BackendFinding:
     advice: Sequence[Advice] = ()  # on the engine's settings for agents
 
 
-def asked_services(environ: Mapping[str, str] = os.environ) -> Iterator[BackendFinding]:
+def asked_services() -> Iterator[BackendFinding]:
     """Check each provider that has a key or an address for its models. For the others, say what is missing."""
     for scheme in SCHEMES.values():
-        given = _given(scheme, environ)
-        if given or (scheme.is_service and scheme.listed):
-            yield _service(scheme, environ)
+        if _is_given(scheme) or (scheme.is_service and scheme.listed):
+            url = f"{scheme.name}://"
+            try:
+                backend, _ = open_backend(url, model=None, api_key=None)
+            except SpecError as error:
+                yield BackendFinding(url, False, str(error))
+            else:
+                yield replace(asyncio.run(_asked(backend, None)), backend=url)
 
 
-def _given(scheme: Scheme, environ: Mapping[str, str]) -> bool:
+def _is_given(scheme: Scheme) -> bool:
     """Return whether the environment has the provider's key, or its address if it needs no key."""
-    if scheme.name in PROVIDERS and environ.get(base_variable(scheme.name), "").strip():
+    if scheme.name in PROVIDERS and os.environ.get(base_variable(scheme.name), "").strip():
         return True
-    return scheme.is_service and "batch" not in scheme.name and bool(environ.get(scheme.key, "").strip())
-
-
-def _service(scheme: Scheme, environ: Mapping[str, str]) -> BackendFinding:
-    url = f"{scheme.name}://"
-    try:
-        backend, _ = open_backend(url, model=None, api_key=None, environ=environ)
-    except SpecError as error:
-        return BackendFinding(url, False, str(error))
-    return replace(asyncio.run(_asked(backend, None)), backend=url)
+    return scheme.is_service and "batch" not in scheme.name and bool(os.environ.get(scheme.key, "").strip())
 
 
 async def fleet_note(fleet: Fleet) -> tuple[bool, str]:

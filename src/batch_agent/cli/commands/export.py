@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import IO
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.results import refuse_in_run_directory, refuse_overwriting, written_file
-from batch_agent.cli.output.streams import say, writing
+from batch_agent.cli.output.results import opened_output, refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.output.streams import say
 from batch_agent.cli.spec.arguments import RUN_HELP
-from batch_agent.cli.spec.recorded import files_read_by
+from batch_agent.cli.spec.load import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import SpecError
@@ -69,10 +67,17 @@ def _export(options: argparse.Namespace, run: RunReader, part: RunReader) -> int
     if kind == MESSAGES:
         _export_messages(run, part, records, output)
     elif kind == JSONL:
-        with _opened(output) as stream:
+        with opened_output(output) as stream:
             stream.writelines(to_json(record) + b"\n" for record in records)
     else:
-        _export_table(records, TABLES[kind], output)
+        table = TABLES[kind]
+        if output is not None:
+            check_table(output, table)
+        elif table == PARQUET:
+            raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
+        columns = columns_of(records)
+        with opened_output(output) as stream:
+            write_records(records, columns, stream, table)
     if records.torn:
         are = "is" if records.torn == 1 else "are"
         say(f"batch-agent: skipped {counted(records.torn, 'line')} that {are} not complete")
@@ -107,30 +112,10 @@ def _kind_of(output: Path | None) -> str:
     return extension
 
 
-def _export_table(records: FinishedRows, kind: str, output: Path | None) -> None:
-    if output is not None:
-        check_table(output, kind)
-    elif kind == PARQUET:
-        raise SpecError("a Parquet file cannot be written to standard output; give --output FILE")
-    columns = columns_of(records)
-    with _opened(output) as stream:
-        write_records(records, columns, stream, kind)
-
-
 def _export_messages(run: RunReader, part: RunReader, records: FinishedRows, output: Path | None) -> None:
     with redirect_stdout(sys.stderr):  # a user's module may print when it is imported
         prepared = prepared_again(run).get(part.stage_name if part is not run else "")
     if prepared is None:
         raise prompts_changed(part.name)
-    with _opened(output) as stream:
+    with opened_output(output) as stream:
         stream.writelines(transcript_lines(part, prepared, records))
-
-
-@contextmanager
-def _opened(output: Path | None) -> Iterator[IO[bytes]]:
-    if output is None:
-        with writing(sys.stdout):
-            yield sys.stdout.buffer
-    else:
-        with written_file(output) as stream:
-            yield stream

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, SpecError, explained
 
 SPEC = """\
 # The message for each row. {field} becomes the value of that column.
@@ -79,13 +79,11 @@ def init_command(options: argparse.Namespace) -> int:
     there = [name for name in FILES if (directory / name).exists()]
     if there:
         raise SpecError(f"{directory} already has {', '.join(there)}: give another directory; no file is overwritten")
-    try:
+    with explained(f"cannot write in {directory}", BatchAgentError):
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
             with (directory / name).open("x", encoding="utf-8") as file:
                 file.write(text)
-    except OSError as error:
-        raise BatchAgentError(f"cannot write in {directory}: {error.strerror}") from None
     spec = shlex.quote(str(directory / "spec.yaml"))
     put(
         f"wrote {', '.join(str(directory / name) for name in FILES)}\n\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from batch_agent.cli.commands.mcp_server import Batches
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.spec.arguments import RUNS
 from batch_agent.messages import JsonObject
@@ -23,9 +22,9 @@ def mcp_command(options: argparse.Namespace) -> int:
     require_sdk("batch-agent mcp")
     given = {"backend": options.backend, "model": options.model}
     spec: JsonObject = {name: value for name, value in given.items() if value is not None}
-    batches = Batches(Path(options.directory).absolute(), spec, options.max_cost)
-    from batch_agent.cli.commands.mcp_server import make_server
+    from batch_agent.cli.commands.mcp_server import Batches, make_server
 
+    batches = Batches(Path(options.directory).absolute(), spec, options.max_cost)
     # While it serves, standard output is for the protocol only; other output goes to standard error.
     make_server(batches).run("stdio")
     return ALL_OK

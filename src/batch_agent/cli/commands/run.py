@@ -1,24 +1,30 @@
-"""``batch-agent run``: a task and rows in, one line of JSON per result out."""
+"""``batch-agent run``: a task and rows in, one line of JSON per result out. ``resume`` and ``retry-failed`` start a
+recorded run again with the recorded command, which is in ``run.json``; this command line overrides it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
+
+from pydantic import JsonValue
 
 from batch_agent.agent.comparison import Comparison, measured_speed
 from batch_agent.agent.dryrun import DryRun, marks_for
-from batch_agent.agent.prepare import Prepared, prepare
+from batch_agent.agent.fingerprint import matched, rows_under
+from batch_agent.agent.prepare import prepare
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
+from batch_agent.cli.commands.status import spent
 from batch_agent.cli.exit_status import (
     ALL_OK,
     CANCELLED,
@@ -29,24 +35,44 @@ from batch_agent.cli.exit_status import (
     UNREACHABLE,
 )
 from batch_agent.cli.interrupts import Interrupts
-from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import flush_words, put, put_json, say
-from batch_agent.cli.spec.load import is_pipeline, load_flow, load_plan, load_spec, resolve_paths, take_settings
-from batch_agent.cli.spec.recorded import command_of
-from batch_agent.errors import BatchAgentError, Invalid, SpecError
+from batch_agent.cli.spec.load import (
+    KEPT,
+    command_again,
+    command_of,
+    is_pipeline,
+    load_flow,
+    load_plan,
+    load_spec,
+    recorded_command,
+    refuse_left_out,
+    resolve_paths,
+    settings_beside,
+    take_settings,
+)
+from batch_agent.cli.spec.rows import STDIN
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import BatchAgentError, Invalid, JobError, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
+from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
-from batch_agent.observe.terminal import LiveDisplay, NoDisplay, PlainDisplay, TerminalDisplay
-from batch_agent.record.address import directory_of
-from batch_agent.run.changes import Changes, retries
+from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
+from batch_agent.observe.text import counted, harmless, rows
+from batch_agent.record.address import StoreAddress, directory_of, place_of
+from batch_agent.record.keys import Keys
+from batch_agent.record.reader import RunSnapshot, look
+from batch_agent.record.rundir import RESULTS, RUN
+from batch_agent.run.changes import retries
 from batch_agent.run.recording import OnChange
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
+from batch_agent.tools.execution import ToolStatistics
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.plan import PipelinePlan
 
@@ -70,24 +96,30 @@ def run_command(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr), ExitStack() as files:
         take_settings(options)
         resolve_paths(options)
-        if is_pipeline(options):
-            return run_stages(options, stdout, files)
-        spec = load_spec(options)
         if options.dry_run:
-            dry = DryRun.of(BatchAgent.plan(spec))
-            show_plan(dry, comparison_of(options, dry), options, stdout)
-            return ROWS_FAILED if dry.rows == 0 else ALL_OK
+            return _show_plan(options, stdout)
         wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
-        prepared = prepare(spec)
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
-        prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
-        run = Run[object](prepared, command=command_of(options))
+        run, spec, inputs = _loaded(options, log)
         if (ended := go_on(options, run, spec.run_dir)) is not None:
             return ended
-        fetch_missing(prepared.backend.name, sys.stderr)
-        with page_beside(options, spec), open_output(options, spec) as writer:
-            return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
+        for prepared in run.parts.values():
+            fetch_missing(prepared.backend.name, sys.stderr)
+        closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
+        with closed, page_beside(options, spec), open_output(options, spec) as writer:
+            return asyncio.run(_run(run, inputs, writer, view, Reporter(options, spec, writer, stdout)))
+
+
+def _loaded(options: argparse.Namespace, log: RequestLog) -> tuple[Run[object] | Flow, BatchSpec, object]:
+    """Return the run or the pipeline, its spec, and its inputs."""
+    if is_pipeline(options):
+        flow = load_flow(options, command=command_of(options), wrap=log.wrap)
+        return flow, flow.spec, flow.inputs
+    spec = load_spec(options)
+    prepared = prepare(spec)
+    prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
+    return Run[object](prepared, command=command_of(options)), spec, spec.inputs
 
 
 def comparison_of(options: argparse.Namespace, plan: DryRun | PipelinePlan) -> Comparison | None:
@@ -118,15 +150,15 @@ def _speed(text: str) -> float:
     return speed
 
 
-def show_plan(
-    plan: DryRun | PipelinePlan, comparison: Comparison | None, options: argparse.Namespace, stdout: TextIO
-) -> None:
-    """Print a plan and its cost at other providers."""
+def _show_plan(options: argparse.Namespace, stdout: TextIO) -> int:
+    """Print what would be sent, and its cost at other providers."""
+    plan = load_plan(options) if is_pipeline(options) else DryRun.of(BatchAgent.plan(load_spec(options)))
+    comparison = comparison_of(options, plan)
     if options.json:
-        record = plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()})
-        put_json(record, stdout)
-        return
-    put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
+        put_json(plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()}), stdout)
+    else:
+        put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
+    return ROWS_FAILED if isinstance(plan, DryRun) and plan.rows == 0 else ALL_OK
 
 
 @contextmanager
@@ -171,40 +203,54 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
             raise SpecError("--dashboard needs a terminal without results; give --output FILE or redirect the results")
         return LiveDisplay(stderr)
     if options.json and not options.dashboard:
-        return NoDisplay()
+        return TerminalDisplay()
     return LiveDisplay(stderr) if able and not shared and not piped else PlainDisplay(stderr)
 
 
-async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
-    with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
-        async with run:
-            unwritten = 0
-            recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
+async def _run(
+    run: Run[object] | Flow, inputs: object, writer: ResultWriter, view: TerminalDisplay, report: Reporter
+) -> int:
+    async with run:
+        unwritten, all_ok = 0, True
+        recent: deque[tuple[int, bool, object, float, str]] = deque(maxlen=RECENT_RESULTS)
 
-            def statistics() -> Statistics:
-                now = _statistics(run, spec.inputs, unwritten)
-                return replace(now, recent_results=tuple(starmap(_in_short, recent)))
+        def statistics() -> Statistics:
+            now = _statistics(run, inputs, unwritten)
+            return replace(now, recent_results=tuple(starmap(_in_short, recent)))
 
-            try:
-                with Interrupts(run) as interrupts:
-                    async with Display(view, statistics):
-                        async for result in run.results():
-                            shown = plainly(result, run.schema)
-                            faithful = await writer.write(shown)
-                            unwritten += result.ok and not (shown.ok and faithful)
-                            outcome = shown.output if shown.ok else shown.error
-                            recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
-            except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-                report.broke_off(statistics())
-                return SIGNALLED + signal.SIGPIPE
-            except BatchAgentError:
-                report.broke_off(statistics())
-                raise
-            settle_output(writer, statistics())
-            report.finished(statistics(), run.tool_statistics())
-            if interrupts.stopped_by is not None:
-                return SIGNALLED + interrupts.stopped_by
-            return exit_code(statistics())
+        try:
+            with Interrupts(run) as interrupts:
+                async with Display(view, statistics):
+                    async for result, schema in _results(run):
+                        shown = plainly(result, schema)
+                        faithful = await writer.write(shown)
+                        unwritten += result.ok and not (shown.ok and faithful)
+                        all_ok &= shown.ok
+                        outcome = shown.output if shown.ok else shown.error
+                        recent.append((shown.index, shown.ok, outcome, shown.timings.total, shown.job_id))
+        except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+            report.broke_off(statistics())
+            return SIGNALLED + signal.SIGPIPE
+        except BatchAgentError:
+            report.broke_off(statistics())
+            raise
+        settle_output(writer, statistics())
+        report.finished(statistics(), run.tool_statistics())
+        if interrupts.stopped_by is not None:
+            return SIGNALLED + interrupts.stopped_by
+        code = exit_code(statistics())
+        return code if all_ok or code != ALL_OK else ROWS_FAILED
+
+
+async def _results(run: Run[object] | Flow) -> AsyncIterator[tuple[AgentResult[object], OutputSchema[object] | None]]:
+    """Yield each result with its schema. The results of a pipeline are those of its last stage, at the end."""
+    if isinstance(run, Flow):
+        await run.finish()
+        for result in run.results():
+            yield result, run.nodes[-1].prepared.schema
+    else:
+        async for result in run.results():
+            yield result, run.schema
 
 
 def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str) -> RecentResult:
@@ -216,10 +262,11 @@ def _in_short(index: int, ok: bool, outcome: object, seconds: float, job_id: str
     return RecentResult(index, ok, text[:SHOWN_CHARACTERS], seconds, job_id)
 
 
-def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
+def _statistics(run: Run[object] | Flow, rows: object, unwritten: int) -> Statistics:
     """Return the statistics of the run. ``unwritten`` rows count as failed: their outputs could not be written."""
-    expected = rows.expected_rows() if isinstance(rows, LazyRows) else None
-    statistics = with_expected(run.statistics(), expected)
+    statistics = run.statistics()
+    if isinstance(rows, LazyRows) and isinstance(run, Run):  # a pipeline counts the rows of all its stages
+        statistics = with_expected(statistics, rows.expected_rows())
     if not unwritten:
         return statistics
     failures = Counter(statistics.failures) + Counter({Invalid.type: unwritten})
@@ -234,55 +281,9 @@ def exit_code(statistics: Statistics) -> int:
     return ROWS_FAILED if statistics.failed or undone or nothing else ALL_OK
 
 
-# A pipeline: the output has the results of the last stage, the run directory all others.
-def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) -> int:
-    if options.dry_run:
-        plan = load_plan(options)
-        show_plan(plan, comparison_of(options, plan), options, stdout)
-        return ALL_OK
-    wants_comparison(options)
-    log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
-    flow = load_flow(options, command=command_of(options), wrap=log.wrap)
-    if (ended := go_on(options, flow, flow.spec.run_dir)) is not None:
-        return ended
-    for node in flow.nodes:
-        fetch_missing(node.prepared.backend.name, sys.stderr)
-    view = choose_view(options, sys.stderr, stdout)
-    inputs = flow.inputs
-    closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
-    with closed, page_beside(options, flow.spec), open_output(options, flow.spec) as writer:
-        return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
-
-
-async def _finish(flow: Flow, writer: ResultWriter, view: TerminalDisplay, report: Reporter) -> int:
-    async with flow:
-        with Interrupts(flow) as interrupts:
-            async with Display(view, flow.statistics):
-                await flow.finish()
-        for result in flow.results():
-            await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
-    settle_output(writer, flow.statistics())
-    report.finished(flow.statistics(), flow.tool_statistics())
-    if interrupts.stopped_by is not None:
-        return SIGNALLED + interrupts.stopped_by
-    code = exit_code(flow.statistics())
-    return ROWS_FAILED if code == ALL_OK and not all(result.ok for result in flow.results()) else code
-
-
-class Resumable(Protocol):
-    """A run or a pipeline that has not begun."""
-
-    on_change: OnChange
-
-    @property
-    def parts(self) -> Mapping[str, Prepared]: ...
-
-    def changes(self) -> Changes: ...
-
-
 # Before anything is sent, ``resume``, ``retry-failed`` and ``run --resume`` say which options differ from the record,
 # how many recorded answers they would drop, and what the rest costs.
-def go_on(options: argparse.Namespace, run: Resumable, run_dir: object) -> int | None:
+def go_on(options: argparse.Namespace, run: Run[object] | Flow, run_dir: object) -> int | None:
     """Compare a resumed run with its record. Returns the exit status if the run does not begin: there is nothing to do,
     or recorded answers would be dropped and neither the arguments nor the user at the terminal allow that."""
     if not options.resume or run_dir is None:
@@ -311,3 +312,138 @@ def _ask() -> OnChange:
         answer = sys.stdin.readline().strip().lower()
         if not answer or answer in CHOICES:
             return CHOICES.get(answer)
+
+
+# The summary at the end of a run: text on standard error, or with --json one object on standard output (on standard
+# error if the results are on standard output). It names the record and the command that continues the run.
+class Reporter:
+    def __init__(self, options: argparse.Namespace, spec: BatchSpec, writer: ResultWriter, stdout: TextIO) -> None:
+        self._json: bool = options.json
+        self._place = None if spec.run_dir is None else place_of(str(spec.run_dir))
+        self._writer = writer
+        self._stdout = stdout if options.output is not None else None
+
+    def finished(self, statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> None:
+        output = self._writer.destination
+        if not self._json:
+            say("\n".join(summary_lines(statistics, output=output, tools=tools)))
+            self._say_overall(statistics)
+            self._name_record(statistics)
+            return
+        record = {
+            **summary_json(statistics, output=output, tools=tools),
+            "run_dir": self._record(statistics),
+        }
+        text = to_json(record).decode()
+        say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
+
+    def broke_off(self, statistics: Statistics) -> None:
+        """Report the results and the record of a run that failed, or whose standard output was closed."""
+        if self._json:
+            return
+        if self._writer.written and self._writer.destination:
+            say(f"{counted(self._writer.written, 'result')} in {self._writer.destination}")
+        self._name_record(statistics)
+
+    def _say_overall(self, statistics: Statistics) -> None:
+        """Print the totals of a run that has earlier sessions: the summary is about this one."""
+        if self._record(statistics) is None or self._place is None:
+            return
+        try:
+            view = look(self._place)
+        except BatchAgentError:  # the results are there; a record that cannot be read must not hide them
+            return
+        if view.sessions > 1:
+            now = view.progress
+            done = f"{rows(now.ok + now.failed)} done: {now.ok:,} ok, {now.failed:,} failed"
+            say(f"  overall  {done}; {spent(view)}, in {view.sessions} sessions")
+
+    def _name_record(self, statistics: Statistics) -> None:
+        """Print the command that continues the run, or that shows it if all rows are ok."""
+        record = self._record(statistics)
+        if record is None:
+            return
+        directory = shlex.quote(harmless(record))
+        if statistics.ended != "complete" or statistics.failed:
+            say(f"  continue batch-agent resume {directory}", wrap=False)
+        else:
+            say(f"  show     batch-agent show {directory}", wrap=False)
+
+    def _record(self, statistics: Statistics) -> str | None:
+        """Return the path or URL of the record, without a password; None if there is none."""
+        if self._place is None or (isinstance(self._place, Path) and not (self._place / RUN).exists()):
+            return None
+        if isinstance(self._place, StoreAddress) and not statistics.started:
+            try:
+                look(self._place)
+            except BatchAgentError:  # nothing was recorded: Redis is unreachable or refused the login
+                return None
+        return str(self._place)
+
+
+def resume_command(options: argparse.Namespace) -> int:
+    view = look(options.run_dir)
+    command = recorded_command(
+        view.facts,
+        f"{view.name} was not started by the command line, so its spec is unknown here; start it again from "
+        "Python with resume=True",
+    )
+    asked_for = options.output is not None or options.command == "retry-failed" or options.on_change is not None
+    merged = _merged(options, command)
+    recorded = view.sessions > 0  # False if the journal is deleted
+    if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
+        _say_complete(view, as_json=options.json)
+        return ALL_OK
+    return run_command(merged)
+
+
+def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
+    take_settings(options)
+    refuse_left_out(command, options)
+    kept = command_again(command)
+    merged = argparse.Namespace(**{**vars(options), **vars(kept)})
+    for name in KEPT:
+        if getattr(options, name) is not None:
+            setattr(merged, name, getattr(options, name))
+    merged.set = [*settings_beside(options, kept.set or ()), *(options.set or ())] or None  # the last one wins
+    if merged.inputs == STDIN and options.inputs != STDIN:
+        raise SpecError(
+            f"{place_of(options.run_dir)} read its rows from standard input: pipe them in again, with --inputs -"
+        )
+    merged.resume = True
+    return merged
+
+
+def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
+    """Return whether neither the spec nor the rows of a complete run have changed: then it is not started, and results
+    are not delivered again. Rows are compared by their hash."""
+    recorded = view.facts.get("rows")
+    if options.inputs == STDIN or is_pipeline(options) or not isinstance(recorded, dict) or recorded.get("failed"):
+        return False
+    prepared = BatchAgent.plan(load_spec(options))
+    inputs = prepared.spec.inputs
+    with closing(inputs) if isinstance(inputs, LazyRows) else nullcontext():
+        if not isinstance(inputs, Iterable):
+            return False
+        prepared, same = matched(prepared, view.facts)
+        if not same or prepared.shapes.raised_from is not None:
+            return False
+        keys, plan = Keys(rows_under(prepared)), prepared.plan
+        try:
+            for index, value in enumerate(inputs):
+                if not index:
+                    plan.check_first(value)
+                keys.identify(value, *plan.asks(value))
+        except JobError:
+            return False
+    return keys.digest == recorded.get("digest")
+
+
+def _say_complete(view: RunSnapshot, *, as_json: bool) -> None:
+    ok, results = view.latest.ok, Path(view.name) / RESULTS
+    output = str(results) if results.exists() else view.name
+    if as_json:
+        put_json({"state": view.state, "rows": ok, "output": output})
+    else:
+        text = f"{view.name} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
+        say(f"{text}\n  results  {output}")

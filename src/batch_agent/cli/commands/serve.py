@@ -15,13 +15,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import check_known
 from batch_agent.cli.interrupts import serve
+from batch_agent.cli.output.results import opened_output
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
 from batch_agent.errors import SpecError
@@ -82,11 +83,8 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     does = parser.add_subparsers(dest="does", required=True, metavar="ACTION")
     add = does.add_parser("add", help="add a tenant, and print its key")
     add.add_argument("name", metavar="NAME")
-    add.add_argument("--share", type=amount, default=1.0, help="weight beside other tenants (default 1)")
-    add.add_argument("--max-queued", type=positive, default=1_000_000, help="lines that may wait (default %(default)s)")
-    add.add_argument("--tokens-per-day", type=positive, help="after which lines wait (default: any number)")
-    add.add_argument("--max-file", type=byte_size, default="2GB", metavar="SIZE", help="(default %(default)s)")
-    add.add_argument("--webhook", metavar="URL", default="", help="gets a signed notice when a batch ends")
+    for term, (read, metavar, told) in TERMS.items():
+        add.add_argument(f"--{term.replace('_', '-')}", type=read, metavar=metavar, help=told)
     revoke = does.add_parser("revoke", help="revoke the key of a tenant, and cancel its batches")
     revoke.add_argument("name", metavar="NAME")
     for each in (add, revoke, does.add_parser("list", help="list the tenants")):
@@ -140,7 +138,6 @@ def _store(url: str) -> str:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from batch_agent.serve.catalog import Catalog
     from batch_agent.serve.webhooks import new_secret
 
     with Catalog(Path(options.data)) as catalog:
@@ -161,16 +158,8 @@ def _keys(options: argparse.Namespace) -> int:
         if not options.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(options.name) > 64:
             raise SpecError("the name of a tenant has letters, digits, '-', '_' and '.', and at most 64 of them")
         secret = new_secret() if options.webhook else ""
-        tenant = Tenant(
-            options.name,
-            options.share,
-            options.max_queued,
-            options.tokens_per_day,
-            options.max_file,
-            options.webhook,
-            secret,
-        )
-        put(catalog.add_tenant(tenant))
+        terms: dict[str, Any] = {term: value for term in TERMS if (value := getattr(options, term)) is not None}
+        put(catalog.add_tenant(Tenant(options.name, **terms, secret=secret)))
         if secret:
             say(f"webhook secret: {secret}")
     return 0
@@ -223,27 +212,17 @@ def _limits(options: argparse.Namespace, config: Mapping[str, object]) -> dict[s
 
 def _tenant_in(name: str, terms: Mapping[str, object]) -> tuple[Tenant, str]:
     """Return a tenant of the file, and its key."""
-    known = ("key", "share", "max_queued", "tokens_per_day", "max_file", "webhook", "webhook_secret")
-    check_known(terms, known, f"--config: keys.{name} has no")
+    check_known(terms, ("key", *TERMS, "webhook_secret"), f"--config: keys.{name} has no")
     key, secret = terms.get("key"), terms.get("webhook_secret", "")
     if not isinstance(key, str) or len(key) < 16:
         raise SpecError(f"--config: keys.{name} needs key = a text of at least 16 characters")
     if terms.get("webhook") and not str(secret).startswith("whsec_"):
         raise SpecError(f'--config: keys.{name} needs webhook_secret = "whsec_…" for its webhook')
     try:
-        tokens = terms.get("tokens_per_day")
-        tenant = Tenant(
-            name,
-            amount(str(terms.get("share", 1))),
-            positive(str(terms.get("max_queued", 1_000_000))),
-            None if tokens is None else positive(str(tokens)),
-            byte_size(str(terms.get("max_file", "2GB"))),
-            str(terms.get("webhook", "")),
-            str(secret),
-        )
+        read: dict[str, Any] = {term: TERMS[term][0](str(terms[term])) for term in TERMS if term in terms}
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise SpecError(f"--config: keys.{name}: {error}") from None
-    return tenant, key
+    return Tenant(name, **read, secret=str(secret)), key
 
 
 def byte_size(text: str) -> int:
@@ -282,13 +261,25 @@ LIMITS: Mapping[str, tuple[Callable[[str], object], object, str]] = {
     "keep": (duration, "30d", "how long batches are kept after their end"),
     "anthropic_window": (duration, "24h", "deadline of Message Batches"),
 }
+# Each term of a tenant with its reader, the name of its value, and its help. ``Tenant`` has the defaults.
+TERMS: Mapping[str, tuple[Callable[[str], object], str, str]] = {
+    "share": (amount, "SHARE", "weight beside other tenants (default 1)"),
+    "max_queued": (positive, "N", "lines that may wait (default 1000000)"),
+    "tokens_per_day": (positive, "N", "after which lines wait (default: any number)"),
+    "max_file": (byte_size, "SIZE", "(default 2GB)"),
+    "webhook": (str, "URL", "gets a signed notice when a batch ends"),
+}
 METAVARS = {"interactive_latency": "FACTOR", "reserve": "SIZE", "keep": "TIME", "anthropic_window": "TIME"}
 
 
 def admin_command(options: argparse.Namespace) -> int:
     if options.action == "export":
         return _export(options)
-    document = _ask(options) if options.url else _read(options)
+    if options.url:
+        with _open(options) as answer:
+            document: JsonObject = orjson.loads(answer.read())
+    else:
+        document = _read(options)
     if options.json:
         put(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
     elif options.action == "list":
@@ -303,12 +294,8 @@ def admin_command(options: argparse.Namespace) -> int:
 
 
 def _listed(document: JsonObject) -> Iterator[str]:
-    batches = document["data"]
-    assert isinstance(batches, list)
-    for batch in batches:
-        assert isinstance(batch, dict)
-        counts = batch["request_counts"]
-        assert isinstance(counts, dict)
+    for batch in cast("list[JsonObject]", document["data"]):
+        counts = cast("JsonObject", batch["request_counts"])
         done = f"{counts['completed']} of {counts['total']} done, {counts['failed']} failed"
         yield f"{batch['id']}  {batch['status']}  {batch['tenant']}  {batch['endpoint']}  {done}"
 
@@ -316,19 +303,12 @@ def _listed(document: JsonObject) -> Iterator[str]:
 # By address
 
 
-def _path(options: argparse.Namespace) -> str:
-    match options.action:
-        case "status":
-            return "/serve/status"
-        case "list":
-            return "/serve/batches?limit=1000"
-        case "cancel":
-            return f"/serve/batches/{options.batch}/cancel"
-    return f"/serve/batches/{options.batch}/export"
-
-
 def _open(options: argparse.Namespace) -> BinaryIO:
-    url = options.url.rstrip("/").removesuffix("/v1") + _path(options)
+    if options.action in ("cancel", "export"):
+        path = f"batches/{options.batch}/{options.action}"
+    else:
+        path = "status" if options.action == "status" else "batches?limit=1000"
+    url = f"{options.url.rstrip('/').removesuffix('/v1')}/serve/{path}"
     if not url.startswith(("http://", "https://")):
         raise SpecError(f"--url {options.url}: write http://HOST:PORT")
     key = options.key or os.environ.get("OPENAI_API_KEY", "")
@@ -348,12 +328,6 @@ def _message(body: bytes) -> str:
         return str(orjson.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace")
-
-
-def _ask(options: argparse.Namespace) -> JsonObject:
-    with _open(options) as answer:
-        document: JsonObject = orjson.loads(answer.read())
-        return document
 
 
 # By the directory
@@ -388,17 +362,11 @@ def _shown(batch: ServedBatch) -> JsonObject:
 def _export(options: argparse.Namespace) -> int:
     with ExitStack() as opened:
         sources = [opened.enter_context(source) for source in _sources(options)]
-        if options.output is None:
-            sys.stdout.flush()
-            for source in sources:
-                shutil.copyfileobj(source, sys.stdout.buffer)
-            return 0
-        part = Path(options.output + PART)
-        with part.open("wb") as file:
+        with opened_output(None if options.output is None else Path(options.output)) as file:
             for source in sources:
                 shutil.copyfileobj(source, file)
-        part.replace(options.output)
-    say(f"wrote {options.output}")
+    if options.output is not None:
+        say(f"wrote {options.output}")
     return 0
 
 

@@ -37,19 +37,17 @@ def _reading(kind: object) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if get_origin(kind) in (Union, types.UnionType):
-        return {"type": _int_or_none, "metavar": f"INT|{NO_LIMIT}"}
+        return {"type": lambda text: None if text.lower() == NO_LIMIT else int(text), "metavar": f"INT|{NO_LIMIT}"}
     assert isinstance(kind, type)
     return {"type": kind, "metavar": kind.__name__.upper()}
 
 
-def _int_or_none(text: str) -> int | None:
-    return None if text.lower() == NO_LIMIT else int(text)
-
-
 def simulate_command(options: argparse.Namespace) -> int:
     engine = EngineModel(**{field.name: getattr(options, field.name) for field in dataclasses.fields(EngineModel)})
-    return serve(serve_simulated(host=options.host, port=options.port, engine=engine, ready=_announce))
-
-
-def _announce(url: str) -> None:
-    say(f"simulated engine at {url}; Ctrl-C stops it")
+    serving = serve_simulated(
+        host=options.host,
+        port=options.port,
+        engine=engine,
+        ready=lambda url: say(f"simulated engine at {url}; Ctrl-C stops it"),
+    )
+    return serve(serving)

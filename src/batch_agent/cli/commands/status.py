@@ -1,4 +1,5 @@
-"""``batch-agent status``: shows the progress of a run from another process, during or after the run."""
+"""``batch-agent status`` shows the progress of a run from another process, during or after the run; ``runs`` lists the
+runs that are recorded in a directory, the latest first."""
 
 from __future__ import annotations
 
@@ -6,23 +7,37 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.report import spent
-from batch_agent.cli.output.streams import put
-from batch_agent.cli.spec.arguments import RUN_HELP
+from batch_agent.cli.output.streams import put, put_json, say
+from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
+from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
-from batch_agent.record.reader import RunSnapshot, open_run
+from batch_agent.observe.text import (
+    amount,
+    clock,
+    dollars,
+    duration,
+    harmless,
+    rate,
+    table,
+    terminal_width,
+    wrapped,
+)
+from batch_agent.record.address import RunPlace, place_of
+from batch_agent.record.reader import RunSnapshot, look, open_run, runs_in
 from batch_agent.record.rundir import stage_names
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
 NOT_BEGUN = "not begun"
 ALIVE = ("starting", "running")
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
+HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
+NEEDED = 3  # columns of the list of runs that are always shown
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,23 +102,17 @@ def status_json(view: RunSnapshot) -> JsonObject:
     if view.workers:
         status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
-        status["stages"] = [_stage_json(name, view.stages.get(name)) for name in names]
+        begun = {name: {"state": stage.state, **_numbers(stage)} for name, stage in view.stages.items()}
+        status["stages"] = [{"name": name, **begun.get(name, {"state": NOT_BEGUN})} for name in names]
     return status
 
 
 def _numbers(view: RunSnapshot) -> JsonObject:
     now = view.progress
-    counts: JsonObject = {"ok": now.ok, "failed": now.failed, "resumed": now.resumed}
-    rows: JsonObject = {"total": view.total, "done": now.ok + now.failed, **counts}
     done = now.ok + now.failed
+    rows: JsonObject = {"total": view.total, "done": done, "ok": now.ok, "failed": now.failed, "resumed": now.resumed}
     per_row = None if now.cost is None or not done else now.cost / done
     return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
-
-
-def _stage_json(name: str, stage: RunSnapshot | None) -> JsonObject:
-    if stage is None:
-        return {"name": name, "state": NOT_BEGUN}
-    return {"name": name, "state": stage.state, **_numbers(stage)}
 
 
 def _text(view: RunSnapshot) -> str:
@@ -138,6 +147,15 @@ def _text(view: RunSnapshot) -> str:
     return "\n".join([view.name, *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
 
 
+def spent(view: RunSnapshot) -> str:
+    """Return the tokens, the cost and the cost per row of all sessions of a run."""
+    now = view.progress
+    words, done = f"{amount(now.tokens)} tokens", now.ok + now.failed
+    if now.cost is not None:
+        words += f", {dollars(now.cost)}" + (f", {dollars(now.cost / done)} a row" if done else "")
+    return words
+
+
 def _rows(view: RunSnapshot) -> str:
     now = view.progress
     of = "" if view.total is None else f" of {view.total:,}"
@@ -156,3 +174,78 @@ def _stages(view: RunSnapshot) -> Iterator[tuple[str, str]]:
             cost = f", {dollars(now.cost)}" if now.cost is not None else ""
             text = f"{_rows(stage)}, {amount(now.tokens)} tokens{cost}, {stage.state}"
         yield "" if place else "stages", f"{name:<{width}}  {text}"
+
+
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        default=RUNS,
+        metavar="PLACE",
+        help="a directory, or the URL of a Redis server (default %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+
+
+def runs_command(options: argparse.Namespace) -> int:
+    place = place_of(options.directory, named=False)
+    if isinstance(place, Path) and not place.is_dir():
+        raise SpecError(f"there is no directory {place}: runs of the command line are recorded in ./{RUNS}")
+    views, unreadable = _views(place)
+    if options.json:
+        put_json([_run_json(view) for view in views])
+    elif views:
+        put(_table([HEADINGS, *map(_cells, views)], terminal_width(sys.stdout)))
+    else:
+        say(f"there are no runs in {place}")
+    for words in unreadable:
+        say(f"batch-agent: {harmless(words)}")
+    return ALL_OK
+
+
+def _views(place: RunPlace) -> tuple[list[RunSnapshot], list[str]]:
+    views, unreadable = [], []
+    for each in runs_in(place):
+        try:
+            views.append(look(each))
+        except BatchAgentError as error:  # a damaged run must not hide the others
+            unreadable.append(str(error))
+    return sorted(views, key=lambda view: str(view.facts.get("session_started")), reverse=True), unreadable
+
+
+def _run_json(view: RunSnapshot) -> JsonObject:
+    facts: JsonObject = {name: view.facts.get(name) for name in ("started", "model", "backend")}
+    return {"run_dir": view.name, "state": view.state, **_numbers(view), **facts}
+
+
+def _cells(view: RunSnapshot) -> tuple[str, ...]:
+    now, facts = view.progress, view.facts
+    of = "" if view.total is None else f"/{view.total:,}"
+    return (
+        harmless(view.name),
+        view.state,
+        f"{now.ok + now.failed:,}{of}",
+        f"{now.failed:,}",
+        _local(str(facts.get("started"))),
+        amount(now.tokens),
+        "" if now.cost is None else dollars(now.cost),
+        harmless(str(facts.get("model") or "")),
+    )
+
+
+def _local(time: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}"
+    except ValueError:
+        return harmless(time)
+
+
+def _table(lines: Sequence[tuple[str, ...]], width: int | None) -> str:
+    """Return the table without empty columns, and without the last columns if the terminal is too narrow."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    while width is not None and len(columns) > NEEDED and sum(widths) + 2 * len(columns) - 2 > width:
+        columns.pop()
+        widths.pop()
+    head, *rest = zip(*columns, strict=True)
+    return table(head, rest)

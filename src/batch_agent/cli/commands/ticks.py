@@ -53,7 +53,7 @@ def ticks_command(options: argparse.Namespace) -> int:
 def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:
     """Return the runtime that a spec file describes, with its agents. A SpecError names the file."""
     options = {**file.options}
-    try:
+    with file.named():
         listed = options.pop("agents", None)
         check_known(options, (*RUNTIME_OPTIONS, *SHARED_OPTIONS), "there is no option")
         shared = {name: options.pop(name) for name in SHARED_OPTIONS if name in options}
@@ -66,8 +66,6 @@ def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:
             if agent.agent_id in runtime.agents:
                 raise SpecError(f"agents: {agent.agent_id!r} is given twice")
             runtime.register_agent(agent)
-    except SpecError as error:
-        raise file.error(str(error)) from None
     return runtime
 
 

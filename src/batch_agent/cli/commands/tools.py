@@ -57,10 +57,8 @@ def _tools(options: argparse.Namespace) -> Iterator[Tool]:
 
 
 def _resolved(file: SpecFile, tools: object) -> tuple[Tool, ...]:
-    try:
+    with file.named():
         return resolve_tools(cast("list[object]", file.follow({"tools": tools})["tools"]))
-    except SpecError as error:
-        raise file.error(str(error)) from None
 
 
 def _json(tool: Tool) -> JsonObject:

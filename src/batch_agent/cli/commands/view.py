@@ -12,13 +12,12 @@ from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.cli.spec.numbers import add_address
+from batch_agent.door import is_loopback
 from batch_agent.errors import SpecError
 from batch_agent.record.address import RunPlace, place_of
 from batch_agent.record.reader import look, runs_in
 from batch_agent.view.runs import ShownRuns
 from batch_agent.view.server import ViewServer
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def add_view_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +36,7 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 def view_command(options: argparse.Namespace) -> int:
     runs = _runs([place_of(run, named=False) for run in options.runs], waits=options.beside)
     server = ViewServer(runs, options.host, options.port)
-    if options.host not in LOOPBACK:
+    if not is_loopback(options.host):
         say(
             f"batch-agent: WARNING: {options.host} is reachable from other machines, and the connection is not "
             "encrypted; anyone with the token can read all prompts and answers, and cancel runs"

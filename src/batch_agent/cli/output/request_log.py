@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from typing import BinaryIO
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.cli.output.streams import say
-from batch_agent.errors import BackendError, SpecError
+from batch_agent.errors import BackendError, explained
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject, Message, Reply
 from batch_agent.observe.text import duration, harmless
@@ -30,8 +30,6 @@ SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE)
 SHORTEST_SECRET = 8
 SHOWN_CHARACTERS = 200
 
-Tell = Callable[[JsonObject], None]
-
 
 class RequestLog:
     """The log of one command: on the terminal if ``verbose``, and in ``log_file`` if given. ``files`` closes it."""
@@ -40,26 +38,34 @@ class RequestLog:
         self._verbose = verbose
         self._file: BinaryIO | None = None
         if log_file is not None:
-            try:
+            with explained(f"cannot write the log file {Path(log_file)}"):
                 self._file = files.enter_context(open(log_file, "ab", buffering=0, opener=private))  # noqa: SIM115
-            except OSError as error:
-                raise SpecError(f"cannot write the log file {Path(log_file)}: {error.strerror}") from None
 
     def wrap(self, backend: Backend, api_key: str | None) -> Backend:
         """Return a backend that logs its exchanges, or the same backend if no log is wanted."""
-        secrets = sorted(_secrets(api_key, os.environ), key=len, reverse=True)
-        tellers: list[Tell] = [partial(_say, secrets)] if self._verbose else []
+        if not self._verbose and self._file is None:
+            return backend
+        named = {value for name, value in os.environ.items() if SECRET_NAMES.search(name)}
+        secrets = [value for value in named | {api_key or ""} if len(value) >= SHORTEST_SECRET]
+        secrets.sort(key=len, reverse=True)
+        return LoggedBackend(backend, partial(self._tell, secrets))
+
+    def _tell(self, secrets: Sequence[str], exchange: JsonObject) -> None:
+        if self._verbose:
+            for line in _words(exchange):
+                say(harmless(_cut_out(secrets, line), SHOWN_CHARACTERS))
         if self._file is not None:
-            tellers.append(partial(_write, secrets, self._file))
-        return LoggedBackend(backend, tellers) if tellers else backend
+            line = to_json({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **exchange}).decode()
+            with suppress(OSError):  # a full disk: a failing log must not end the run
+                self._file.write(_cut_out(secrets, line).encode() + b"\n")
 
 
 class LoggedBackend(ForwardingBackend):
-    """Reports each exchange with the inner backend to all ``tellers``."""
+    """Calls ``tell`` with each exchange with the inner backend."""
 
-    def __init__(self, inner: Backend, tellers: Sequence[Tell]) -> None:
+    def __init__(self, inner: Backend, tell: Callable[[JsonObject], None]) -> None:
         super().__init__(inner)
-        self._tellers = tellers
+        self._tell = tell
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,10 +91,6 @@ class LoggedBackend(ForwardingBackend):
         self._tell({**who, "seconds": seconds, "received": answer, "tokens": tokens})
         return reply
 
-    def _tell(self, exchange: JsonObject) -> None:
-        for tell in self._tellers:
-            tell(exchange)
-
 
 def _new(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages that were not sent to the model before."""
@@ -105,17 +107,6 @@ def _shape(shape: RequestShape, turn: int) -> JsonObject:
         if getattr(shape, name) is not None:
             said[name] = getattr(shape, name)
     return {"request": {**said, "tools": [tool.name for tool in shape.tools]}}
-
-
-def _write(secrets: Sequence[str], file: BinaryIO, exchange: JsonObject) -> None:
-    line = to_json({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **exchange}).decode()
-    with suppress(OSError):  # a full disk: a failing log must not end the run
-        file.write(_cut_out(secrets, line).encode() + b"\n")
-
-
-def _say(secrets: Sequence[str], exchange: JsonObject) -> None:
-    for line in _words(exchange):
-        say(harmless(_cut_out(secrets, line), SHOWN_CHARACTERS))
 
 
 def _cut_out(secrets: Sequence[str], text: str) -> str:
@@ -144,8 +135,3 @@ def _words(exchange: JsonObject) -> Iterable[str]:
 def _call(call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     return f"{function['name']}({function['arguments']})" if isinstance(function, dict) else ""
-
-
-def _secrets(api_key: str | None, environment: Mapping[str, str]) -> set[str]:
-    named = {value for name, value in environment.items() if SECRET_NAMES.search(name)}
-    return {value for value in named | {api_key or ""} if len(value) >= SHORTEST_SECRET}

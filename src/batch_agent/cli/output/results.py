@@ -15,16 +15,18 @@ from __future__ import annotations
 import itertools
 import os
 import stat
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Self
 
 from batch_agent.blocking import in_thread
-from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError
+from batch_agent.cli.output.streams import writing
+from batch_agent.errors import BatchAgentError, Interrupted, Invalid, SpecError, explained
 from batch_agent.files.compression import Codec
 from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import InOrderOfInput, check_table, complete_file, is_table, write_table
@@ -33,105 +35,133 @@ from batch_agent.job import AgentResult
 STDOUT_DESCRIPTOR = 1
 
 
-class ResultWriter(ABC):
-    """``replaces`` is whether there is an older output, which only a run with an answer replaces."""
+class ResultLines(ABC):
+    """Where the lines of results go. ``finish`` is called once; with ``empty``, also without a line there is an output
+    then, and it replaces an older one."""
 
     destination = ""  # shown to the user
-    replaces = False
-    written = 0  # results that were passed on without an error
-    stopped = False  # set by the caller if the run ended early: then an empty output would be wrong
 
-    def __init__(self) -> None:
-        self._begun = False
-        self._interrupted: list[AgentResult[object]] = []  # results that wait for the first answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    @abstractmethod
-    def __exit__(self, *exception: object) -> None: ...
-
-    async def write(self, result: AgentResult[object]) -> bool:
-        """Write the result. Returns False if its output cannot be written, and the line says that the row failed."""
-        if not self._begun and self.replaces and result.error is not None and result.error.type == Interrupted.type:
-            self._interrupted.append(result)
-            return True
-        if not self._begun:
-            self._begun = True
-            for earlier in self._interrupted:
-                await self.put(earlier)
-                self.written += 1
-            self._interrupted.clear()
-        faithful = await self.put(result)
-        self.written += 1
-        return faithful
-
-    @property
-    def keeps_old(self) -> bool:
-        """Return whether the older output stays, because the run ended before it had any answer."""
-        return self.replaces and not self._begun and (self.stopped or bool(self._interrupted))
-
-    @abstractmethod
-    async def put(self, result: AgentResult[object]) -> bool:
-        """Write the result, which may be the first."""
-
-
-class LineWriter(ResultWriter):
-    async def put(self, result: AgentResult[object]) -> bool:
-        line, faithful = _line(result)
-        await self.write_line(line)
-        return faithful
-
-    async def write_line(self, line: bytes) -> None:
+    async def write(self, line: bytes) -> None:
         self.write_now(line)
 
     @abstractmethod
     def write_now(self, line: bytes) -> None:
         """Write a line and block until it is written."""
 
+    @abstractmethod
+    def finish(self, *, empty: bool) -> None: ...
+
+
+class ResultWriter:
+    """``replaces`` is whether there is an older output, which only a run with an answer replaces. With ``ordered``,
+    results are in the order of their rows: early ones wait in the file ``waiting``, or in a temporary file."""
+
+    written = 0  # results that were passed on without an error
+    stopped = False  # set by the caller if the run ended early: then an empty output would be wrong
+
+    def __init__(
+        self, lines: ResultLines, *, replaces: bool = False, ordered: bool = False, waiting: Path | None = None
+    ) -> None:
+        self._lines, self._replaces, self._ordered, self._waiting_path = lines, replaces, ordered, waiting
+        self.destination = lines.destination
+        self._begun = False
+        self._interrupted: list[AgentResult[object]] = []  # results that wait for the first answer
+        self._waiting: IO[bytes] | None = None
+        self._order: InputOrder | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._waiting or nullcontext():
+            try:
+                for line in self._order.rest() if self._order is not None else ():
+                    self._lines.write_now(line)
+            finally:
+                self._lines.finish(empty=exception[0] is None and not self.keeps_old)
+        if self._waiting is not None and self._waiting_path is not None:
+            self._waiting_path.unlink(missing_ok=True)
+
+    @property
+    def keeps_old(self) -> bool:
+        """Return whether the older output stays, because the run ended before it had any answer."""
+        return self._replaces and not self._begun and (self.stopped or bool(self._interrupted))
+
+    async def write(self, result: AgentResult[object]) -> bool:
+        """Write the result. Returns False if its output cannot be written, and the line says that the row failed."""
+        if not self._begun and self._replaces and result.error is not None and result.error.type == Interrupted.type:
+            self._interrupted.append(result)
+            return True
+        self._begun = True
+        for earlier in self._interrupted:
+            await self._put(earlier)
+        self._interrupted.clear()
+        return await self._put(result)
+
+    async def _put(self, result: AgentResult[object]) -> bool:
+        try:
+            own, faithful = result_line(result), True
+        except Invalid as error:
+            own, faithful = result_line(unwritten(result, error)), False
+        for line in self._in_order(result.index, own) if self._ordered else (own,):
+            await self._lines.write(line)
+        self.written += 1
+        return faithful
+
+    def _in_order(self, index: int, line: bytes) -> Iterator[bytes]:
+        with explained("cannot store a result until earlier rows finish", BatchAgentError):
+            if self._waiting is None:
+                path = self._waiting_path
+                self._waiting = tempfile.TemporaryFile() if path is None else path.open("w+b")  # noqa: SIM115
+                self._order = InputOrder(self._waiting)
+            assert self._order is not None
+            yield from self._order.put(index, line)
+
 
 def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     """Return a writer to the file, in the format of its extension; without a path, to standard output."""
-    replaces = path is not None and path.is_file() and path.stat().st_size > 0
-    if path is not None and is_table(path):
-        lines: LineWriter = TableWriter(path)
-    else:
-        lines = StdoutWriter(STDOUT_DESCRIPTOR) if path is None else FileWriter(path)
-    writer = OrderedWriter(lines, path) if ordered and not isinstance(lines, TableWriter) else lines
-    lines.replaces = writer.replaces = replaces
-    return writer
+    if path is None:
+        return ResultWriter(StdoutLines(STDOUT_DESCRIPTOR), ordered=ordered)
+    replaces = path.is_file() and path.stat().st_size > 0
+    if is_table(path):  # it is in order anyway
+        return ResultWriter(TableLines(path), replaces=replaces)
+    lines, waiting = FileLines(path), path.with_name(f"{path.name}.waiting.jsonl")
+    if ordered:
+        _check_place(waiting)
+    return ResultWriter(lines, replaces=replaces, ordered=ordered, waiting=waiting)
 
 
-class FileWriter(LineWriter):
+class FileLines(ResultLines):
     """Results in a file. Its old content is deleted when the first result arrives, not when a run fails to start."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path, self.destination = path, str(path)
+        self.destination = str(path)
         self._codec = Codec(path)
         self._stream: IO[bytes] | None = None
         self._size = 0  # bytes of whole lines
-        try:
+        with explained(f"cannot write the results to {path}"):
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
 
-    def __exit__(self, *exception: object) -> None:
+    def finish(self, *, empty: bool) -> None:
         with self._file:
-            if exception[0] is None and not self.keeps_old:  # a run without rows leaves an empty file
+            if empty:
                 self._start()
             if self._stream is not None:
-                self._in_words(self._stream.close)
+                with explained(f"cannot write the results to {self.destination}", BatchAgentError):
+                    self._stream.close()
 
     def write_now(self, line: bytes) -> None:
         stream = self._start()
-        try:
-            self._in_words(lambda: _write_all(stream, line))
-        except BatchAgentError:
-            if stream is self._file:
-                with suppress(OSError):  # not a regular file
-                    self._file.truncate(self._size)
-            raise
+        with explained(f"cannot write the results to {self.destination}", BatchAgentError):
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[stream.write(rest) :]
+            except OSError:
+                if stream is self._file:
+                    with suppress(OSError):  # not a regular file
+                        self._file.truncate(self._size)
+                raise
         self._size += len(line)
 
     def _start(self) -> IO[bytes]:
@@ -141,33 +171,26 @@ class FileWriter(LineWriter):
             self._stream = self._codec.writer(self._file)
         return self._stream
 
-    def _in_words(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except OSError as error:
-            raise BatchAgentError(f"cannot write the results to {self._path}: {error.strerror}") from None
 
-
-class TableWriter(LineWriter):
+class TableLines(ResultLines):
     """Results in a table in input order, which is written when the run ends. Until then they are lines in a file beside
     it. That file stays if the table cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         check_table(path)
         if path.is_dir():
             raise SpecError(f"cannot write the results to {path}: it is a directory")
         self._table, self.destination = path, str(path)
         self._partial = path.with_name(f"{path.name}.partial.jsonl")
-        self._lines: FileWriter | None = None
+        self._lines: FileLines | None = None
         _check_place(self._partial)
 
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None and not self.keeps_old:  # a run without rows leaves an empty table
+    def finish(self, *, empty: bool) -> None:
+        if empty:
             self._start()
         if self._lines is None:
             return
-        self._lines.__exit__(*exception)
+        self._lines.finish(empty=empty)
         try:
             write_table(InOrderOfInput(self._partial), self._table)
         except OSError as error:
@@ -179,27 +202,26 @@ class TableWriter(LineWriter):
     def write_now(self, line: bytes) -> None:
         self._start().write_now(line)
 
-    def _start(self) -> FileWriter:
+    def _start(self) -> FileLines:
         if self._lines is None:
             try:
-                self._lines = FileWriter(self._partial)
+                self._lines = FileLines(self._partial)
             except SpecError as error:  # the run has already started
                 raise BatchAgentError(str(error)) from None
         return self._lines
 
 
-class StdoutWriter(LineWriter):
+class StdoutLines(ResultLines):
     """Results on standard output. A slow reader does not delay agents. A closed pipe raises BrokenPipeError."""
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__()
         self._descriptor = descriptor
         self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
 
-    def __exit__(self, *exception: object) -> None:
+    def finish(self, *, empty: bool) -> None:
         pass
 
-    async def write_line(self, line: bytes) -> None:
+    async def write(self, line: bytes) -> None:
         if self._regular:
             self.write_now(line)
         else:
@@ -226,84 +248,31 @@ class StdoutWriter(LineWriter):
                 os.lseek(self._descriptor, end - written, os.SEEK_SET)
 
 
-class OrderedWriter(ResultWriter):
-    """Results in the order of their rows. Early ones wait in a file beside the output, or in a temporary file."""
-
-    def __init__(self, writer: LineWriter, path: Path | None) -> None:
-        super().__init__()
-        self._writer, self.destination = writer, writer.destination
-        self._waiting_path = path and path.with_name(f"{path.name}.waiting.jsonl")
-        self._files = ExitStack()
-        self._order: InputOrder | None = None
-        if self._waiting_path is not None:
-            _check_place(self._waiting_path)
-
-    def __enter__(self) -> Self:
-        self._writer.__enter__()
-        return self
-
-    async def put(self, result: AgentResult[object]) -> bool:
-        own, faithful = _line(result)
-        try:
-            for line in self._start().put(result.index, own):
-                await self._writer.write_line(line)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise BatchAgentError(f"cannot store a result until earlier rows finish: {error.strerror}") from None
-        return faithful
-
-    def __exit__(self, *exception: object) -> None:
-        self._writer.stopped = self.keeps_old
-        with self._files:
-            try:
-                for line in self._order.rest() if self._order is not None else ():
-                    self._writer.write_now(line)
-            finally:
-                self._writer.__exit__(*exception)
-        if self._order is not None and self._waiting_path is not None:
-            self._waiting_path.unlink(missing_ok=True)
-
-    def _start(self) -> InputOrder:
-        if self._order is None:
-            path = self._waiting_path
-            waiting = tempfile.TemporaryFile() if path is None else path.open("w+b")  # noqa: SIM115
-            self._order = InputOrder(self._files.enter_context(waiting))
-        return self._order
-
-
-def _line(result: AgentResult[object]) -> tuple[bytes, bool]:
-    try:
-        return result_line(result), True
-    except Invalid as error:
-        return result_line(unwritten(result, error)), False
-
-
 def _check_place(path: Path) -> None:
     """Raise SpecError if a file beside the output cannot be written. The file is neither created nor changed."""
-    try:
+    with explained(f"cannot write the results to {path}"):
         if path.exists():
             path.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
-
-
-def _write_all(stream: IO[bytes], data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[stream.write(rest) :]
 
 
 @contextmanager
 def written_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that replaces the old one when it is complete. Raises BatchAgentError if it cannot be written."""
-    try:
-        with complete_file(path) as stream:
+    with explained(f"cannot write {path}", BatchAgentError), complete_file(path) as stream:
+        yield stream
+
+
+@contextmanager
+def opened_output(path: Path | None) -> Iterator[IO[bytes]]:
+    """Open the file like ``written_file``; None is standard output."""
+    if path is None:
+        with writing(sys.stdout):
+            yield sys.stdout.buffer
+    else:
+        with written_file(path) as stream:
             yield stream
-    except OSError as error:
-        raise BatchAgentError(f"cannot write {path}: {error.strerror}") from None
 
 
 def refuse_overwriting(output: Path, other: Path, what: str) -> None:

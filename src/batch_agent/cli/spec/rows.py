@@ -13,7 +13,7 @@ from pathlib import Path
 
 from batch_agent.blocking import in_thread
 from batch_agent.cli.output.streams import say
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, SpecError, explained
 from batch_agent.files.compression import format_of
 from batch_agent.files.read import PARSERS, LazyRows, is_pattern, read_inputs
 from batch_agent.files.rows import BOM, Row
@@ -113,7 +113,5 @@ class _PipeLines(Iterator[bytes]):
         return line
 
     def _read(self) -> bytes:
-        try:
+        with explained(f"cannot read {self._name}", BatchAgentError):
             return os.read(self._descriptor, CHUNK_BYTES)
-        except OSError as error:
-            raise BatchAgentError(f"cannot read {self._name}: {error.strerror}") from None

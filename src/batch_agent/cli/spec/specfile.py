@@ -16,6 +16,7 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import yaml
 
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, about, explained
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, check_names, kinds, notes
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
@@ -45,6 +46,14 @@ class SpecFile:
     path: Path
     text: str
     options: Mapping[str, object]
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name this file in a SpecError of the block."""
+        try:
+            yield
+        except SpecError as error:
+            raise self.error(str(error)) from None
 
     def error(self, message: str) -> SpecError:
         """Return a SpecError that names this file and the line of the option in the message."""
@@ -75,10 +84,8 @@ class SpecFile:
     def followed(self, *, leaving_out: Container[str] = ()) -> dict[str, Any]:
         """Return the options with their references resolved."""
         own = {name: value for name, value in self.options.items() if name not in leaving_out}
-        try:
+        with self.named():
             return self.follow(own)
-        except SpecError as error:
-            raise self.error(str(error)) from None
 
     def follow(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return the given options with their references resolved. A SpecError does not name the file."""
@@ -93,10 +100,8 @@ class SpecFile:
         }
         followed = dict(options)
         for name in resolvers.keys() & options.keys():
-            try:
+            with about(f"{name}: "):
                 followed[name] = resolvers[name](options[name])
-            except SpecError as error:
-                raise SpecError(f"{name}: {error}") from None
         return followed
 
     def inputs_path(self) -> str | None:
@@ -185,10 +190,8 @@ def _mcp_entry(entry: Mapping[str, object], beside: Path) -> list[Tool]:
 def read_specfile(path: Path) -> SpecFile:
     """Return the spec file. A SpecError names an option that no batch has."""
     file = read_mapping(path)
-    try:
+    with file.named():
         check_names(BatchSpec, file.options.keys() - {STAGES, *OLD_NAMES}, OLD_NAMES)
-    except SpecError as error:
-        raise file.error(str(error)) from None
     for name, refused in notes(BatchSpec, NotSettable).items():
         if name in file.options and refused.in_files:
             raise file.error(f"{name} cannot be given in a file: {refused.reason}")
@@ -208,9 +211,8 @@ def read_mapping(path: Path) -> SpecFile:
         raise SpecError(f"{path}: a spec file ends in {', '.join(parsers)}")
     text = read_text(path, "the spec")
     try:
-        options = parse(text)
-    except SpecError as error:
-        raise SpecError(f"{path} {error}") from None
+        with about(f"{path} "):
+            options = parse(text)
     except RecursionError:
         raise SpecError(f"{path} is nested too deeply") from None
     if options is None:
@@ -322,9 +324,8 @@ def _import_failure(name: str, error: BaseException) -> str:
 def read_text(path: Path, what: str = "") -> str:
     """Return the text of a file, without a byte order mark. Raises a SpecError that calls the file ``what``."""
     try:
-        return path.read_text("utf-8-sig")
-    except OSError as error:
-        raise SpecError(f"cannot read {f'{what} ' if what else ''}{path}: {error.strerror}") from None
+        with explained(f"cannot read {f'{what} ' if what else ''}{path}"):
+            return path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8") from None
 

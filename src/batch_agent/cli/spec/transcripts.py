@@ -18,13 +18,10 @@ from batch_agent.agent.fingerprint import matched
 from batch_agent.agent.prepare import Prepared
 from batch_agent.agent.transcript import conversations, transcript
 from batch_agent.api import BatchAgent
-from batch_agent.cli.spec.load import is_pipeline, load_flow, load_spec
-from batch_agent.cli.spec.recorded import command_again, recorded_command
+from batch_agent.cli.spec.load import command_again, is_pipeline, load_flow, load_spec, recorded_command
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
-from batch_agent.files.tables import Record
-from batch_agent.job import Job
 from batch_agent.messages import JsonObject
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import FinishedRows, RunReader, UnfinishedRow, row_name
@@ -100,7 +97,9 @@ def transcript_lines(run: RunReader, prepared: Prepared, records: FinishedRows) 
     for place, record in records.placed():
         if not record.get("ok"):
             continue
-        job = _job(prepared, record)
+        value = record.get("input")
+        plan.check_first(value)
+        job = plan.job(cast(int, record["index"]), value)
         if job.parts:  # its answer merges those of several conversations
             continue
         past = run.past(place, record)
@@ -113,12 +112,6 @@ def transcript_lines(run: RunReader, prepared: Prepared, records: FinishedRows) 
         for messages in every:
             line: dict[str, object] = {"messages": [message.to_dict() for message in messages]}
             yield to_json({**line, "tools": tools} if tools else line) + b"\n"
-
-
-def _job(prepared: Prepared, record: Record) -> Job:
-    value = record.get("input")
-    prepared.plan.check_first(value)
-    return prepared.plan.job(cast(int, record["index"]), value)
 
 
 # The inputs of rows that have begun and are not done. A run directory records the input of a row with its result, so
