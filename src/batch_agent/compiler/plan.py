@@ -132,16 +132,16 @@ class Plan:
         """Return whether an input has a document, which takes time to read."""
         return _has_document(self.spec, value)
 
-    def job(self, index: int, value: object, name: str | None = None, *, plain: bool = False) -> Job:
-        """Return one input as a job. ``name`` is its id in an earlier stage, or its own id made unique. ``plain``: it
-        has neither pictures nor a document (``shows``). Raises InputError or Oversized, which concern only this input;
-        also if ``check_first`` was not called and a field is missing."""
+    def job(self, index: int, value: object, name: str | None = None) -> Job:
+        """Return one input as a job. ``name`` is its id in an earlier stage, or its own id made unique. Raises
+        InputError or Oversized, which concern only this input; also if ``check_first`` was not called and a field is
+        missing."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self.template
         if template is None:
             template = self._template_of(value)
-        value, fields, images = (value, fields_of(value), NO_PICTURES) if plain else self._seen(value)
+        value, fields, images = self._seen(value)
         check_same(self.hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self.spec.id_column)
         if name is None or (own is not None and self.spec.id_column is not None and not name.startswith(f"{own}~")):

@@ -147,16 +147,14 @@ async def compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[
     """Return the jobs of inputs that begin at index ``first``. Images and documents are read outside the event loop."""
     bare = [unplaced(value) for value in values]
     if not any(map(plan.shows, bare)):
-        return _compile_each(plan, first, values, plain=True)
+        return _compile_each(plan, first, values)
     if any(map(plan.reads, bare)):
         return await _read_all(plan, first, values)
     return await in_thread(partial(_compile_each, plan, first, values))
 
 
-def _compile_each(
-    plan: Plan, first: int, values: Sequence[object], *, plain: bool = False
-) -> list[Job | AgentResult[object]]:
-    return [_compile(plan, first + place, value, plain=plain) for place, value in enumerate(values)]
+def _compile_each(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    return [_compile(plan, first + place, value) for place, value in enumerate(values)]
 
 
 async def _read_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
@@ -176,12 +174,12 @@ def unplaced(value: object) -> object:
     return value.value if isinstance(value, Placed) else value
 
 
-def _compile(plan: Plan, index: int, value: object, *, plain: bool = False) -> Job | AgentResult[object]:
+def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
     """Return a row's job; or its failed result, if it cannot be rendered."""
     name = None
     if isinstance(value, Placed):
         index, name, value = value.index, value.name, value.value
     try:
-        return plan.job(index, value, name, plain=plain)
+        return plan.job(index, value, name)
     except JobError as error:
         return Failure(index, str(index) if name is None else name, value, False, None, AgentError.of(error))
