@@ -113,19 +113,11 @@ FEATURES = (
 NOTES = (
     "The workers on Ray are those of `processes`; only the channel to the record differs.",
     "The requests of a reduction are rows of a stage of its pipeline.",
-    "A worker function or a command-line agent is called for a row; the run around it is that of the other rows.",
-    "The inputs of unfinished rows are read again with the recorded command, so a run from Python shows only rows that "
-    "have begun. In Redis all inputs are in the queue.",
-    "The program of the agent chooses the temperature of its requests; those with temperature 0 are kept in the cache.",
 )
 # Cells without a test of their own: the number of the note that says why.
 REASONS = {
     **{(feature, "Ray"): 1 for feature in ("show with inputs of unfinished rows", "traces")},
     ("show with inputs of unfinished rows", "reduction"): 2,
-    ("traces", "reduction"): 2,
-    **{("streamed text in the page", shape): 3 for shape in ("worker=", "runtime")},
-    **{("show with inputs of unfinished rows", shape): 4 for shape in ("processes", "worker=", "runtime")},
-    ("response cache", "runtime"): 5,
 }
 
 

@@ -147,7 +147,7 @@ class HalfACommit(ToyStore):
             return super().write(name, content)
         changes = cast(Any, content)["changes"]
         for change in changes[:-1]:
-            super().write("commit", {"changes": [change], "outlay": None})
+            super().write("commit", {"changes": [change], "outlay": None, "more": [0, 0]})
         super().write("commit", {**cast(Any, content), "changes": changes[-1:]})
 
 
@@ -350,6 +350,19 @@ class RepeatedCommitCountsTwice(ToyStore):
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
         self.commits.clear()
         return super().commit(worker, number, changes, outlay)
+
+
+class LostRowsCostNothing(ToyStore):
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        held = all(self.holds(worker, change.lease) for change in changes)
+        return super().commit(worker, number, changes, outlay if held else None)
+
+
+class CountsWorkTwice(ToyStore):
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        if outlay is not None and outlay.more is not None:
+            self.done += outlay.more
+        return super().commit(worker, number, changes, None)
 
 
 class CommitIsAllOrNothing(ToyStore):
@@ -723,6 +736,8 @@ FOUND_BY: dict[type[ToyStore], str] = {
     LeasesNeverEnd: "the_old_holder_is_refused",
     RenewsNothing: "a_renewed_lease",
     RepeatedCommitCountsTwice: "a_commit_that_is_repeated",
+    LostRowsCostNothing: "what_workers_have_done",
+    CountsWorkTwice: "what_workers_have_done",
     CommitIsAllOrNothing: "refuses_the_rows_that_are_lost",
     LosesHandedBackRows: "handed_back",
     HandsBackForOthers: "the_old_holder_is_refused",

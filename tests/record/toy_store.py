@@ -26,6 +26,7 @@ from batch_agent.record.store import (
     FeederReplaced,
     FeederSession,
     Identity,
+    Increment,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -71,6 +72,7 @@ class Kept:
     steps: dict[str, list[KeptStep]] = field(default_factory=dict)  # by row
     results: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # by row: result, error
     outlays: list[Outlay] = field(default_factory=list)  # of the sessions
+    more: tuple[int, int] = 0, 0  # tokens and 1e-9 $ in the increments of workers
     table: JsonObject = field(default_factory=dict)
     jobs: list[str] = field(default_factory=list)
     workers: int = 0
@@ -107,6 +109,7 @@ class ToyStore:
         self.ended_calls: list[str] = []
         self.files: dict[str, str] = {}
         self.lease_seconds = 15.0
+        self.done = Increment()  # by the workers of this session
 
     # The file
 
@@ -161,6 +164,8 @@ class ToyStore:
                     kept.steps.setdefault(change["row"], []).extend(map(read_step, change["steps"]))
                     if change["result"] is not None:
                         kept.results[change["row"]] = base64.b64decode(change["result"]), change["error"]
+                tokens, cost = content["more"]
+                kept.more = kept.more[0] + tokens, kept.more[1] + cost
                 if content["outlay"] is not None:
                     tokens, cost, advance, learnt = content["outlay"]
                     kept.outlays[-1] = Outlay(tokens, cost, advance and tuple(advance), learnt and tuple(learnt))
@@ -213,6 +218,7 @@ class ToyStore:
             self.keep("session", facts)
             self.resuming, self.phase, self.fed = resuming, "running", False
             self.session = len(self.kept.outlays)
+            self.done = Increment()
             self.generation = self.session
             self.lease_seconds = float(str(facts.get("lease", 15.0)))
             return FeederSession(self.session, previous, "0")
@@ -276,8 +282,12 @@ class ToyStore:
             self.keep("facts", facts)
             self.phase, self.session = phase, 0
 
+    def worked(self) -> Mapping[str, float]:
+        with self.changed:
+            return self.done.counts
+
     def spent(self) -> Outlay:
-        tokens, cost = 0, 0.0
+        tokens, cost = self.kept.more[0], self.kept.more[1] / 1e9
         for each in self.kept.outlays:
             ahead, cost_ahead = each.advance or (0, 0.0)
             tokens += max(each.tokens, ahead)
@@ -351,7 +361,11 @@ class ToyStore:
             if latest is not None and latest[0] == number:
                 return latest[1]
             held = [change for change in changes if self.holds(worker, change.lease)]
-            self.keep("commit", {"changes": [written(each) for each in held], "outlay": outlay and as_list(outlay)})
+            more = Increment() if outlay is None or outlay.more is None else outlay.more
+            own = None if outlay is None or outlay.more is not None else as_list(outlay)
+            changed = [written(each) for each in held]
+            self.keep("commit", {"changes": changed, "outlay": own, "more": [more.tokens, more.cost]})
+            self.done += more
             for change in held:
                 if change.result is not None:
                     self.end(change)

@@ -77,6 +77,11 @@ async def ask(row: str, ctx: Any) -> str:
     return str((await ctx.ask(f"Do {row}")).text)
 
 
+async def loop(row: str, ctx: Any) -> str:
+    """A worker of the user's whose model may call tools."""
+    return str(await ctx.loop(f"Do {row}"))
+
+
 @dataclass
 class Scene:
     """A run of one shape, and its server. Rows are named ``row-0`` and so on; ``held`` is asked before each answer."""
@@ -135,7 +140,7 @@ class Scene:
 
             options["cluster"] = Ray("auto", workers=1, worker_cpus=0.5)
         elif self.shape == "worker=":
-            options["worker"] = ask
+            options.setdefault("worker", ask)
         elif self.shape == "runtime":
             options["runtime"] = runtime("opencode", self.folder)
         return list(await BatchAgent.run(**options))
@@ -249,7 +254,7 @@ async def test_no_more_requests_are_sent_than_the_rate_limit_allows(scene: Scene
     await asyncio.wait([running])
 
 
-@pytest.mark.covers("response cache", "local", "processes", "Ray", "pipeline", "reduction", "worker=")
+@pytest.mark.covers("response cache", "local", "processes", "Ray", "pipeline", "reduction", "worker=", "runtime")
 async def test_a_repeated_request_is_answered_from_the_cache(scene: Scene) -> None:
     cached = {"cache": str(scene.folder / "cache"), "temperature": 0}
     first = await scene.run(2, **cached)
@@ -312,16 +317,21 @@ async def test_the_numbers_for_prometheus_count_every_row(scene: Scene) -> None:
         await task
 
 
-@pytest.mark.covers("streamed text in the page", "local", "processes", "Ray", "pipeline", "reduction")
+@pytest.mark.covers(
+    "streamed text in the page", "local", "processes", "Ray", "pipeline", "reduction", "worker=", "runtime"
+)
 async def test_the_page_shows_the_text_of_a_row_while_it_is_streamed(scene: Scene) -> None:
     words = " ".join(f"word{number}" for number in range(600))
+    calls = scene.shape != "runtime"  # its program has tools of its own
+    others = {"worker": loop} if scene.shape == "worker=" else {}
 
     def answer(row: str, request: Request) -> Say:
-        return Say(words, chunk_delay=0.02) if request.turn else CallTools(ToolUse("look_up", {"key": "a"}))
+        first = calls and not request.turn
+        return CallTools(ToolUse("look_up", {"key": "a"})) if first else Say(words, chunk_delay=0.02)
 
     scene.answer = answer
-    async with scene.running(1, tools=[look_up]) as task:
-        await scene.server.wait_requests(2)
+    async with scene.running(1, tools=[look_up] if calls else [], **others) as task:
+        await scene.server.wait_requests(1 + calls)
         reader = open_run(scene.place)
         run = ShownRun("run", reader.stage("work") if scene.shape in STAGED else reader)
         said = ""
@@ -368,18 +378,18 @@ async def test_a_report_has_the_rows_of_one_run_or_of_two(scene: Scene) -> None:
 
 
 @pytest.mark.skipif(find_spec("opentelemetry.sdk") is None, reason="needs the extra otel")
-@pytest.mark.covers("traces", "processes", "Redis")
+@pytest.mark.covers("traces", "processes", "Redis", "reduction")
 async def test_the_rows_and_requests_of_workers_are_spans(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         assert all(await scene.run(2))
     rows, requests = collector.named("invoke_agent"), collector.named("chat m")
-    assert len(rows) == len(requests) == 2
+    assert len(rows) == len(requests) == scene.server.received
     assert {span.parent_span_id for span in requests} == {span.span_id for span in rows}
     runs = {span.span_id for span in collector.named("invoke_workflow")}
     assert {span.links[0].span_id for span in rows} <= runs
     durations = [each.histogram for each in collector.metrics if each.name == "gen_ai.client.operation.duration"]
-    assert sum(point.count for histogram in durations for point in histogram.data_points) == 2
+    assert sum(point.count for histogram in durations for point in histogram.data_points) == scene.server.received
 
 
 def free_port() -> int:

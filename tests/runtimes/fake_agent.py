@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 
-def ask(url: str, key: str, body: dict[str, Any]) -> Any:
+def sent(url: str, key: str, body: dict[str, Any]) -> Any:
     head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), head)
-    with urllib.request.urlopen(request) as answer:
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head))
+
+
+def ask(url: str, key: str, body: dict[str, Any]) -> Any:
+    with sent(url, key, body) as answer:
         return json.loads(answer.read())
 
 
@@ -28,9 +31,11 @@ def opencode(prompt: str) -> str:
     options = provider["options"]
     model = sys.argv[sys.argv.index("--model") + 1].removeprefix("batch/")
     assert model in provider["models"]
-    body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-    text = ask(options["baseURL"] + "/chat/completions", options["apiKey"], body)["choices"][0]["message"]["content"]
-    return str(text)
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0, "stream": True}
+    with sent(options["baseURL"] + "/chat/completions", options["apiKey"], body) as answer:
+        lines = [line.removeprefix(b"data: ") for line in answer.read().splitlines() if line.startswith(b"data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def claude(prompt: str) -> str:

@@ -42,7 +42,7 @@ from batch_agent.record.served import Answer as Answered
 from batch_agent.record.served import Call, ServedStore, StoreDesk, dump, load
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import KeptStep, LeasedRow, RunProgress
-from batch_agent.run.crew import REFUSED, ProcessCrew, Served
+from batch_agent.run.crew import REFUSED, ProcessCrew
 from batch_agent.run.joining import JoinedWorker
 from batch_agent.run.run import Run
 from batch_agent.run.trust import Trust
@@ -278,8 +278,8 @@ class SimulatedCrew(ProcessCrew):
         self._session = session
         self._started: dict[int, WorkerProcess] = {}
 
-    def _serve(self, run: Served) -> str:
-        self._session.desk = _desk_of(cast("Run[object]", run))
+    def _serve(self, run: Run[object]) -> str:
+        self._session.desk = _desk_of(run)
         return ""
 
     async def _run_one(self, number: int) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -52,6 +52,14 @@ RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
 RARE = (CacheRead, ControlFinished, DrainStarted, ModelChosen, SchemaUnsupported, RunFinished)
 NOTHING = Usage()
+# Statistics that add up over the processes of a run, in the order of ``Metrics.counts``.
+COUNTED = (
+    *("turns", "retries", "control_requests", "cache_hits", "rejected", "peak_running"),
+    *("tool_runs", "tool_shared", "tool_cached", "tool_errors", "inference_seconds", "tool_wait_seconds"),
+)
+USED, SAVED = "used ", "saved "  # in the names of counts, before the kinds of tokens
+TOOL_PARTS = ("calls of ", "failed calls of ", "seconds of ")  # before the name of a tool
+USAGES = tuple(each.name for each in fields(Usage))
 MOST_TOOLS = 64  # counted by name: a model may invent any number of names
 
 
@@ -210,15 +218,18 @@ class Statistics:
 
 # The state of a running agent. Plain ints: this is the hot path.
 _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
+LIVE_STATES = {_QUEUED: "queued", _RUNNING: "running", _WAITING: "tools", _BACKING_OFF: "backing_off"}
 
 
 class LiveAgent:
     """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
-    then that was a pause after a failure. ``recorder`` gets its spans, if the run has a timeline."""
+    then that was a pause after a failure. ``recorder`` gets its spans, if the run has a timeline. ``elsewhere``:
+    another process works on the row, and reports its numbers."""
 
     __slots__ = (
         "backoff",
         "began",
+        "elsewhere",
         "index",
         "job_id",
         "ready",
@@ -238,6 +249,7 @@ class LiveAgent:
         self.turn = 0
         self.tools_open = 0
         self.turns_open = 0  # more than one if a row is processed in parts
+        self.elsewhere = False
 
 
 class Metrics(TypedSink):
@@ -273,6 +285,9 @@ class Metrics(TypedSink):
         self._down: dict[str, HealthChanged] = {}
         self._down_seconds: dict[str, float] = {}  # of outages that are over, by endpoint
         self._schema_note = ""
+        # Of worker processes: the sum of ``counts``, and their running agents by state, as a status names it.
+        self.elsewhere: Mapping[str, float] = {}
+        self.agents_elsewhere: Mapping[str, int] = {}
         self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
@@ -290,13 +305,34 @@ class Metrics(TypedSink):
             TurnStarted: self._turn_started,
         }
 
+    def counts(self) -> dict[str, float]:
+        """Return the numbers of this process that add up over all processes of a run, by name."""
+        sources = self._tool_sources
+        numbers = (self._turns, self._retries, self._controls, self._cache_hits, self._rejected, self._peak_running)
+        tools = (sources["run"], sources["shared"], sources["cache"], self._tool_errors)
+        seconds = (self._running_seconds, self._waiting_seconds)
+        counts: dict[str, float] = dict(zip(COUNTED, (*numbers, *tools, *seconds), strict=True))
+        usage = Usage(self._prompt, self._cached, self._completion, self._reasoning, self._cache_writes)
+        for kind, spent in ((USED, usage), (SAVED, self._saved)):
+            counts |= {f"{kind}{name}": amount for name, amount in asdict(spent).items() if amount}
+        for name, use in self._tools.items():
+            counts |= {f"{part}{name}": amount for part, amount in zip(TOOL_PARTS, use, strict=True)}
+        return counts if self._cost is None else {**counts, "cost": self._cost}
+
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
         now = finished.at if finished else self._clock()
         elapsed = now - run.at if run else 0.0
         down = self._down_by_server(now)
         states = Counter(agent.state for agent in self._agents.values())
+        for state, name in LIVE_STATES.items() if finished is None else ():
+            states[state] += self.agents_elsewhere.get(name, 0)
+        counts = self.counts()
+        for name, count in self.elsewhere.items():
+            counts[name] = counts.get(name, 0) + count
+        numbers: dict[str, Any] = {name: counts[name] for name in COUNTED}
         return Statistics(
+            **numbers,
             backend=run.backend if run else "",
             model=run.model if run else "",
             total=run.total if run else None,
@@ -310,29 +346,17 @@ class Metrics(TypedSink):
             waiting_on_tools=states[_WAITING],
             backing_off=states[_BACKING_OFF],
             queued=states[_QUEUED],
-            turns=self._turns,
-            retries=self._retries,
-            control_requests=self._controls,
-            usage=Usage(self._prompt, self._cached, self._completion, self._reasoning, self._cache_writes),
-            cost=elapsed * run.cost_per_second if run and run.cost_per_second else self._cost,
-            cache_hits=self._cache_hits,
-            saved=self._saved,
-            tool_runs=self._tool_sources["run"],
-            tool_shared=self._tool_sources["shared"],
-            tool_cached=self._tool_sources["cache"],
-            tool_errors=self._tool_errors,
-            tools={name: ToolUse(int(use[0]), int(use[1]), use[2]) for name, use in self._tools.items()},
-            rejected=self._rejected,
+            usage=_usage(counts, USED),
+            cost=elapsed * run.cost_per_second if run and run.cost_per_second else counts.get("cost"),
+            saved=_usage(counts, SAVED),
+            tools=_tools(counts),
             last_rejected=self._last_rejected,
-            inference_seconds=self._running_seconds,
-            tool_wait_seconds=self._waiting_seconds,
             elapsed=elapsed,
             recent_rate=self._recent_rate(elapsed),
             pace=self._history.pace(elapsed) if run else Pace(),
             row_seconds=self._row_seconds / self._timed_rows if self._timed_rows else None,
             youngest=now - self._latest_start if self._agents else 0.0,
             draining=self._draining,
-            peak_running=self._peak_running,
             max_inflight=self._max_inflight,
             limits=self._limits.steps(),
             recent_errors=tuple(self._errors.values()),
@@ -352,7 +376,7 @@ class Metrics(TypedSink):
         return {_server(name, self._run): lasted for name, lasted in seconds.items()}
 
     def spent(self) -> tuple[int, float | None]:
-        """Return tokens and $ of the turns so far; None if no price is known."""
+        """Return tokens and $ of the turns of this process so far; None if no price is known."""
         return self._prompt + self._completion, self._cost
 
     def _run_started(self, event: RunStarted) -> None:
@@ -389,6 +413,7 @@ class Metrics(TypedSink):
 
     def _job_started(self, event: JobStarted) -> None:
         self.job_started(event.at, event.run, event.index, event.job_id)
+        self._agents[event.run, event.index].elsewhere = event.elsewhere
 
     def job_started(self, at: float, run: str, index: int, job_id: str) -> None:
         self._started += 1
@@ -418,6 +443,8 @@ class Metrics(TypedSink):
 
     def _turn_finished(self, event: TurnFinished) -> None:
         agent = self.agent(event.run, event.index)
+        if agent is not None and agent.elsewhere:
+            return
         self.turn_finished(agent, event.at, event.turn, event, event.seconds, event.cost, event.endpoint)
 
     def turn_finished(
@@ -448,16 +475,13 @@ class Metrics(TypedSink):
             self._move(agent, _WAITING if agent.tools_open else _QUEUED, at)
 
     def row_elsewhere(self, at: float, run: str, result: AgentResult[object]) -> None:
-        """Count the start and the turns of a row that another process worked on. Its spans have no length, and the last
-        one has all tokens."""
+        """Count the start of a row that another process worked on, and show its turns in the timeline. Their spans have
+        no length, and the last one has all tokens."""
         self.job_started(at, run, result.index, result.job_id)
-        turns = 0 if result.resumed else result.turns  # else an earlier session counted them
-        if turns:
-            self._turns += turns
-            self._pay(result.usage, result.cost)
-        if turns and (recorder := self._agents[run, result.index].recorder) is not None:
-            for turn in range(1, turns + 1):
-                usage = result.usage if turn == turns else NOTHING
+        recorder = self._agents[run, result.index].recorder
+        if not result.resumed and recorder is not None:  # else an earlier session has shown them
+            for turn in range(1, result.turns + 1):
+                usage = result.usage if turn == result.turns else NOTHING
                 tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, None
                 recorder.add(("turn", at, at, result.index, turn, "", 0.0, 0.0, "", "", *tokens))
 
@@ -646,6 +670,16 @@ class Emit(Sinks):
         self.metrics.job_finished(result, at, run)
         if JobFinished in self.sinks.wanted:
             self.sinks(JobFinished.of(result, at, run))
+
+
+def _usage(counts: Mapping[str, float], kind: str) -> Usage:
+    return Usage(**{name: int(counts.get(f"{kind}{name}", 0)) for name in USAGES})
+
+
+def _tools(counts: Mapping[str, float]) -> dict[str, ToolUse]:
+    names = [name.removeprefix(TOOL_PARTS[0]) for name in counts if name.startswith(TOOL_PARTS[0])]
+    uses = ((name, [counts.get(f"{part}{name}", 0.0) for part in TOOL_PARTS]) for name in names)
+    return {name: ToolUse(int(calls), int(failed), seconds) for name, (calls, failed, seconds) in uses}
 
 
 def _outage(event: HealthChanged, now: float, run: RunStarted | None) -> Outage:

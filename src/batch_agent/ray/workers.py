@@ -23,6 +23,7 @@ from batch_agent.errors import RunRejected, RunUnreachable, SpecError, StoreErro
 from batch_agent.files.compression import extra
 from batch_agent.messages import JsonObject
 from batch_agent.record.served import Answer, Call, Connections, ServedStore, dump, load
+from batch_agent.record.store import WorkStore
 from batch_agent.run.joining import WAIT, JoinedWorker, open_store
 from batch_agent.run.trust import Trust
 
@@ -160,7 +161,7 @@ class Bridge:
         return dump(self._connections.exchange(cast(Call, load(call))))
 
 
-def bridged(bridge: Any) -> ServedStore:
+def bridged(bridge: Any) -> WorkStore:
     """Return the record behind a bridge, for a worker."""
 
     def exchange(call: Call) -> Answer:
@@ -172,7 +173,7 @@ def bridged(bridge: Any) -> ServedStore:
         except ray.exceptions.RayError as error:
             raise StoreError(f"the driver of this run is unreachable: {reason_of(error)}") from None
 
-    return ServedStore(exchange)
+    return ServedStore.of(exchange)
 
 
 def reason_of(error: BaseException) -> str:

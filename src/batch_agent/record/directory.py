@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Lock as ThreadLock
@@ -70,7 +69,7 @@ class DirectoryStore(MemoryStore):
         self._has_past = False
         self._forced = False  # answers are kept by force, whatever the session before did
         self._outlay = Outlay()
-        self._shares = False  # several workers share the budget
+        self._in_table: Collection[str] = ()  # budgets that several workers share: what is spent of them
         self._numbers = count(1)  # of agents in the journal
         self._agents: dict[str, dict[int, int]] = {}  # by place: numbers of the agents of other processes
 
@@ -225,9 +224,11 @@ class DirectoryStore(MemoryStore):
     ) -> Sequence[tuple[KeptStep, ...]]:
         own = worker in self._own_workers
         with self._disk:
+            if self._directory is None and not (changes or own):  # all rows have their results: the worker leaves
+                return ()
             recorded = [change.steps if own else self._renumbered(change) for change in changes]
-            if outlay is not None:  # with several workers, the table has what is spent
-                self._outlay = Outlay(learnt=outlay.learnt) if self._shares else outlay
+            if outlay is not None:
+                self._outlay = self._counted(outlay if outlay.more is None else self._outlay, outlay.learnt)
             ended = [change for change in changes if change.result is not None]
             self._journal.commit([step for steps in recorded for step in steps], self._progress(ended))
             if ended:
@@ -258,15 +259,27 @@ class DirectoryStore(MemoryStore):
             steps.append(step)
         return tuple(steps)
 
+    def _counted(self, outlay: Outlay, learnt: tuple[int, ...] | None) -> Outlay:
+        """Return what the line of this session has of what its own worker has spent. What the table counts stays as it
+        was when the workers began to share."""
+        before, shared = self._outlay, self._in_table
+        return Outlay(
+            before.tokens if BUDGET_TOKENS in shared else outlay.tokens,
+            before.cost if BUDGET_COST in shared else outlay.cost,
+            None if shared else outlay.advance,
+            learnt or before.learnt,
+        )
+
     def _progress(self, ended: Sequence[RowChange] = ()) -> RunProgress:
-        outlay = self._outlay
+        outlay, others = self._outlay, self._done_elsewhere
         failed = sum(1 for change in ended if change.error)
+        cost = outlay.cost if not others.cost else (outlay.cost or 0.0) + others.cost / DOLLAR
         return RunProgress(
             self._ok + len(ended) - failed,
             self._failed + failed,
             self._resumed + sum([change.resumed for change in ended]),
-            outlay.tokens,
-            outlay.cost,
+            outlay.tokens + others.tokens,
+            cost,
             outlay.advance,
             outlay.learnt,
         )
@@ -285,20 +298,16 @@ class DirectoryStore(MemoryStore):
         with self._disk:
             return Outlay(*self._journal.spent(), None, self._journal.learnt())
 
-    def share(self) -> tuple[int, float]:
-        """Move what the sessions have spent into the table, from which several workers take their shares. Returns what
-        was moved of this session, in tokens and $."""
+    def share(self, budgets: Collection[str]) -> tuple[int, float]:
+        """Let the table count what is spent of these budgets from now on, for several workers. Returns what this
+        session has spent of them, in tokens and $: that stays in its line."""
         with self._lock, self._disk:
-            moved = self._outlay
-            self._shares, self._outlay = True, Outlay(learnt=moved.learnt)
-            # This session is alive: its advance is not spent.
-            self._journal.commit((), replace(self._progress(), tokens=moved.tokens, cost=moved.cost))
+            self._in_table = budgets
+            self._outlay = mine = self._counted(self._outlay, None)  # this session is alive: its advance is not spent
+            self._journal.commit((), self._progress())
             tokens, cost = self._journal.spent(shared=False)
-            for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, round(cost * DOLLAR))):
-                if amount:
-                    self._table.spent[name] = self._table.spent.get(name, 0) + amount
-            self._journal.fold(TABLE, to_json(self._table.to_json()).decode())
-            return moved.tokens, moved.cost or 0.0
+            self._table.outside = {BUDGET_TOKENS: tokens, BUDGET_COST: round(cost * DOLLAR)}
+            return mine.tokens, mine.cost or 0.0
 
     def _write_table(self, table: JsonObject) -> None:
         with self._disk:

@@ -32,7 +32,7 @@ from batch_agent.messages import Message, content_shown
 from batch_agent.record.codec import encode
 from batch_agent.record.keys import shape_fields
 from batch_agent.record.steps import Failed, Past, Restarted, Spent, Step
-from batch_agent.record.store import Account, Identity, KeptStep, Outlay, RowChange, RowLease, WorkStore
+from batch_agent.record.store import Account, Identity, Increment, KeptStep, Outlay, RowChange, RowLease, WorkStore
 from batch_agent.value_type import value_type
 
 # Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
@@ -278,11 +278,12 @@ AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after
 
 
 class Journal:
-    """Writes the steps and results of one worker. ``account`` reports what the session spends. ``encoded`` returns a
-    result as the store takes it. ``on_committed`` is called with the places of rows that other workers have now, and
-    with the leases of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait
-    for the store to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit
-    takes too long, and with False when it is done. ``in_memory``: the store writes no files."""
+    """Writes the steps and results of one worker. ``account`` reports what the session spends; ``more`` returns what
+    this worker has done since the last call, if the store is outside its process. ``encoded`` returns a result as the
+    store takes it. ``on_committed`` is called with the places of rows that other workers have now, and with the leases
+    of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait for the store to
+    start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit takes too long,
+    and with False when it is done. ``in_memory``: the store writes no files."""
 
     def __init__(
         self,
@@ -291,6 +292,7 @@ class Journal:
         *,
         in_memory: bool = False,
         account: Account | None = None,
+        more: Callable[[], Increment] | None = None,
         encoded: Callable[[AgentResult[object]], object] = lambda result: result,
         on_committed: Callable[[set[str], Sequence[RowLease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
@@ -301,7 +303,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._thread = None if in_memory else ThreadPoolExecutor(1, thread_name_prefix="batch-agent-journal")
         self._numbers = store.agent_numbers(worker)
-        self._account = Account() if account is None else account
+        self._account, self._more = Account() if account is None else account, more
         self._on_backlog, self._on_overdue = on_backlog, on_overdue
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
@@ -388,7 +390,7 @@ class Journal:
         failure = await to_its_end(self.flush())
         if failure is None and not self.in_memory:
             tokens, cost = self._account.so_far()
-            outlay = Outlay(tokens, cost, None, self._account.learnt())
+            outlay = Outlay(tokens, cost, None, self._account.learnt(), self._more and self._more())
             number = self._gathering
             last = self.in_thread(lambda: self._store.commit(self._worker, number, (), outlay))
             failure = await to_its_end(last)
@@ -429,7 +431,7 @@ class Journal:
         number = self._gathering
         self._gathering += 1
         advance = self._account.next_advance()
-        outlay = Outlay(*self._account.so_far(), advance, self._account.learnt())
+        outlay = Outlay(*self._account.so_far(), advance, self._account.learnt(), self._more and self._more())
         self._committing = [row for row, _ in results]
         self._alarm = self._loop.call_later(OVERDUE, self._set_overdue, True)
         self.in_thread(lambda: self._write(number, entries, results, outlay)).add_done_callback(self._committed)

@@ -33,6 +33,7 @@ from batch_agent.record.store import (
     FeederReplaced,
     FeederSession,
     Identity,
+    Increment,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -109,6 +110,7 @@ class MemoryStore:
         self._committing: set[int] = set()  # workers whose commit is being written
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
+        self._done_elsewhere = Increment()  # by workers of other processes, in this session
         # Shares, calls, files
         self._table = Table()
         self._calls: dict[str, _Shared] = {}
@@ -197,6 +199,7 @@ class MemoryStore:
             self._sessions += 1
             self._session = self._sessions
             self._ok = self._failed = self._resumed = 0
+            self._done_elsewhere = Increment()
             lease = facts.get("lease")
             self._lease_seconds = float(lease) if isinstance(lease, int | float) else LEASE
             return FeederSession(self._session, previous, str(self._position))
@@ -257,6 +260,10 @@ class MemoryStore:
         with self._lock:
             self._facts, self._phase, self._session = dict(facts), phase, 0
             self._changed()
+
+    def worked(self) -> Mapping[str, float]:
+        with self._lock:
+            return self._done_elsewhere.counts
 
     def spent(self) -> Outlay:
         return Outlay()
@@ -392,6 +399,8 @@ class MemoryStore:
             if latest is not None and latest[0] == number:
                 return latest[1]
             self._committing.add(worker)
+            if outlay is not None and outlay.more is not None:
+                self._done_elsewhere += outlay.more
             holders = [(change, self._holder(worker, change.lease)) for change in changes]
             # While the changes are written, the rows stay with their holder.
             for _, queued in holders:
@@ -400,8 +409,7 @@ class MemoryStore:
         valid = [change for change, queued in holders if queued is not None]
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
-            # Another process may end its commits when the files are closed: all rows have their results.
-            recorded = self._record(worker, valid, outlay) if valid or own else ()
+            recorded = self._record(worker, valid, outlay) if valid or outlay is not None else ()
         finally:
             until = float("inf") if own else self._clock() + self._lease_seconds
             with self._lock:

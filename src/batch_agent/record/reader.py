@@ -87,13 +87,17 @@ class RunSnapshot:
 
     @property
     def progress(self) -> RunProgress:
-        """The finished rows, summed over the parts; tokens and cost of the whole run."""
+        """The finished rows, summed over the parts; tokens and cost of the whole run. A process that was killed may
+        have recorded what a stage has spent, and not yet that of the whole."""
         each = [part.latest for part in self.parts.values()]
+        costs = [part.cost for part in (self.latest, *each) if part.cost is not None]
         return replace(
             self.latest,
             ok=sum(part.ok for part in each),
             failed=sum(part.failed for part in each),
             resumed=sum(part.resumed for part in each),
+            tokens=max(self.latest.tokens, sum(part.tokens for part in each)),
+            cost=max(self.latest.cost or 0.0, sum(part.cost or 0.0 for part in each)) if costs else None,
         )
 
     @property

@@ -25,7 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -93,25 +93,19 @@ class RunDir:
 
     def begin_files(self, *, drop: bool = False) -> None:
         """Begin the result files of a session. ``drop``: earlier lines are no longer results of the run."""
-        try:
+        with self._writing():
             self._files.begin(drop=drop)
             (self.path / SUMMARY).unlink(missing_ok=True)
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
 
     def end_files(self, *, every: bool) -> None:
         """``every``: each row of the run was delivered in this session."""
-        try:
+        with self._writing():
             self._files.end(every=every)
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
 
     def write(self, results: Sequence[AgentResult[object] | bytes]) -> None:
         """Append results to the files. A successful one may be its line already."""
-        try:
+        with self._writing():
             self._files.write(*_lines(results, self.schema))
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
 
     def write_run(self, facts: JsonObject) -> None:
         self._replace(RUN, facts)
@@ -124,21 +118,18 @@ class RunDir:
 
     def add_job_lines(self, lines: Sequence[bytes]) -> None:
         """Append lines. When it returns, they survive a loss of power. On an error nothing is appended."""
-        try:
-            with open(self.path / JOBS, "a+b", buffering=0, opener=private) as file:
-                size = file.seek(0, os.SEEK_END)
-                # A kill may have cut the last line short: end it, so that the next one is a line of its own.
-                torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
-                rest = memoryview(b"\n" * torn + b"".join(line + b"\n" for line in lines))
-                try:
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                except OSError:
-                    file.truncate(size)
-                    raise
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
+        with self._writing(), open(self.path / JOBS, "a+b", buffering=0, opener=private) as file:
+            size = file.seek(0, os.SEEK_END)
+            # A kill may have cut the last line short: end it, so that the next one is a line of its own.
+            torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            rest = memoryview(b"\n" * torn + b"".join(line + b"\n" for line in lines))
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(size)
+                raise
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         try:
@@ -146,6 +137,14 @@ class RunDir:
             self.journal.close()
         finally:
             self._lock.release()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an error of the disk into a StoreError that names the directory."""
+        try:
+            yield
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
 
     def _replace(self, name: str, content: JsonObject) -> None:
         """Replace a file atomically."""

@@ -22,13 +22,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from batch_agent.errors import BatchAgentError, InputError, SpecError, StoreError
 from batch_agent.job import BaseResult, Job
@@ -42,13 +43,10 @@ from batch_agent.record.store import (
     Identity,
     KeptStep,
     LeasedRow,
-    Outlay,
     RowChange,
     RowLease,
-    RunStanding,
-    SharedCall,
+    WorkStore,
 )
-from batch_agent.share.table import Allotment, Claim, Learnt, Steering, Table
 
 logger = logging.getLogger("batch_agent")
 
@@ -279,8 +277,9 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 class ServedStore:
-    """The record of another process, for a worker. ``exchange`` sends a call and returns its answer. ``watch`` calls
-    back when that process has ended, from another thread."""
+    """The record of another process, for a worker: a ``WorkStore``, each of whose ``CALLS`` is one message.
+    ``exchange`` sends a call and returns its answer. ``watch`` calls back when that process has ended, from another
+    thread."""
 
     instant, group = False, 4 * GROUP
 
@@ -291,104 +290,37 @@ class ServedStore:
         close: Callable[[], None] = lambda: None,
         watch: Callable[[Callable[[], None]], None] = lambda ended: None,
     ) -> None:
-        self._exchange, self._stage, self._close, self._watch = exchange, stage, close, watch
+        self._exchange, self._stage, self.close, self._watch = exchange, stage, close, watch
 
-    def _call(self, method: str, *arguments: object) -> object:
+    @classmethod
+    def of(cls, exchange: Callable[[Call], Answer], **others: Any) -> WorkStore:
+        """Return the store, as type checkers know it."""
+        return cast(WorkStore, cls(exchange, **others))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in CALLS:
+            raise AttributeError(f"workers cannot call {name!r}")
+        return partial(self._call, name)
+
+    def _call(self, method: str, *arguments: object) -> Any:
         kind, value = self._exchange((self._stage, method, arguments))
         if kind:
             raise (SpecError if kind == "SpecError" else StoreError)(str(value))
         return value
 
-    def facts(self) -> JsonObject | None:
-        return cast("JsonObject | None", self._call("facts"))
+    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> Any:
+        return self._call("claim", lease, [Identity(each.key, each.row) for each in wanted])
 
-    def stage(self, name: str) -> ServedStore:
-        return ServedStore(self._exchange, name, watch=self._watch)
-
-    def close(self) -> None:
-        self._close()
+    def stage(self, name: str) -> WorkStore:
+        return self.of(self._exchange, stage=name, watch=self._watch)
 
     def listen(self, changed: Callable[[], None], *, results: bool = False) -> None:
         """Call ``changed`` when the process of the record has ended. Other changes are waited for by calls that
         block."""
         self._watch(changed)
 
-    def standing(self) -> RunStanding:
-        return cast(RunStanding, self._call("standing"))
-
-    def join(self, description: JsonObject) -> int:
-        return cast(int, self._call("join", description))
-
     def agent_numbers(self, worker: int) -> Iterator[int]:
         return count(worker << NUMBERS | 1)
-
-    def take(self, worker: int, most: int, wait: float) -> list[LeasedRow]:
-        return cast("list[LeasedRow]", self._call("take", worker, most, wait))
-
-    def claim(self, lease: RowLease, wanted: Sequence[Identity]) -> list[tuple[KeptStep, ...]]:
-        plain = [Identity(each.key, each.row) for each in wanted]
-        return cast("list[tuple[KeptStep, ...]]", self._call("claim", lease, plain))
-
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
-        return cast("tuple[set[str], RunStanding]", self._call("renew", worker, list(leases)))
-
-    def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
-        return cast("set[str]", self._call("commit", worker, number, list(changes)))
-
-    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
-        self._call("hand_back", worker, list(leases))
-
-    def leave(self, worker: int) -> None:
-        self._call("leave", worker)
-
-    def beat(
-        self,
-        member: str,
-        seconds: float,
-        claims: Mapping[str, Claim],
-        learnt: Mapping[str, Learnt],
-        status: JsonObject,
-    ) -> Allotment:
-        return cast(Allotment, self._call("beat", member, seconds, dict(claims), dict(learnt), status))
-
-    def resign(self, member: str) -> None:
-        self._call("resign", member)
-
-    def table(self) -> tuple[Table, float]:
-        return cast("tuple[Table, float]", self._call("table"))
-
-    def steer(self, request: JsonObject) -> Steering:
-        return cast(Steering, self._call("steer", request))
-
-    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
-        return cast(SharedCall, self._call("begin_call", member, key, token, seen))
-
-    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
-        self._call("end_call", key, token, text, ok, keep)
-
-    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
-        return cast("tuple[str, set[str]]", self._call("wait_calls", position, seconds))
-
-    def put_file(self, name: str, text: str) -> None:
-        self._call("put_file", name, text)
-
-    def get_file(self, name: str) -> str | None:
-        return cast("str | None", self._call("get_file", name))
-
-    def outlasts(self) -> bool:
-        return cast(bool, self._call("outlasts"))
-
-    def job_lines(self) -> list[bytes]:
-        return cast("list[bytes]", self._call("job_lines"))
-
-    def add_job_lines(self, lines: Sequence[bytes]) -> None:
-        self._call("add_job_lines", list(lines))
-
-    def followed_rows(self) -> list[str]:
-        return cast("list[str]", self._call("followed_rows"))
-
-    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
-        self._call("report_rows", dict(rows))
 
 
 class Connections:
@@ -473,11 +405,11 @@ class Connections:
                     self._first.shutdown(socket.SHUT_RDWR)  # its thread ends
 
 
-def open_served(path: Path) -> ServedStore:
+def open_served(path: Path) -> WorkStore:
     """Return the record that another process of this machine serves at a socket."""
     if not path.exists():
         raise StoreError(f"no run is served at {path}: it has ended")
     if os.name == "nt":
         raise SpecError("this platform has no Unix sockets, so a run cannot have several processes without Redis")
     connections = Connections(path)
-    return ServedStore(connections.exchange, close=connections.close, watch=connections.watch)
+    return ServedStore.of(connections.exchange, close=connections.close, watch=connections.watch)

@@ -393,15 +393,6 @@ class SqliteJournal:
     def _put_fact(self, name: str, value: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO fact VALUES (?, ?, ?)", (name, value, _seal((name, value))))
 
-    def fold(self, name: str, value: str) -> None:
-        """Set a fact that has taken over what the sessions have spent: they count as having spent nothing."""
-        with _explained(self._path):
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._full = True
-            with self._whole_change():
-                self._put_fact(name, value)
-                self._put_sessions((*line[:6], 0, None, None, None, line[-1]) for line in _sessions(self._db, FORMAT))
-
     def close(self) -> None:
         self._db.close()
 

@@ -12,7 +12,7 @@ All times are by the store's clock: no call carries a worker's clock. ``share.ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from batch_agent.errors import StoreError
@@ -47,15 +47,33 @@ class RunProgress:
 
 
 @value_type
+class Increment:
+    """What one of several workers has done since its latest commit. ``tokens`` and ``cost``, in units of 1e-9 $, are
+    what it has spent, if the table of shares does not count it. ``counts`` are the numbers of its statistics by name,
+    for the summary of the feeder."""
+
+    tokens: int = 0
+    cost: int = 0
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, more: Increment) -> Increment:
+        counts = dict(self.counts)
+        for name, count in more.counts.items():
+            counts[name] = counts.get(name, 0) + count
+        return Increment(self.tokens + more.tokens, self.cost + more.cost, counts)
+
+
+@value_type
 class Outlay:
     """What a session has spent. ``cost`` is in $, None if no price is known. ``advance`` is what the session may spend
     before the next commit, in tokens and $: None without a limit, or after the session returned it. ``learnt`` are
-    statistics of calls, for the next session."""
+    statistics of calls, for the next session. ``more`` is set instead by a worker outside the process of the store."""
 
     tokens: int = 0
     cost: float | None = None
     advance: tuple[int, float] | None = None
     learnt: tuple[int, ...] | None = None
+    more: Increment | None = None
 
 
 class Account:
@@ -297,8 +315,8 @@ class WorkStore(Protocol):
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
         """Record the changes of rows whose lease is valid, all of them or none. Returns the places of the others, of
         which nothing is recorded. When it returns, the changes survive a loss of power. ``number`` grows with each
-        commit of a worker; the latest commit may be repeated. ``outlay`` is what the session has spent, for a run whose
-        only worker is in the feeder's process."""
+        commit of a worker; the latest commit may be repeated. ``outlay`` is what the session has spent, from a worker
+        in the process of the store; from another one, its increment, which counts even if all rows are lost."""
         ...
 
     def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
@@ -426,6 +444,10 @@ class RunStore(WorkStore, Protocol):
 
     def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
         """Write the facts and the phase, and release the feeder's lease."""
+        ...
+
+    def worked(self) -> Mapping[str, float]:
+        """Return the sum of the counts in the increments of this session, by name."""
         ...
 
     def spent(self) -> Outlay:

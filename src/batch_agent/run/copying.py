@@ -27,10 +27,20 @@ from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, res
 from batch_agent.record.row_json import encode_row
 from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
-from batch_agent.record.store import Identity, KeptStep, NewRow, Resuming, RowChange, RowLease, RunProgress, RunStore
+from batch_agent.record.store import (
+    Identity,
+    Increment,
+    KeptStep,
+    NewRow,
+    Outlay,
+    Resuming,
+    RowChange,
+    RowLease,
+    RunStore,
+)
 from batch_agent.record.timeline import TimelineFiles
 from batch_agent.run.spec_json import pieces, spec_json
-from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR, Claim, of_stage
+from batch_agent.share.table import DOLLAR
 
 logger = logging.getLogger("batch_agent")
 
@@ -150,7 +160,8 @@ def copy_to_store(
         count = _copy_rows(reader, store, prepared[stage], session, rows)
     if not stage and (lines := reader.job_lines()):
         store.add_job_lines(lines)
-    _note_spent(store, view.latest, stage)
+    spent = Increment(view.latest.tokens, round((view.latest.cost or 0.0) * DOLLAR))
+    store.commit(store.join({"copies": reader.name}), 1, (), Outlay(more=spent))
     store.close_feed(session, facts, "ended")
     return count
 
@@ -204,11 +215,3 @@ def _change(lease: RowLease, worker: int, row: _Row, identity: Identity) -> RowC
     error = row.record.get("error")
     kind = str(error["type"]) if isinstance(error, dict) else ""
     return RowChange(lease, steps, to_json({"raw_text": None, **row.record, "worker": worker}), kind)
-
-
-def _note_spent(store: RunStore, latest: RunProgress, stage: str) -> None:
-    """Record the spending of the run, so that its budget counts it, or of a stage."""
-    cost = round((latest.cost or 0.0) * DOLLAR)
-    spent = {of_stage(BUDGET_TOKENS, stage): latest.tokens, **({of_stage(BUDGET_COST, stage): cost} if cost else {})}
-    store.beat("copied", 1.0, {name: Claim(used, used, used, spent=used) for name, used in spent.items()}, {}, {})
-    store.resign("copied")

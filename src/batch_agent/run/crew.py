@@ -16,11 +16,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from batch_agent.errors import RunRejected
 from batch_agent.run.control import Crew
 from batch_agent.spec import BatchSpec
+
+if TYPE_CHECKING:
+    from batch_agent.run.run import Run
 
 logger = logging.getLogger("batch_agent")
 
@@ -30,20 +33,6 @@ STEADY_SECONDS = 60.0  # a process that has worked for so long was no failed sta
 PAUSE = 0.5  # seconds before that
 REFUSED = 2  # exit status of a worker that cannot work on the run
 LINES = 20  # latest lines of a worker's messages that are kept
-
-
-class Served(Protocol):
-    """The run, as a crew sees it."""
-
-    def serve(self) -> Path:
-        """Make the record available to other processes of this machine, and return the path of the socket. Raises
-        SpecError if other processes cannot work on the run."""
-        ...
-
-    @property
-    def wants_workers(self) -> bool:
-        """Whether new rows are started."""
-        ...
 
 
 def count_of(processes: int | str) -> int:
@@ -72,7 +61,7 @@ class ProcessCrew:
         self._ending = False
 
     @asynccontextmanager
-    async def at_work(self, run: Served) -> AsyncIterator[None]:
+    async def at_work(self, run: Run[object]) -> AsyncIterator[None]:
         """Let the processes work on the run. When this ends, they leave."""
         self._place = self._serve(run)
         async with asyncio.TaskGroup() as tasks:
@@ -87,11 +76,11 @@ class ProcessCrew:
                 self._ending = True
                 await self._leave(watching)
 
-    def _serve(self, run: Served) -> str:
+    def _serve(self, run: Run[object]) -> str:
         """Return the place of the record, for the command line of workers."""
         return f"unix:{run.serve()}"
 
-    async def _watch(self, run: Served) -> None:
+    async def _watch(self, run: Run[object]) -> None:
         reasons: list[str] = []
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._count):
@@ -99,7 +88,7 @@ class ProcessCrew:
         if reasons and run.wants_workers and not self._ending:
             raise RunRejected(f"every worker process of the run has ended: {reasons[-1]}")
 
-    async def _keep(self, number: int, run: Served, give_up: Callable[[str], None]) -> None:
+    async def _keep(self, number: int, run: Run[object], give_up: Callable[[str], None]) -> None:
         """Keep one process running while the run wants workers. ``give_up`` is called with the reason if it is not
         started again."""
         clock, failed = asyncio.get_running_loop().time, 0

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -19,7 +21,7 @@ from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
-from batch_agent.errors import JobError
+from batch_agent.errors import JobError, StoreError
 from batch_agent.events import JobStarted, TurnFinished
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
 from batch_agent.messages import JsonObject, Usage
@@ -43,7 +45,8 @@ AT_ONCE = 256  # rows fed, results read, or records looked up per call
 AHEAD = 16  # rows of a list or a file that are compiled at once
 IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
-CALLS = 4  # most concurrent calls of the store
+COUNTED = 1.0  # seconds between two looks at what worker processes have done
+CALLS = 5  # most concurrent calls of the store
 
 
 class Feeder:
@@ -77,6 +80,7 @@ class Feeder:
         self.alone = store.instant
         self.paced = False  # rows come only when an agent may start, so that all that are there are fed
         self.worker = 0  # number of the worker in this process
+        self.is_outermost = True  # else the run is a stage, and workers report for all stages together
         self.joining = ""  # the command that starts a worker, if the run needs one
         self._had_workers: bool | None = None
         self.outstanding = 0  # rows that are queued or leased; below 0 if a result came before its row was counted
@@ -131,6 +135,10 @@ class Feeder:
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a call of the store that may block in a thread."""
         return self._loop.run_in_executor(self._threads, function)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Return the answer of a store in this process at once, else from a thread."""
+        return function() if self.store.instant else await self.run(function)
 
     def set_trouble(self, trouble: str | None, since: float) -> None:
         """Record what currently blocks the run, and since when, for readers outside."""
@@ -210,10 +218,7 @@ class Feeder:
         return True
 
     async def _end_inputs(self) -> None:
-        if self.store.instant:
-            self.store.end_inputs(self.session)
-        else:
-            await self.run(partial(self.store.end_inputs, self.session))
+        await self._call(partial(self.store.end_inputs, self.session))
         self.fed = True
         if self.outstanding <= 0:  # else a result sets it
             self._news.set()
@@ -305,9 +310,7 @@ class Feeder:
         return False
 
     async def standing(self) -> RunStanding:
-        if self.store.instant:
-            return self.store.keep_feed(self.session)
-        return await self.run(partial(self.store.keep_feed, self.session))
+        return await self._call(partial(self.store.keep_feed, self.session))
 
     async def share(
         self, lease: float, facts: Callable[[], JsonObject], *, has_rows: bool
@@ -321,7 +324,7 @@ class Feeder:
             self.facts |= facts()
             await self.run(partial(self.store.write_facts, self.session, dict(self.facts)))
         if self.tasks is not None:
-            self._keeping.append(self.tasks.create_task(self._keep(lease)))
+            self._keeping += (self.tasks.create_task(self._keep(lease)), self.tasks.create_task(self._keep_counting()))
             if has_rows:
                 filling = self.tasks.create_task(self._keep_full())
                 self._keeping.append(filling)
@@ -352,6 +355,25 @@ class Feeder:
             await self.standing()
             if self.joining and not self._draining:
                 await self._notice_workers()
+
+    async def _keep_counting(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTED)
+            with suppress(StoreError):  # it is counted later
+                await self.count_work()
+
+    async def count_work(self) -> None:
+        """Count what worker processes have done in this session, and the agents that they run now."""
+        if self.alone or self._session is None:
+            return
+        metrics, agents = self._emit.metrics, Counter[str]()
+        metrics.elsewhere = await self.run(self.store.worked)
+        if self.is_outermost:
+            table, now = await self.run(self.store.table)
+            for member in table.live(now).values():
+                if not member.status.get("feeder"):  # else it is this process
+                    agents.update(cast("dict[str, int]", member.status.get("agents") or {}))
+            metrics.agents_elsewhere = agents
 
     async def _notice_workers(self) -> None:
         """Say how to start a worker while a run that needs one has none."""
@@ -392,12 +414,10 @@ class Feeder:
 
     async def _deliver_next(self, wait: float) -> int:
         """Deliver the results that are there. A store outside this process waits for the first."""
-        store = self.store
-        if store.instant:
+        if self.store.instant:
             self._news.clear()
-            found = store.results(self.session, self._position, AT_ONCE, 0.0)
-        else:
-            found = await self.run(partial(store.results, self.session, self._position, AT_ONCE, wait))
+            wait = 0.0
+        found = await self._call(partial(self.store.results, self.session, self._position, AT_ONCE, wait))
         for each in found:
             self._position = each.position
             if not each.own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +17,8 @@ from pydantic import JsonValue
 from batch_agent.agent.fingerprint import KEYED, RAISED, AnyWorker, under_record
 from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.cancellation import outlast
-from batch_agent.errors import InputError, SpecError, StoreError
+from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
+from batch_agent.events import Ended
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics
@@ -29,11 +30,12 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, State
-from batch_agent.record.store import Account, Resuming, RunStore, WorkStore
+from batch_agent.record.store import Account, Increment, Resuming, RunStore, WorkStore
 from batch_agent.run.changes import compare, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
 from batch_agent.run.trust import HOSTS, ROWS, hosts_of, join_line, sign
+from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
@@ -231,12 +233,45 @@ class StageAccount(Account):
             self._journal.touch()
 
 
+class WorkSince:
+    """Returns what a worker outside the process of its record has done since the last call. ``budgets`` are counted in
+    the table of shares, so they are left out. ``counts`` returns the statistics so far; None if this process is also
+    the feeder, which has them."""
+
+    def __init__(
+        self, account: Account, budgets: Collection[str], counts: Callable[[], Mapping[str, float]] | None
+    ) -> None:
+        self._account, self._budgets, self._counts = account, budgets, counts
+        self._tokens = self._cost = 0  # at the last call
+        self._counted: Mapping[str, float] = {}
+
+    def __call__(self) -> Increment:
+        tokens, dollars = self._account.so_far()
+        cost = round((dollars or 0.0) * DOLLAR)
+        counts, before = {} if self._counts is None else self._counts(), self._counted
+        more = Increment(
+            0 if BUDGET_TOKENS in self._budgets else tokens - self._tokens,
+            0 if BUDGET_COST in self._budgets else cost - self._cost,
+            {name: count - before.get(name, 0) for name, count in counts.items() if count != before.get(name, 0)},
+        )
+        self._tokens, self._cost, self._counted = tokens, cost, counts
+        return more
+
+
 def encoder(store: WorkStore, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:
     """Return the function that makes of a result what the store takes: JSON, if it is outside this process."""
     if store.instant:
         return lambda result: result
     messages = prepared.spec.keep != "results"
     return lambda result: encode_result(result, prepared.schema, worker=worker, messages=messages)
+
+
+def given_up(ended: Ended, why: str, *, has_results: bool) -> BaseException | None:
+    """Return the error of a run that cannot continue; None if it has results, which are not hidden by an error."""
+    if has_results:
+        logger.warning("%s: %s", ended, why)
+        return None
+    return RunUnreachable(why) if ended == "unreachable" else RunRejected(why)
 
 
 def now_text() -> str:

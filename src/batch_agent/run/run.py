@@ -33,7 +33,7 @@ from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import RunRejected, RunUnreachable, SpecError
+from batch_agent.errors import RunUnreachable, SpecError
 from batch_agent.events import (
     DrainStarted,
     Ended,
@@ -68,12 +68,14 @@ from batch_agent.run.recording import (
     RECORDED_STATES,
     OnChange,
     StageAccount,
+    WorkSince,
     announced,
     as_recorded,
     asked_json,
     encoder,
     facts_for_workers,
     facts_of,
+    given_up,
     in_thread,
     joining_command,
     now_text,
@@ -86,7 +88,7 @@ from batch_agent.run.rows import Rows
 from batch_agent.run.serving import Serving
 from batch_agent.run.shared import Shared, labelled, open_dispatcher, open_spending
 from batch_agent.run.shares import Shares
-from batch_agent.run.sharing import Lending
+from batch_agent.run.sharing import Lending, shared_budgets
 from batch_agent.run.spec_json import spec_json
 from batch_agent.run.watch import Watch
 from batch_agent.run.worker import Leases, Over, Worker
@@ -246,19 +248,18 @@ class Run(Generic[T]):
         statistics, spending = self._metrics.statistics(), self.shared.spending
         if spending.per_second and self._outer is None:  # as the budget counts it
             statistics = replace(statistics, cost=spending.so_far()[1])
+        if self._metrics.elsewhere:
+            statistics = replace(statistics, peak_running=self.shared.at_most_slots(statistics.peak_running))
         prewarm = None if self._workshop is None else self._workshop.prewarm
         return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
 
-    def status(self) -> JsonObject:
-        """Return the current state of the run as one JSON object."""
-        return self.status_of(self.statistics())
-
-    def status_of(self, statistics: Statistics) -> JsonObject:
+    def status(self, statistics: Statistics | None = None) -> JsonObject:
+        """Return the current state of the run as one JSON object. ``statistics`` are those of a pipeline."""
         return status_json(
-            statistics,
+            statistics or self.statistics(),
             self._endpoints(),
             self.tool_statistics(),
             self._prepared.spec,
@@ -267,11 +268,8 @@ class Run(Generic[T]):
             paused="pause" in self._requests,
         )
 
-    def sample(self) -> Line:
-        return self.sample_of(self.statistics())
-
-    def sample_of(self, statistics: Statistics) -> Line:
-        return sample_line(statistics, self._endpoints(), self.shared.slots, self.shared.clock())
+    def sample(self, statistics: Statistics | None = None) -> Line:
+        return sample_line(statistics or self.statistics(), self._endpoints(), self.shared.slots, self.shared.clock())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
         """Return the oldest running rows with their activity. Only for a run with a run directory."""
@@ -604,7 +602,7 @@ class Run(Generic[T]):
             store.schema = prepared.schema
         if self._record is not None:
             await self._begin_feed(prepared, self._record, fingerprint)
-        if self._feeds and not self._works and not store.instant:
+        if self._feeds and not self._works and not store.instant and self._inside is None:
             return 0  # it neither works nor has files
         here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
         number = store.join(here) if store.instant else await in_thread(partial(store.join, here))
@@ -621,11 +619,16 @@ class Run(Generic[T]):
             if self._is_shared:
                 leases.share()
             leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
+        spending, outer = self.shared.spending, self._outer
+        account = spending if outer is None else StageAccount(self._metrics, outer.journal)
+        budgets = () if outer is not None else shared_budgets(spending)
+        work = WorkSince(account, budgets, None if self._feeds else self._metrics.counts)
         self._journal = Journal(
             store,
             number,
             in_memory=type(store) is MemoryStore,
-            account=self.shared.spending if self._outer is None else StageAccount(self._metrics, self._outer.journal),
+            account=account,
+            more=None if store.instant else work,
             encoded=encoder(store, prepared, number),
             on_committed=(lambda lost, ended: None) if self._leases is None else self._leases.committed,
             on_backlog=partial(self._backlog, "journal"),
@@ -657,6 +660,7 @@ class Run(Generic[T]):
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
+        feeder.is_outermost = self._outer is None
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names)
         if self._is_shared:
@@ -696,7 +700,6 @@ class Run(Generic[T]):
     def _lend(self, lender: Lending) -> None:
         """Use the shares of the outer run in this stage."""
         lender.share_answers(self._prepared.backend)
-        lender.count_stage(self._stage, self._metrics.spent)
         if self._leases is not None:
             self._leases.on_need = lender.soon
         if self.shared.pool is not None:
@@ -736,6 +739,7 @@ class Run(Generic[T]):
             state = "failed" if failed is not None else RECORDED_STATES[ended]
             facts: JsonObject = {"state": state, "why": why or None, "ended": now_text()}
             try:
+                await to_its_end(asyncio.ensure_future(self._feeder.count_work()))
                 facts["summary"] = summary_json(self._controls.statistics())
                 failed = await self._feeder.end(facts) or failed
             except Exception as error:  # any error: the run must not appear successful
@@ -763,11 +767,7 @@ class Run(Generic[T]):
             return "complete", None
         if over is None:
             return ("out of budget" if self.shared.spending.exhausted else "drained"), None
-        ended, why = over
-        if statistics.done:
-            logger.warning("%s: %s", ended, why)
-            return ended, None
-        return ended, RunUnreachable(why) if ended == "unreachable" else RunRejected(why)
+        return over[0], given_up(*over, has_results=bool(statistics.done))
 
     def _out_of_budget(self, limit: str) -> None:
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)

@@ -59,6 +59,7 @@ class Shared:
     lender: Lending | None = None
     paced: bool = False
     _was_overdue: bool = False
+    _most_slots: int = 0
 
     def inside(self, prepared: Prepared, run: str, emit: Sink, on_health: OnHealth) -> Shared:
         """Return the state of a run inside this one: its slots are those of its backend."""
@@ -75,9 +76,19 @@ class Shared:
 
     @property
     def slots(self) -> int | None:
-        """The slots of all backends; None: no limit."""
-        slots = [each.scheduler.slots for each in self.dispatchers.values()]
+        """The slots of all backends, for all processes of the run; None: no limit."""
+        shared = self.lender is not None
+        slots = [_all_slots(each) if shared else each.scheduler.slots for each in self.dispatchers.values()]
         return None if None in slots else sum(each for each in slots if each is not None)
+
+    def at_most_slots(self, peak: int) -> int:
+        """Return a sum of the peaks of several processes, at most the slots that the run has had: they reach their
+        peaks at different times, while slots move between them."""
+        slots = self.slots
+        if slots is None:
+            return peak
+        self._most_slots = max(self._most_slots, slots)
+        return min(peak, self._most_slots)
 
     def why(self, ended: Ended) -> str:
         """Return why a run ended in this way, or ""."""
@@ -171,6 +182,17 @@ def open_dispatcher(prepared: Prepared, run: str, clock: Clock, emit: Sink, on_h
     for endpoint in dispatcher.scheduler.endpoints:
         endpoint.health.patient = backend.capabilities.patient
     return dispatcher
+
+
+def _all_slots(dispatcher: Dispatcher) -> int | None:
+    """Return the slots of a backend for all workers of a run, of which this process may have a share."""
+    scheduler = dispatcher.scheduler
+    limits = [endpoint.capacity.limit for endpoint in scheduler.endpoints if endpoint.is_working]
+    known = [limit for limit in limits if limit is not None]
+    at_endpoints, most = sum(known) if len(known) == len(limits) else None, scheduler.max_inflight
+    if at_endpoints is None or most is None:
+        return most if at_endpoints is None else at_endpoints
+    return min(at_endpoints, most)
 
 
 def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:

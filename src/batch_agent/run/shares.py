@@ -19,7 +19,7 @@ from batch_agent.record.store import RunStore, WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.feeder import Feeder
 from batch_agent.run.shared import Shared
-from batch_agent.run.sharing import Lending
+from batch_agent.run.sharing import FEEDER, Lending, shared_budgets
 from batch_agent.run.worker import Leases
 from batch_agent.scheduler.budget import NOTHING, Amount
 
@@ -83,20 +83,21 @@ class Shares:
             if self._shared.lender is not None:
                 return
             lender = await self._open_lender()
-            self._shared.spending.share(self._moved, lender.soon)
+            self._shared.spending.share(self._before, lender.soon)
             if self._shared.pool is not None:
                 self._shared.pool.once = lender.once
             await self._at_work(lender)
 
     async def _open_lender(self) -> Lending:
         shared, feeder = self._shared, self._feeder
-        name = str(self._number) if feeder is None else f"feeder-{feeder.session}"
+        name = str(self._number) if feeder is None else f"{FEEDER}{feeder.session}"
         lender = Lending(self._store, name, self._lease)
-        self._moved = NOTHING
+        self._before = NOTHING  # what this session spent of the shared budgets
         if feeder is not None:
-            if isinstance(self._record, DirectoryStore):
-                tokens, cost = await asyncio.to_thread(self._record.share)
-                self._moved = Amount(tokens, cost)
+            budgets = shared_budgets(shared.spending)
+            if budgets and isinstance(self._record, DirectoryStore):
+                tokens, cost = await asyncio.to_thread(self._record.share, budgets)
+                self._before = Amount(tokens, cost)
             await lender.begin(self._backend)
         if self._leases is not None:
             self._leases.on_need = lender.soon

@@ -34,7 +34,7 @@ from batch_agent.run.control import Controls
 from batch_agent.run.once import SharedOnce
 from batch_agent.run.shared import Shared
 from batch_agent.run.trust import hostfile_of, layers, sign_file
-from batch_agent.scheduler.budget import NOTHING, Amount
+from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.share.table import (
     BUDGET,
@@ -48,7 +48,6 @@ from batch_agent.share.table import (
     Grant,
     Learnt,
     Steering,
-    of_stage,
 )
 
 T = TypeVar("T")
@@ -59,6 +58,7 @@ MANY = 20  # workers; if there are more, each reports less often
 GAP = 0.1  # least seconds between two beats, when a request waits for the next beat
 PEAKS = 3  # a worker wants the most requests that it had in flight in this many beats
 UNLIMITED = 2**62
+FEEDER = "feeder-"  # begin of the name of a feeder as a member, before the number of its session
 ENDPOINTS = 32  # maximum in a worker's report
 THREADS = 8  # most concurrent calls of the store
 
@@ -90,7 +90,6 @@ class Lending:
         self._every = EVERY
         self._hostfiles: list[Hostfile] = []  # only in the feeder
         self._kept: dict[str, str] = {}  # path → text of the hostfiles in the store
-        self._stages: dict[str, list[Callable[[], tuple[int, float | None]]]] = {}  # what runs of a stage have spent
         self._lost: asyncio.TimerHandle | None = None
         self._beating: asyncio.Future[Allotment] | None = None  # the latest report
 
@@ -141,10 +140,6 @@ class Lending:
             if isinstance(layer, CachingBackend):
                 layer.once = self.once
 
-    def count_stage(self, stage: str, spent: Callable[[], tuple[int, float | None]]) -> None:
-        """Report the tokens and cost of a run of this worker also as those of a stage."""
-        self._stages.setdefault(stage, []).append(spent)
-
     @asynccontextmanager
     async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
         self.share_answers(backend)
@@ -182,7 +177,7 @@ class Lending:
         claims = {name: place.claim() for name, place in self._places.items()}
         learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
         learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
-        status, sent = _in_short(controls.status()), loop.time()
+        status, sent = {**_in_short(controls.status()), "feeder": self._worker.startswith(FEEDER)}, loop.time()
         self._beating = self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
         beat = await asyncio.shield(self._beating)
         if self._lost is not None:
@@ -239,9 +234,6 @@ class Lending:
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
         yield from _budget(shared.spending, self._every)
-        for stage, runs in self._stages.items():
-            spent = [run() for run in runs]
-            yield from _spent_of(stage, sum(tokens for tokens, _ in spent), sum(cost or 0.0 for _, cost in spent))
 
     def _all_slots(self, name: str, dispatcher: Dispatcher, whole: int) -> Pot:
         scheduler = dispatcher.scheduler
@@ -383,22 +375,27 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
     return Pot(claim, budget.allot)
 
 
+def shared_budgets(spending: Spending) -> list[str]:
+    """Return the budgets of which the table counts what is spent. Without a limit or a price of time, the record counts
+    it with the commits of the workers."""
+    if spending.limits != (None, None):
+        return [BUDGET_TOKENS, BUDGET_COST]
+    return [BUDGET_COST] if spending.per_second else []
+
+
 def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
-    """Yield both budgets, which are granted together. Without a limit they only report the spending. ``every`` is the
-    number of seconds between two reports."""
+    """Yield the budgets that workers share. Tokens and cost are granted together. ``every`` is the number of seconds
+    between two reports."""
     if spending.has_advance:
         spent, kept, wanted, part, alone = spending.claim()
         tokens, cost = spending.limits
-    else:
-        used_tokens, used_cost = spending.so_far()
-        spent = kept = wanted = Amount(used_tokens, used_cost or 0.0)
-        part, alone, tokens, cost = NOTHING, False, None, None
-
-    most = UNLIMITED if tokens is None else tokens
-    of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens, alone=alone)
-    most = UNLIMITED if cost is None else _nano(cost)
-    of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost), alone=alone)
-    yield BUDGET_TOKENS, Pot(lambda: of_tokens, _nothing)
+        most = UNLIMITED if tokens is None else tokens
+        of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens, alone=alone)
+        yield BUDGET_TOKENS, Pot(lambda: of_tokens, _nothing)
+        most = UNLIMITED if cost is None else _nano(cost)
+        of_cost = Claim(most, _nano(kept.cost), _nano(wanted.cost), _nano(part.cost), _nano(spent.cost), alone=alone)
+        if not spending.per_second and (cost is not None or spent.cost):
+            yield BUDGET_COST, Pot(lambda: of_cost, _nothing)
     if spending.per_second:
         unshared, cost = spending.claim_time()
         rate = max(1, _nano(spending.per_second))
@@ -406,15 +403,6 @@ def _budget(spending: Spending, every: float) -> Iterator[tuple[str, Pot]]:
         own = _nano(unshared)
         of_time = Claim(UNLIMITED if cost is None else _nano(cost), own, ahead, 0, own, rate=rate)
         yield BUDGET_COST, Pot(lambda: of_time, _nothing)
-    elif cost is not None or spent.cost:
-        yield BUDGET_COST, Pot(lambda: of_cost, _nothing)
-
-
-def _spent_of(stage: str, tokens: int, cost: float) -> Iterator[tuple[str, Pot]]:
-    """Yield what a stage has spent, as budgets without a limit."""
-    for name, amount in ((BUDGET_TOKENS, tokens), (BUDGET_COST, _nano(cost))):
-        claim = Claim(UNLIMITED, amount, amount, 0, amount)
-        yield of_stage(name, stage), Pot(lambda claim=claim: claim, _nothing)  # type: ignore[misc]
 
 
 def _nothing(share: int) -> None:

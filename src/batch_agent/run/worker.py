@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from batch_agent.agent.agent import Agent, tool_loop
 from batch_agent.agent.dialogue import Resources
@@ -40,6 +40,9 @@ from batch_agent.run.parts import Parts
 from batch_agent.run.rows import compile_all
 from batch_agent.scheduler.core import Ticket
 
+if TYPE_CHECKING:
+    from batch_agent.run.feeder import Feeder
+
 # The rows that one worker holds. It takes rows when it has room, renews their leases, and hands back the rest.
 #
 # Calls of a store outside this process block, so they run in threads. The event loop starts each renewal. This is
@@ -53,16 +56,6 @@ logger = logging.getLogger("batch_agent")
 RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
-
-
-class RowSource(Protocol):
-    """The feeder of the run, if it is in this process."""
-
-    fed: bool  # every input was read and fed
-
-    async def refill(self) -> bool:
-        """Read inputs and feed them, for the only worker. Returns False if there are none, or if no more are fed."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +108,7 @@ class Leases:
         *,
         lease: float,
         generation: int,
-        source: RowSource | None = None,
+        source: Feeder | None = None,
         patience: float = float("inf"),
     ) -> None:
         self.store, self.worker = store, worker
@@ -285,10 +278,7 @@ class Leases:
         try:
             with suppress(StoreError):
                 await self._hand_back(rows)
-                if self._threads is None:
-                    self.store.leave(self.worker)
-                else:
-                    await to_its_end(self._run(lambda: self.store.leave(self.worker)))
+                await to_its_end(asyncio.ensure_future(self._call(partial(self.store.leave, self.worker))))
         finally:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
@@ -335,13 +325,15 @@ class Leases:
                 self._judge(standing)
 
     async def _hand_back(self, rows: list[LeasedRow]) -> None:
-        leases = [row.lease for row in rows]
-        if not leases:
-            return
+        if leases := [row.lease for row in rows]:
+            await self._call(partial(self.store.hand_back, self.worker, leases))
+
+    async def _call(self, function: Callable[[], object]) -> None:
+        """Make a call of the store to its end: at once if it is in this process, else in a thread."""
         if self._threads is None:
-            self.store.hand_back(self.worker, leases)
+            function()
         else:
-            await asyncio.shield(self._run(lambda: self.store.hand_back(self.worker, leases)))
+            await asyncio.shield(self._run(function))
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function)

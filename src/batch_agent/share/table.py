@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import Annotated, cast
+from typing import Annotated
 
 from pydantic import AliasChoices, Field, JsonValue, TypeAdapter
 
@@ -123,6 +123,8 @@ class Table:
     lingering: list[tuple[str, int, float]] = field(default_factory=list)  # pot, amount, end of counting
     charged: float = 0.0  # time up to which running time is charged
     exhausted: tuple[int, str] = (0, "")  # session in which the budget was too small for a worker's next call; reason
+    # Amounts that the record counts outside of the table; the store sets them, and they are not written with it.
+    outside: dict[str, int] = field(default_factory=dict)
 
     # Workers
 
@@ -180,9 +182,13 @@ class Table:
     def spent_of(self, name: str) -> int:
         """Return what is spent of a budget, including what dead workers did not return."""
         members = self.members.values()
-        return self.spent.get(name, 0) + sum(
+        return self._spent_before(name) + sum(
             each.claims[name].spent if each.until else each.claims[name].held for each in members if name in each.claims
         )
+
+    def _spent_before(self, name: str) -> int:
+        """Return what was spent of a budget by workers that have left, and outside of the table."""
+        return self.spent.get(name, 0) + self.outside.get(name, 0)
 
     def live(self, now: float) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.until > now}
@@ -224,7 +230,7 @@ class Table:
         if search is not None:
             claim = replace(claim, limit=search[0])
         others = [member for each, member in members.items() if each != worker]
-        past = self.spent.get(name, 0) + sum(amount for pot, amount, _ in self.lingering if pot == name)
+        past = self._spent_before(name) + sum(amount for pot, amount, _ in self.lingering if pot == name)
         held = past + sum(member.claims[name].held for member in others)
         order = in_turn((each for each, member in members.items() if member.until), now)
         claims = [members[each].claims[name] for each in order]
@@ -247,7 +253,7 @@ class Table:
     # As JSON
 
     def to_json(self) -> JsonObject:
-        return cast(JsonObject, asdict(self))
+        return {name: value for name, value in asdict(self).items() if name != "outside"}
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> Table:

@@ -26,6 +26,7 @@ from batch_agent.record.store import (
     Counts,
     FeederReplaced,
     Identity,
+    Increment,
     LeasedRow,
     NewRow,
     Outlay,
@@ -584,6 +585,23 @@ class RunStoreContract(DurabilityContract):
         now.store.commit(now.store.join({"feeder": True}), 1, [], Outlay(0, None, (500, 0.0)))
         again = begin(place, place.reopen(now.store), how=RESUME)
         assert again.store.spent().tokens == 500
+
+    def test_what_workers_have_done_is_added_up_and_a_repeated_commit_counts_once(self, place: StorePlace) -> None:
+        row = new_row(place, 0)
+        now = begin(place, place.open(), row)
+        (taken,) = now.take()
+        other = now.work.join({})
+        lost = [RowChange(taken.lease, (turn(row, "lost"),))]  # of another worker, which spent it nevertheless
+        now.work.commit(other, 1, lost, Outlay(more=Increment(2, 1, {"turns": 2})))
+        for _ in range(2):
+            more = Increment(40, 3, {"turns": 1, "seconds": 0.5})
+            now.work.commit(now.worker, 1, [RowChange(taken.lease, (turn(row, "turn"),))], Outlay(more=more))
+        assert dict(now.store.worked()) == {"turns": 3, "seconds": 0.5}
+        needs(place.keeps != "nothing", "this store keeps nothing")
+        again = begin(place, place.reopen(now.store), how=RESUME)
+        spent = again.store.spent()
+        assert (spent.tokens, round((spent.cost or 0.0) * 1e9)) == (42, 4)
+        assert not again.store.worked()  # in this session
 
     def test_the_share_of_a_killed_worker_stays_spent_for_the_next_process(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")

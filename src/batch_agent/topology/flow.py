@@ -227,7 +227,7 @@ class Flow:
     def status(self) -> JsonObject:
         """Return the current state of the pipeline as one JSON object: all stages together, and each one in
         ``stages``."""
-        whole = self._run.status_of(self.statistics())
+        whole = self._run.status(self.statistics())
         stages: list[JsonValue] = []
         for node in self._graph:
             ran = next((each.run for each in self.nodes if each.name == node["name"]), None)
@@ -236,7 +236,7 @@ class Flow:
 
     def sample(self) -> Line:
         """Return one sample of the pipeline's timeline."""
-        return self._run.sample_of(self.statistics())
+        return self._run.sample(self.statistics())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
         """Return the running rows, those of later stages first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,7 @@ from batch_agent.cli.spec.load import command_again, is_pipeline, load_flow, loa
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import FinishedRows, RunReader, UnfinishedRow, row_name
 from batch_agent.record.rundir import stage_names
@@ -42,13 +44,23 @@ def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[s
         for name in run.begun_stages():
             with run.stage(name) as stage:
                 recorded[name] = stage.facts()
-    if "spec" in next(iter(recorded.values()), {}):  # the run is or was in Redis
-        trust = Trust(environ={**os.environ, SECRET: ""})
-        for each in recorded.values():  # an MCP server would be started or connected to
-            refuse_damaged(each)
-            tools = cast("dict[str, list[str]]", each["spec"]).get("tools", [])
-            trust.check({"spec": {"tools": [t for t in tools if t[:4] == "mcp:"]}})
-        return {name: prepare_worker(each, import_from, trust) for name, each in recorded.items()}
+    if "spec" not in next(iter(recorded.values()), {}):
+        return _by_command(run, facts, recorded)
+    if isinstance(run.place, Path):  # its inputs are not recorded: those of its command show rows that are not done
+        with suppress(SpecError):
+            parts = _by_command(run, facts, recorded)
+            if recorded.keys() <= parts.keys():
+                return parts
+    trust = Trust(environ={**os.environ, SECRET: ""})
+    for each in recorded.values():  # an MCP server would be started or connected to
+        refuse_damaged(each)
+        tools = cast("dict[str, list[str]]", each["spec"]).get("tools", [])
+        trust.check({"spec": {"tools": [t for t in tools if t[:4] == "mcp:"]}})
+    return {name: prepare_worker(each, import_from, trust) for name, each in recorded.items()}
+
+
+def _by_command(run: RunReader, facts: JsonObject, recorded: Mapping[str, JsonObject]) -> dict[str, Prepared]:
+    """Return the parts that the command of a run starts now, if they are as recorded. Raises SpecError if it cannot."""
     options = command_again(
         recorded_command(
             facts,

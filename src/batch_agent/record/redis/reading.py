@@ -117,6 +117,9 @@ class RedisReader(RunReader):
         if session > 1 and not counts.fed:  # results of earlier sessions are not counted before they are fed again
             ok, failed = self.rows.counts()
         tokens, cost = (table.spent_of(of_stage(name, self.stage_name)) for name in (BUDGET_TOKENS, BUDGET_COST))
+        if self.stage_name:  # the table is that of the whole run
+            own_tokens, own_cost = self.store.spent_recorded()
+            tokens, cost = tokens + own_tokens, cost + own_cost
         stages = {}
         for name in stage_names(facts):
             with self.stage(name) as stage:
@@ -530,9 +533,15 @@ def _spans(place: int, record: Record, past: Past | None) -> list[Line]:
     return spans
 
 
+def _reports(workers: Sequence[JsonObject]) -> Sequence[JsonObject]:
+    """Return the reports whose numbers add up to those of the run: that of its feeder, which counts all workers;
+    without one, those of the workers."""
+    return [worker for worker in workers if worker.get("feeder")] or workers
+
+
 def _agents(workers: Sequence[JsonObject]) -> Counter[str]:
     agents = Counter[str]()
-    for worker in workers:
+    for worker in _reports(workers):
         agents.update(cast("dict[str, int]", worker.get("agents") or {}))
     return agents
 
@@ -554,7 +563,7 @@ def _endpoints(workers: Sequence[JsonObject]) -> list[JsonObject]:
 def live_status(view: RunSnapshot, *, paused: bool) -> JsonObject:
     """Return the status of a run from what its workers report."""
     latest = view.progress
-    rate = sum(cast(float, worker.get("rows_per_second") or 0.0) for worker in view.workers)
+    rate = sum(cast(float, worker.get("rows_per_second") or 0.0) for worker in _reports(view.workers))
     done = latest.ok + latest.failed
     left = None if view.total is None else view.total - done
     rows: JsonObject = {"total": view.total, "done": done, "ok": latest.ok, "failed": latest.failed}

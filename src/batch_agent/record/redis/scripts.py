@@ -68,7 +68,7 @@ if redis.call('EXISTS', queue) == 0 then
 end
 redis.call('DEL', again)
 redis.call('HSET', run, 'facts', facts, 'previous', before[3] or '', 'fingerprint', fingerprint, 'lease', lease,
-  'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0')
+  'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}')
 redis.call('SET', feeder, session .. ' ' .. nonce, 'PX', lease)
 local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
 return {tostring(session), before[3] or '', latest and latest[1] or '0-0'}
@@ -328,17 +328,17 @@ return {lost, standing()}
 """
 )
 
-# worker, key of the worker, number of the commit, prefix of steps; then for each row: place, token, row, result or '',
-# error, number of steps, steps
+# worker, key of the worker, number of the commit, prefix of steps, and its increment: tokens, cost, counts as JSON or
+# ''; then for each row: place, token, row, result or '', error, number of steps, steps
 COMMIT = (
     _HEAD
     + """
-local worker, own, number, prefix = unpack(ARGV, 1, 4)
+local worker, own, number, prefix, tokens, cost, counts = unpack(ARGV, 1, 7)
 local last = redis.call('HMGET', own, 'commit', 'lost')
 if last[1] == number then return cjson.decode(last[2]) end
 local session, kept = unpack(redis.call('HMGET', run, 'sitting', 'keep'))
 local lost = {}
-local i = 5
+local i = 8
 while i <= #ARGV do
   local place, token, row, result, error, count = unpack(ARGV, i, i + 5)
   local first = i + 6
@@ -364,6 +364,13 @@ while i <= #ARGV do
 end
 if session then  -- else the run was deleted, and the key would stay forever
   redis.call('HSET', own, 'commit', number, 'lost', #lost > 0 and cjson.encode(lost) or '[]')
+  if tokens ~= '0' then redis.call('HINCRBY', run, 'tokens', tokens) end
+  if cost ~= '0' then redis.call('HINCRBY', run, 'cost', cost) end
+  if counts ~= '' then
+    local sum = cjson.decode(redis.call('HGET', run, 'counts') or '{}')
+    for name, count in pairs(cjson.decode(counts)) do sum[name] = (sum[name] or 0) + count end
+    redis.call('HSET', run, 'counts', cjson.encode(sum))
+  end
 end
 return lost
 """

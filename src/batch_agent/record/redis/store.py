@@ -31,6 +31,7 @@ from batch_agent.record.store import (
     FeederReplaced,
     FeederSession,
     Identity,
+    Increment,
     KeptStep,
     LeasedRow,
     NewRow,
@@ -70,14 +71,19 @@ from batch_agent.share.table import (
 # decisions are in one place and in Python, and Redis only compares versions.
 
 T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
 
+RUNS = "batch-agent:runs"  # set of the names of the runs in a database
+KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
+STARTING, ANNOUNCED = "starting", 30  # key of a run whose feeder has not begun, and its seconds
+BLOCKED = 1.0  # seconds that a command may wait in Redis
 FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and the longest pause in seconds
 CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is deleted
 
 READ = """
 local time = redis.call('TIME')
-local found = redis.call('HMGET', KEYS[1], 'version', 'table')
-return {found[1] or '0', found[2] or '{}', time[1], time[2]}
+local found, spent = redis.call('HMGET', KEYS[1], 'version', 'table'), redis.call('HMGET', KEYS[2], 'tokens', 'cost')
+return {found[1] or '0', found[2] or '{}', time[1], time[2], spent[1] or '0', spent[2] or '0'}
 """
 # ARGV: version, table, the worker that changed it ("" for none), and the end of its membership ("" if it left).
 # A worker that leaves a run which was deleted meanwhile leaves no key behind.
@@ -139,162 +145,14 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], tonumber(redis.call('TIME')[1]), '+i
 """
 
 
-class RedisShares:
-    """What the workers of one run share: the base of its ``RunStore``."""
-
-    def __init__(self, address: StoreAddress, connection: RedisConnection) -> None:
-        self._whole = address.at(address.name).prefix  # stages of a pipeline share the state of their run
-        self.connection = connection
-        self._share_scripts: dict[str, Script] = {}
-
-    def _share_key(self, name: str) -> str:
-        return self._whole + name
-
-    # The table
-
-    def beat(
-        self,
-        member: str,
-        seconds: float,
-        claims: Mapping[str, Claim],
-        learnt: Mapping[str, Learnt],
-        status: JsonObject,
-    ) -> Allotment:
-        # The table keeps the membership longer than the worker expects, so the worker stops using its shares first.
-        until = 1.2 * seconds
-        return self._change(
-            lambda table, now: table.beat(member, now, until, claims, learnt, status), member, lasts=until
-        )
-
-    def resign(self, member: str) -> None:
-        self._change(lambda table, now: table.leave(member, now), member)
-
-    def table(self) -> tuple[Table, float]:
-        _, table, now = self._read_table()
-        return table, now
-
-    def steer(self, request: JsonObject) -> Steering:
-        def change(table: Table, _: float) -> Steering:
-            table.steering = steered(table.steering, request)
-            return table.steering
-
-        return self._change(change)
-
-    def _change(self, change: Callable[[Table, float], T], worker: str = "", *, lasts: float | None = None) -> T:
-        attempt = 0
-        while True:
-            attempt += 1
-            if attempt > FEW:
-                time.sleep(random.uniform(0.0, PAUSE))  # many workers report at once
-            version, table, now = self._read_table()
-            answer = change(table, now)
-            until = "" if lasts is None else repr(now + lasts)
-            args = [version, json.dumps(table.to_json()), worker, until]
-            if self._share_script(WRITE, ["lent", "alive", "run"], args):
-                return answer
-
-    def _read_table(self) -> tuple[str, Table, float]:
-        version, table, seconds, micros = self._share_script(READ, ["lent"], [])
-        try:
-            found = Table.from_json(cast(JsonObject, from_json(table)))
-        except ValueError:
-            raise StoreError(
-                f"{self._share_key('lent')} in Redis is damaged or forged: it is no table of shares"
-            ) from None
-        return version.decode(), found, int(seconds) + int(micros) / 1e6
-
-    # Calls
-
-    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
-        args = [member, token, seen, int(CALL_SECONDS * 1000)]
-        found = self._share_script(BEGIN, [f"call:{key}", "alive", "ended"], args)
-        state, held, position, ok, text = (each.decode() for each in found)
-        return SharedCall(cast(Any, state), held, position, text, ok == "1")
-
-    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
-        fits = text is not None and len(text) <= LARGEST_SHARED
-        milliseconds = max(1, int((keep or UNKEPT_SECONDS) * 1000))
-        args = [token, int(fits), text if fits else "", int(ok), milliseconds, int(keep > 0), key]
-        self._share_script(END, [f"call:{key}", "ended"], args)
-
-    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
-        milliseconds = max(1, int(seconds * 1000))
-
-        def read(client: Client) -> Any:
-            return client.execute_command(
-                "XREAD", "COUNT", 1000, "BLOCK", milliseconds, "STREAMS", self._share_key("ended"), position
-            )
-
-        ended: set[str] = set()
-        for place, fields in entries(self.connection.call(read)):
-            position = place
-            ended.add(fields[b"key"].decode())
-        return position, ended
-
-    # Files
-
-    def put_file(self, name: str, text: str) -> None:
-        self.connection.call(lambda client: client.execute_command("HSET", self._share_key("files"), name, text))
-
-    def get_file(self, name: str) -> str | None:
-        found = self.connection.call(lambda client: client.execute_command("HGET", self._share_key("files"), name))
-        return None if found is None else cast(bytes, found).decode()
-
-    # Jobs at batch APIs
-
-    def outlasts(self) -> bool:
-        return True
-
-    def job_lines(self) -> list[bytes]:
-        key = self._share_key("jobs")
-        return cast("list[bytes]", self.connection.call(lambda client: client.execute_command("LRANGE", key, 0, -1)))
-
-    def add_job_lines(self, lines: Sequence[bytes]) -> None:
-        key = self._share_key("jobs")
-        self.connection.call(lambda client: client.execute_command("RPUSH", key, *lines))
-
-    # Rows that viewers follow
-
-    def follow_row(self, row: str) -> JsonObject | None:
-        found = self._share_script(FOLLOW, ["watched", f"live:{row}"], [row, FOLLOWED_SECONDS])
-        return None if found is None else cast(JsonObject, json.loads(found))
-
-    def followed_rows(self) -> list[str]:
-        return [cast(bytes, row).decode() for row in self._share_script(FOLLOWED, ["watched"], [])]
-
-    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
-        for row, told in rows.items():
-            command = "SET", self._share_key(f"live:{row}"), to_json(told), "PX", int(FOLLOWED_SECONDS * 1000)
-            self.connection.call(lambda client, command=command: client.execute_command(*command))  # type: ignore[misc]
-
-    def _share_script(self, script: str, keys: list[str], args: list[Any]) -> Any:
-        names = [self._share_key(key) for key in keys]
-
-        def call(client: Client) -> Any:
-            registered = self._share_scripts.get(script)
-            if registered is None:
-                registered = self._share_scripts[script] = client.register_script(script)
-            return registered(keys=names, args=args)
-
-        return self.connection.call(call)
-
-
-logger = logging.getLogger("batch_agent")
-
-RUNS = "batch-agent:runs"  # set of the names of the runs in a database
-KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
-STARTING, ANNOUNCED = "starting", 30  # key of a run whose feeder has not begun, and its seconds
-BLOCKED = 1.0  # seconds that a command may wait in Redis
-
-
-class RedisRunStore(RedisShares):
+class RedisRunStore:
     """One run. It is thread-safe."""
 
     instant, group = False, GROUP
 
     def __init__(self, connection: RedisConnection) -> None:
-        super().__init__(connection.address, connection)
-        self.address = connection.address
+        self.connection, self.address = connection, connection.address
+        self._whole = self.address.at(self.address.name).prefix  # of what the stages of a pipeline share
         self._keys = [self.key(name) for name in scripts.KEYS]
         self._steps = self.key("steps:")
         self._scripts: dict[str, Script] = {}
@@ -439,8 +297,17 @@ class RedisRunStore(RedisShares):
     def close_feed(self, session: int, facts: JsonObject, phase: Phase) -> None:
         self._fenced(scripts.CLOSE_FEED, session, to_json(facts), phase)
 
+    def worked(self) -> Mapping[str, float]:
+        found = self._command("HGET", self.key("run"), "counts")
+        return cast("dict[str, float]", json.loads(found)) if found else {}
+
+    def spent_recorded(self) -> tuple[int, int]:
+        """Return the tokens, and the cost in units of 1e-9 $, that workers have reported with their commits."""
+        tokens, cost = self._command("HMGET", self.key("run"), "tokens", "cost")
+        return int(tokens or 0), int(cost or 0)
+
     def spent(self) -> Outlay:
-        """Return what is spent in the table of shares."""
+        """Return what the run has spent, by the commits of its workers and by the table of shares."""
         table, _ = self.table()
         return Outlay(table.spent_of(BUDGET_TOKENS), table.spent_of(BUDGET_COST) / DOLLAR)
 
@@ -493,7 +360,10 @@ class RedisRunStore(RedisShares):
             return {place.decode() for place in lost}, _standing(standing)
 
     def commit(self, worker: int, number: int, changes: Sequence[RowChange], outlay: Outlay | None = None) -> set[str]:
+        more = Increment() if outlay is None or outlay.more is None else outlay.more
+        counts = json.dumps(dict(more.counts)) if more.counts else ""
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
+        arguments += (more.tokens, more.cost, counts)
         for change in changes:
             lease, steps = change.lease, [_pack(step) for step in change.steps]
             arguments += (lease.place, lease.token, lease.row, change.result or b"", change.error, len(steps), *steps)
@@ -507,6 +377,114 @@ class RedisRunStore(RedisShares):
     def leave(self, worker: int) -> None:
         with self._present():
             self._script(scripts.LEAVE, worker, self.key(f"worker:{worker}"))
+
+    # The table
+
+    def beat(
+        self,
+        member: str,
+        seconds: float,
+        claims: Mapping[str, Claim],
+        learnt: Mapping[str, Learnt],
+        status: JsonObject,
+    ) -> Allotment:
+        # The table keeps the membership longer than the worker expects, so the worker stops using its shares first.
+        until = 1.2 * seconds
+        return self._change(
+            lambda table, now: table.beat(member, now, until, claims, learnt, status), member, lasts=until
+        )
+
+    def resign(self, member: str) -> None:
+        self._change(lambda table, now: table.leave(member, now), member)
+
+    def table(self) -> tuple[Table, float]:
+        _, table, now = self._read_table()
+        return table, now
+
+    def steer(self, request: JsonObject) -> Steering:
+        def change(table: Table, _: float) -> Steering:
+            table.steering = steered(table.steering, request)
+            return table.steering
+
+        return self._change(change)
+
+    def _change(self, change: Callable[[Table, float], T], worker: str = "", *, lasts: float | None = None) -> T:
+        attempt = 0
+        while True:
+            attempt += 1
+            if attempt > FEW:
+                time.sleep(random.uniform(0.0, PAUSE))  # many workers report at once
+            version, table, now = self._read_table()
+            answer = change(table, now)
+            until = "" if lasts is None else repr(now + lasts)
+            args = version, json.dumps(table.to_json()), worker, until
+            if self._shared_script(WRITE, ["lent", "alive", "run"], *args):
+                return answer
+
+    def _read_table(self) -> tuple[str, Table, float]:
+        version, table, seconds, micros, tokens, cost = self._shared_script(READ, ["lent", "run"])
+        try:
+            found = Table.from_json(cast(JsonObject, from_json(table)))
+        except ValueError:
+            raise StoreError(f"{self._whole}lent in Redis is damaged or forged: it is no table of shares") from None
+        found.outside = {BUDGET_TOKENS: int(tokens), BUDGET_COST: int(cost)}
+        return version.decode(), found, int(seconds) + int(micros) / 1e6
+
+    # Calls
+
+    def begin_call(self, member: str, key: str, token: str, seen: str) -> SharedCall:
+        args = member, token, seen, int(CALL_SECONDS * 1000)
+        found = self._shared_script(BEGIN, [f"call:{key}", "alive", "ended"], *args)
+        state, held, position, ok, text = (each.decode() for each in found)
+        return SharedCall(cast(Any, state), held, position, text, ok == "1")
+
+    def end_call(self, key: str, token: str, text: str | None, ok: bool, keep: float) -> None:
+        fits = text is not None and len(text) <= LARGEST_SHARED
+        milliseconds = max(1, int((keep or UNKEPT_SECONDS) * 1000))
+        args = token, int(fits), text if fits else "", int(ok), milliseconds, int(keep > 0), key
+        self._shared_script(END, [f"call:{key}", "ended"], *args)
+
+    def wait_calls(self, position: str, seconds: float) -> tuple[str, set[str]]:
+        blocked = "BLOCK", max(1, int(seconds * 1000))
+        read = self._command("XREAD", "COUNT", 1000, *blocked, "STREAMS", f"{self._whole}ended", position)
+        ended: set[str] = set()
+        for place, fields in entries(read):
+            position = place
+            ended.add(fields[b"key"].decode())
+        return position, ended
+
+    # Files
+
+    def put_file(self, name: str, text: str) -> None:
+        self._command("HSET", f"{self._whole}files", name, text)
+
+    def get_file(self, name: str) -> str | None:
+        found = self._command("HGET", f"{self._whole}files", name)
+        return None if found is None else cast(bytes, found).decode()
+
+    # Jobs at batch APIs
+
+    def outlasts(self) -> bool:
+        return True
+
+    def job_lines(self) -> list[bytes]:
+        return cast("list[bytes]", self._command("LRANGE", f"{self._whole}jobs", 0, -1))
+
+    def add_job_lines(self, lines: Sequence[bytes]) -> None:
+        self._command("RPUSH", f"{self._whole}jobs", *lines)
+
+    # Rows that viewers follow
+
+    def follow_row(self, row: str) -> JsonObject | None:
+        found = self._shared_script(FOLLOW, ["watched", f"live:{row}"], row, FOLLOWED_SECONDS)
+        return None if found is None else cast(JsonObject, json.loads(found))
+
+    def followed_rows(self) -> list[str]:
+        return [cast(bytes, row).decode() for row in self._shared_script(FOLLOWED, ["watched"])]
+
+    def report_rows(self, rows: Mapping[str, JsonObject]) -> None:
+        for row, told in rows.items():
+            self._command("SET", f"{self._whole}live:{row}", to_json(told), "PX", int(FOLLOWED_SECONDS * 1000))
 
     # Redis
 
@@ -561,11 +539,18 @@ class RedisRunStore(RedisShares):
         return self.connection.call(lambda client: client.execute_command(*arguments))
 
     def _script(self, text: str, *arguments: object) -> Any:
+        """Run a script of ``scripts``, which all have the same keys."""
+        return self._with_keys(text, self._keys, arguments)
+
+    def _shared_script(self, text: str, keys: Sequence[str], *arguments: object) -> Any:
+        return self._with_keys(text, [self._whole + key for key in keys], arguments)
+
+    def _with_keys(self, text: str, keys: Sequence[str], arguments: Sequence[object]) -> Any:
         def call(client: Client) -> Any:
             script = self._scripts.get(text)
             if script is None:
                 script = self._scripts[text] = client.register_script(text)
-            return script(keys=self._keys, args=arguments)
+            return script(keys=keys, args=arguments)
 
         return self.connection.call(call)
 

@@ -1,0 +1,87 @@
+"""``show --unfinished`` after a kill: the rows that had begun, with their inputs, in several shapes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.warm import start
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the stand-ins of command-line agents
+from batch_agent.cli.main import main
+from batch_agent.record.reader import open_run
+from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+from runtimes.agents import runtime
+
+MODULE = """
+async def ask(row, ctx):
+    await ctx.ask(f"Do {row['text']}")
+    return str(await ctx.ask(f"Do more of {row['text']}"))
+
+
+def look_up(sku: str) -> str:
+    return sku + " is a kettle"
+"""
+
+
+def begun(run: Path) -> int:
+    with open_run(run) as reader:
+        return reader.unfinished_count()
+
+
+@pytest.mark.covers("show with inputs of unfinished rows", "local", "processes", "worker=", "runtime")
+async def test_rows_that_were_killed_are_shown_with_their_inputs(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helpful.py").write_text(MODULE)
+    (tmp_path / "rows.csv").write_text("text\nwater\nfire\n")
+    never = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if shape == "runtime":  # its program does not end
+            return Say(f"hang {tmp_path / str(request.number)}")
+        if request.number < 2:
+            return Say("once") if shape == "worker=" else CallTools(ToolUse("look_up", {"sku": "K-1"}))
+        await never.wait()
+        return Say("never")
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        spec: dict[str, object] = {"inputs": "rows.csv", "model": "m", "backend": server.backend_url}
+        spec |= {"worker": "helpful:ask"} if shape == "worker=" else {"task": "Do {text}"}
+        if shape == "runtime":
+            runtime("opencode", tmp_path)
+            monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+            spec["runtime"] = "opencode"
+        elif shape != "worker=":
+            spec["tools"] = ["helpful:look_up"]
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        words = ("run", "spec.json", "--run-dir", "run", "--output", "out.jsonl")
+        more = ("--processes", "1") if shape == "processes" else ()
+        out = asyncio.subprocess.PIPE
+        run = await start(
+            "-m", "batch_agent", *words, *more, cwd=tmp_path, stdout=out, stderr=asyncio.subprocess.STDOUT
+        )
+        try:
+            async with asyncio.timeout(30):
+                await server.wait_requests(2 if shape == "runtime" else 4)
+                while shape == "runtime" and not all((tmp_path / str(number)).exists() for number in range(2)):
+                    await asyncio.sleep(0.05)
+                while await asyncio.to_thread(begun, tmp_path / "run") < 2:  # a streamed answer is recorded at its end
+                    await asyncio.sleep(0.05)
+        finally:
+            run.kill()
+            said, _ = await run.communicate()
+            for number in range(2) if shape == "runtime" else ():
+                with suppress(ProcessLookupError):  # the guard has ended it
+                    os.kill(int((tmp_path / str(number)).read_text()), signal.SIGKILL)
+    assert await asyncio.to_thread(main, ["show", "run", "--unfinished"]) == 0, said
+    shown, warned = capsys.readouterr()
+    assert [f"row {row}: not done" in shown for row in range(2)] == [True, True], warned
+    assert "water" in shown and "fire" in shown
