@@ -19,6 +19,7 @@ from tests.run.process_work import NOTES, note
 from tests.run.test_processes import ROOT, looks_joined, process, row_of, workers_of
 
 from batch_agent import BatchAgent, Pipeline
+from batch_agent.events import Event, TurnFinished
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.reader import RunSnapshot, look, open_run
@@ -92,9 +93,11 @@ async def test_the_summary_has_the_same_numbers_in_every_shape(shape: str, place
     script = Script()
     script.go_on.set()
     script.fails = {"row-1", "row-5"}
+    events: list[Event] = []
     async with AsyncExitStack() as extent:
         server = await extent.enter_async_context(ScriptedServer(script, models=["m"]))
-        running = asyncio.ensure_future(BatchAgent.run(**options(server, shape, place, max_inflight=4)))
+        given = options(server, shape, place, max_inflight=4, sinks=[events.append])
+        running = asyncio.ensure_future(BatchAgent.run(**given))
         if shape == "Redis":
             await extent.enter_async_context(worker(place, server))
         results = await running
@@ -108,6 +111,9 @@ async def test_the_summary_has_the_same_numbers_in_every_shape(shape: str, place
     }
     assert summary["cost"] == pytest.approx(2 * ROWS * COST)
     assert 1 <= int(str(summary["peak_inflight"])) <= 4
+    turns = [event for event in events if isinstance(event, TurnFinished)]
+    assert len(turns) == 2 * ROWS
+    assert all(turn.seconds > 0 for turn in turns), "histograms of turns are made of them"
     assert float(str(summary["inference_seconds"])) > 0
     assert look(place).summary == summary
     assert (look(place).latest.tokens, look(place).latest.cost) == (2 * ROWS * EACH, pytest.approx(2 * ROWS * COST))

@@ -475,7 +475,8 @@ class Feeder:
         return originals.pop(index, None) if isinstance(originals, dict) else originals[index]
 
     def _emit_row(self, result: AgentResult[object]) -> None:
-        """Emit the start and the turns of a row of another process, so that its usage and cost are counted here."""
+        """Emit the start and the turns of a row of another process, so that its usage and cost are counted here. The
+        last turn has all of them, and each turn the mean of the seconds."""
         now, run, index, sinks = self._clock(), self._run, result.index, self._emit.sinks
         self._emit.metrics.row_elsewhere(now, run, result)
         if JobStarted in sinks.wanted:
@@ -483,9 +484,11 @@ class Feeder:
         if result.resumed or TurnFinished not in sinks.wanted:
             return  # an earlier session counted them, or no sink wants them
         for turn in range(1, result.turns + 1):
-            last = turn == result.turns
-            usage, cost = (result.usage, result.cost) if last else (Usage(), None)
-            sinks(TurnFinished(now, run, index, turn, usage, 0.0, None, cost))
+            usage, cost = (result.usage, result.cost) if turn == result.turns else (Usage(), None)
+            seconds, first_token = result.timings.inference / result.turns, None
+            if turn == 1:
+                first_token = result.timings.first_token
+            sinks(TurnFinished(now, run, index, turn, usage, seconds, first_token, cost))
 
 
 def _log_failure(written: asyncio.Future[None]) -> None:
