@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import TypeVar
 
 from batch_agent.errors import JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe, place_of, traceback_of
+
+T = TypeVar("T")
 
 
 def cancelled_by_us() -> bool:
@@ -49,6 +52,13 @@ async def outlast(task: asyncio.Task[None]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def shielded(call: asyncio.Future[T]) -> T:
+    """Return the result of a call in a thread. A cancellation does not end the call. Its later error is then dropped:
+    with ``asyncio.shield`` alone, Python would report it as never retrieved."""
+    call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return await asyncio.shield(call)
 
 
 async def wait_event(event: asyncio.Event, seconds: float) -> None:

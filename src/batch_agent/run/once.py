@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from batch_agent.backends.base import Found
+from batch_agent.dispatch.cancellation import shielded
 from batch_agent.errors import StoreError
 from batch_agent.record.store import SharedCall, WorkStore
 
@@ -89,7 +90,7 @@ class SharedOnce:
         while self._waiting:
             reading = loop.run_in_executor(self._threads, self._store.wait_calls, position, LOOK_AGAIN)
             try:
-                position, ended = await asyncio.shield(reading)
+                position, ended = await shielded(reading)
             except StoreError as error:
                 for key in tuple(self._waiting):
                     self._wake(key, error)

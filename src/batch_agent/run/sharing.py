@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache import CachingBackend
+from batch_agent.dispatch.cancellation import shielded
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import PAID_AHEAD, Spending
 from batch_agent.errors import SpecError, StoreError
@@ -207,7 +208,7 @@ class Lending:
         claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
         try:
             spent = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
-            await asyncio.shield(self._beside(lambda: self._return(claims, {BUDGET: spent})))
+            await shielded(self._beside(lambda: self._return(claims, {BUDGET: spent})))
         except StoreError as error:
             logger.warning("the unused budget of this worker could not be returned: %s", error)
         await self.once.close()

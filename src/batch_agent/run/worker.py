@@ -23,7 +23,7 @@ from batch_agent.agent.user_worker import AgentWorker
 from batch_agent.blocking import on_this_loop
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.cancellation import outlast, wait_event
+from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
 from batch_agent.dispatch.feed import Feed
 from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatch, SpecError, StoreError, WorkerFailed
 from batch_agent.events import JobStarted
@@ -333,7 +333,7 @@ class Leases:
         if self._threads is None:
             function()
         else:
-            await asyncio.shield(self._run(function))
+            await shielded(self._run(function))
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function)
