@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -329,6 +329,15 @@ class Feeder:
                 filling = self.tasks.create_task(self._keep_full())
                 self._keeping.append(filling)
         return filling
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[asyncio.TaskGroup]:
+        """Own the tasks of the run in this block. A worker that joins after it, also if a task failed, starts none."""
+        async with asyncio.TaskGroup() as self.tasks:
+            try:
+                yield self.tasks
+            finally:
+                self.tasks = None
 
     def stop_keeping(self) -> None:
         """Feed nothing more: the run is over."""

@@ -16,7 +16,7 @@ import os
 import platform
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -510,11 +510,9 @@ class Run(Generic[T]):
         await self._delivery.settle()
 
     async def _work_inside(self, inside: Inside) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            if self._feeder is not None:
-                self._feeder.tasks = tasks
-                if self._is_shared:
-                    await self._share_feed(self._feeder)
+        async with nullcontext() if self._feeder is None else self._feeder.at_work():
+            if self._feeder is not None and self._is_shared:
+                await self._share_feed(self._feeder)
             complete = await inside.work(cast("Run[object]", self))
             if self._feeder is not None:
                 self._feeder.stop_keeping()
@@ -524,8 +522,8 @@ class Run(Generic[T]):
             self._feed.end()
 
     async def _feed_and_work(self, prepared: Prepared, feeder: Feeder) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            feeder.tasks, working = tasks, None
+        async with feeder.at_work() as tasks:
+            working = None
             delivering = tasks.create_task(feeder.deliver(min(WAIT, self._lease / 4)))
             if self._is_shared:
                 if self.shared.cannot_continue:  # before this stage began
