@@ -492,11 +492,10 @@ class Feeder:
             sinks(JobStarted(now, run, index, result.job_id, elsewhere=True))
         if result.resumed or TurnFinished not in sinks.wanted:
             return  # an earlier session counted them, or no sink wants them
+        timings = result.timings
         for turn in range(1, result.turns + 1):
             usage, cost = (result.usage, result.cost) if turn == result.turns else (Usage(), None)
-            seconds, first_token = result.timings.inference / result.turns, None
-            if turn == 1:
-                first_token = result.timings.first_token
+            seconds, first_token = timings.inference / result.turns, timings.first_token if turn == 1 else None
             sinks(TurnFinished(now, run, index, turn, usage, seconds, first_token, cost))
 
 
