@@ -147,7 +147,7 @@ async def test_a_reference_with_a_description_keeps_both_in_strict_mode() -> Non
 
 async def test_a_turns_own_fields_stand_behind_the_messages_and_its_headers_beside_them() -> None:
     def tail(request: ModelRequest) -> Tail:
-        return Tail({"priority": request.priority, "user": "x"}, {"X-Request-Id": f"agent-{request.agent}"})
+        return {"priority": request.priority, "user": "x"}, {"X-Request-Id": f"agent-{request.agent}"}
 
     shape = RequestShape(model="m", extra_body={"user": "mine"})
     talk = Conversation([Message("user", "Hello")])

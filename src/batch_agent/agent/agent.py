@@ -21,7 +21,6 @@ from batch_agent.agent.dialogue import Dialogue, EarlyCalls, Resources, Send, Ta
 from batch_agent.agent.transcript import transcript
 from batch_agent.agent.workplace import Workplace
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.blocking import clock_of
 from batch_agent.compiler.attachments import content_of
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import (
@@ -143,8 +142,8 @@ class Work:
         self.latest: tuple[Conversation, int] | None = None  # the conversation of the latest answer, and its length
         # The latest answer of the tool loop, and the digest of its request, until it is recorded.
         self.answered: tuple[Reply, str] | None = None
-        self._loop = resources.dispatcher.slots.loop
-        self._clock = clock_of(self._loop)
+        slots = resources.dispatcher.slots
+        self._loop, self._clock = slots.loop, slots.clock
         self._began = self._clock()
         self._closed = False
         if callable(worker):
@@ -261,7 +260,9 @@ class Work:
         was begun and has no outcome, it is ``unknown``. ``early`` has calls that started while the answer was
         streamed."""
         tools, trail = self.r.tools, self.trail
-        keys, new, writes = list[Key | None](), {}, []
+        keys: list[Key | None] = []
+        new: dict[int, ToolCall] = {}
+        writes: list[int] = []
         for place, call in enumerate(calls):
             key = outcome = None
             if self.replay is not None or self.past_turn is not None:
@@ -574,7 +575,7 @@ class Agent:
         work, deadline = self._work, self._deadline
         work.ticket = ticket
         limit = None if deadline is None else asyncio.timeout(max(0.0, deadline - work.seconds_before))
-        self._task = task = asyncio.current_task()
+        self._task = task = asyncio.current_task(work.r.dispatcher.slots.loop)
         if self.stopped_by is not None and task is not None:
             task.cancel()
         try:

@@ -232,8 +232,11 @@ def _reads_back(node: object) -> bool:
     return all(map(_reads_back, node)) if isinstance(node, list | tuple) else True
 
 
+VALIDATION = boundary(lambda raised: Invalid(f"the schema's own validation raised {raised}"), OutputError)
+
+
 def _guarded(read: Callable[[V], T], value: V) -> T:
-    with boundary(lambda raised: Invalid(f"the schema's own validation raised {raised}"), OutputError):
+    with VALIDATION:
         try:
             return read(value)
         except ValidationError as error:

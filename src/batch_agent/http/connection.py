@@ -153,11 +153,11 @@ class Beat:
 
 MAX_HEAD_BYTES = 64 * 1024
 SWITCHING_PROTOCOLS = 101
-NO_HEADERS: CIMultiDict[str] = CIMultiDict()  # until the head has arrived
 
 
 class ResponseParser:
-    """``status`` is 0 until the whole head has arrived; ``complete`` is set by the last byte of the body.
+    """``status`` is 0 until the whole head has arrived; ``complete`` is set by the last byte of the body. ``names`` are
+    the names of the headers in lower case.
 
     A parser serves one response, so that leftovers of one response cannot reach the next.
     """
@@ -168,12 +168,13 @@ class ResponseParser:
         "_decode",
         "_decoder",
         "_fields",
+        "_headers",
         "_interim",
         "_parser",
         "_size",
         "complete",
-        "headers",
         "limit_bytes",
+        "names",
         "on_body",
         "reason",
         "reusable",
@@ -185,18 +186,29 @@ class ResponseParser:
         self._buffer = bytearray()
         self._decode = decode
         self._decoder: Decoder | None = None
-        self._fields: list[tuple[str, str]] = []
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._headers: CIMultiDict[str] | None = None  # made when they are read: most answers need only their names
         self._interim = False  # a 1xx response is being read; the real one follows
         self.limit_bytes = limit_bytes
         self._size = 0  # bytes read so far
         self.complete = False
-        self.headers = NO_HEADERS
+        self.names = b""
         # Called by httptools for every piece of the body: a C method is the cheapest.
         self.on_body: Callable[[bytes], None] = self._buffer.extend
         self.reason = ""
         self.reusable = False  # the connection can carry another request after this response
         self.status = 0
         self._parser: HttpResponseParser | None = None  # from the first byte to the last
+
+    @property
+    def headers(self) -> CIMultiDict[str]:
+        """The headers; empty until the whole head has arrived."""
+        if not self.status:
+            return CIMultiDict()
+        if self._headers is None:
+            decoded = [(name.decode("utf-8", "replace"), value.decode("utf-8", "replace")) for name, value in self._fields]
+            self._headers = CIMultiDict(decoded)
+        return self._headers
 
     @property
     def begun(self) -> bool:
@@ -262,7 +274,7 @@ class ResponseParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # trailers are not used, and may have no end
-            self._fields.append((name.decode("utf-8", "replace"), value.decode("utf-8", "replace")))
+            self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -280,11 +292,11 @@ class ResponseParser:
         ):
             raise NotHttp(f"a head of more than {MAX_HEAD_BYTES:,} bytes")
         self.status = status
-        self.headers = headers = CIMultiDict(self._fields)
+        self.names = names = b"\n".join([name for name, _ in self._fields]).lower()
         if self._bodyless:
             self.complete = True
-        elif self._decode and "Content-Encoding" in headers:
-            self._decoder = decoder_for(headers["Content-Encoding"])
+        elif self._decode and b"content-encoding" in names and (coding := self.headers.get("Content-Encoding")):
+            self._decoder = decoder_for(coding)
 
     def on_message_complete(self) -> None:
         if self._interim:

@@ -45,21 +45,21 @@ def write_head(method: str, url: URL, headers: Mapping[str, str], proxy: URL | N
 
 def write_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Return header lines, without those that ``write_head`` and ``with_length`` write."""
-    lines = []
+    lines = ""
     for name, value in headers:
         line = f"{name}: {value}"
         if not line.isprintable() and _LINE_END.search(line):
             raise SpecError(f"the header {name!r} has a line break in it")
         if name.lower() not in _OWN:
-            lines.append(line + "\r\n")
-    return "".join(lines).encode("utf-8", "surrogateescape")
+            lines += f"{line}\r\n"
+    return lines.encode("utf-8", "surrogateescape")
 
 
 def with_length(head: bytes, method: str, body: bytes | None) -> bytes:
     """Return a complete head for this body."""
     if not body and method in _WITHOUT_BODY:
         return head + b"\r\n"
-    return b"%bContent-Length: %d\r\n\r\n" % (head, len(body or b""))
+    return head + f"Content-Length: {len(body or b'')}\r\n\r\n".encode()
 
 
 # Below the five seconds after which common servers (uvicorn) close an idle connection: a request sent while the server

@@ -54,7 +54,7 @@ class DynamoBackend(EngineBackend):
         if self._salt is not None:
             fields["cache_salt"] = self._salt
         if not request.run:
-            return Tail(fields)
+            return fields, None
         if request.hints:
             fields["nvext"] = {"agent_hints": _hints(request)}
         session = f"batchagent-{request.run}-{request.agent}"
@@ -63,7 +63,7 @@ class DynamoBackend(EngineBackend):
         headers = {"x-dynamo-session-id": session}
         if request.last:
             headers["x-dynamo-session-final"] = "true"
-        return Tail(fields, headers)
+        return fields, headers
 
     async def facts(self, model: str) -> Facts:
         return Facts(context=await self.context_of(model, "context_window"))

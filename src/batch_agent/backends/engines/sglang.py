@@ -66,7 +66,7 @@ class SglangBackend(EngineBackend):
             fields["extra_key"] = self._extra_key
         if self._priority and request.run:
             fields["priority"] = self._priority_of(request)
-        return Tail(fields)
+        return fields, None
 
     def _priority_of(self, request: ModelRequest) -> int:
         if self._evicts_by_priority and not self._lowest_first:

@@ -94,8 +94,8 @@ class VllmBackend(EngineBackend):
         if self._pins is not None and (request.pin_seconds or self._pins.is_used):
             fields.update(self._pins.fields(request))
         if not request.run:
-            return Tail(fields)
-        return Tail(fields, {"X-Request-Id": f"batchagent-{request.run}-{request.agent}-{request.turn}"})
+            return fields, None
+        return fields, {"X-Request-Id": f"batchagent-{request.run}-{request.agent}-{request.turn}"}
 
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
         super().learn(request, reply, refused)
@@ -151,7 +151,7 @@ class VllmBackend(EngineBackend):
 
     async def _infer_list(self, requests: Sequence[ModelRequest]) -> Answers:
         faults, shape = self._lists.faults, requests[0].shape
-        own = self.tail_of(min(requests, key=lambda request: request.priority)).fields
+        own, _ = self.tail_of(min(requests, key=lambda request: request.priority))
         conversations = b",".join(join_body(b"[", request.conversation.view(ChatView), b"]") for request in requests)
         document = await self.ask(self._lists, self._head(shape, False) + conversations + end_body(own))
         choices = document.get("choices")

@@ -54,6 +54,7 @@ from batch_agent.messages import JsonObject, Reply, Sealed, Usage
 # waits for a slot, retries or sets a time limit. Cancelling a call closes its connection, which tells the server.
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+RATE_LIMIT = b"ratelimit"  # part of the names of all headers that report one
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
 
 Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
@@ -103,6 +104,7 @@ class HttpClient:
         self._headers: CIMultiDict[str] = CIMultiDict(own)
         self._headers.update(headers or {})
         self._sends_traceparent = "traceparent" not in self._headers
+        self._own_names: set[str] = set()  # headers that requests added, and that are not among these
         for name, value in self._headers.items():
             _check_header(name, value)
         values = [authorization, *(headers or {}).values()]
@@ -142,12 +144,12 @@ class HttpClient:
         body: bytes | None = None,
         receive: Receive | None = None,
         headers: Mapping[str, str] | None = None,
-        on_headers: Callable[[Mapping[str, str]], None] | None = None,
+        on_limits: Callable[[Mapping[str, str]], None] | None = None,
         traceparent: str = "",
     ) -> bytes | None:
         """Send a request once, and return the body of a good answer; None if ``receive`` consumed it as a stream.
-        ``headers`` are added to this request, and ``traceparent``, unless the user set that header; ``on_headers`` gets
-        the headers of a good answer before its body. Cancelling closes the connection."""
+        ``headers`` are added to this request, and ``traceparent``, unless the user set that header; ``on_limits`` gets
+        the headers of a good answer before its body, if they name rate limits. Cancelling closes the connection."""
         pool, streamed = self._transport.pool, False
         head = self._head(route, headers, body)
         if traceparent and self._sends_traceparent:
@@ -161,8 +163,8 @@ class HttpClient:
                 nonlocal streamed
                 if response.status >= 300 or _is_document(response):
                     return None
-                if on_headers is not None:
-                    on_headers(response.headers)
+                if on_limits is not None and RATE_LIMIT in response.names:
+                    on_limits(response.headers)
                 streamed, response.limit_bytes = True, STREAM_ALLOWANCE * route.max_bytes
                 return lambda chunk: run(taking, chunk)
 
@@ -186,18 +188,16 @@ class HttpClient:
             raise route.faults.raised(error) from None
         if response.status >= 300:
             raise route.faults.answered(response.status, response.headers, answer)
-        if on_headers is not None:
-            on_headers(response.headers)
+        if on_limits is not None and RATE_LIMIT in response.names:
+            on_limits(response.headers)
         return answer
 
     def _head(self, route: Route, own: Mapping[str, str] | None, body: bytes | None) -> bytes:
         if route.sign is None and self._proxy is None:
             if not own:
                 return route.head
-            for name in own:
-                if name in route.headers:
-                    break
-            else:
+            if self._own_names.issuperset(own) or not any(name in route.headers for name in own):
+                self._own_names.update(own)
                 return route.head + write_lines(own.items())
         headers = route.headers.copy()
         headers.update(own or {})
@@ -301,10 +301,10 @@ class HttpBackend(Backend, Generic[Head]):
             if client is None and shape.schema is not None and self._capabilities.schema_note:
                 request = replace(request, shape=(shape := self.without_schema(shape)))
             naming = Naming(request.conversation.messages, self._chat.faults)
-            headers: list[Mapping[str, str]] = []  # of the answer
+            limits: list[Mapping[str, str]] = []  # headers of the answer
             try:
                 if client is not None:
-                    reply = await self._forward(client, request, naming, headers)
+                    reply = await self._forward(client, request, naming, limits)
                 else:
                     if on_tool_call is not None and self._capabilities.streaming:
                         request.said.clear()  # from an earlier attempt
@@ -313,7 +313,7 @@ class HttpBackend(Backend, Generic[Head]):
                         receive = _hearing(stream.feed, request, clock)
                     body, own = self.write_body(self._head(shape, stream is not None), request)
                     route = self.route_of(request, stream is not None)
-                    answer = await self._http.send(route, body, receive, own, headers.append, request.traceparent)
+                    answer = await self._http.send(route, body, receive, own, limits.append, request.traceparent)
                     if answer is None and stream is not None:
                         reply = stream.finish()
                     else:
@@ -327,7 +327,7 @@ class HttpBackend(Backend, Generic[Head]):
                 continue
             if refused or not reply.tool_calls:
                 self.learn(request, reply, refused)
-            quota = read_quota(headers[0]) if headers else None
+            quota = read_quota(limits[0]) if limits else None
             return reply if quota is None else replace(reply, quota=quota)
 
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
@@ -359,7 +359,7 @@ class HttpBackend(Backend, Generic[Head]):
         return self._chat
 
     async def _forward(
-        self, client: ClientBody, request: ModelRequest, naming: Naming, answered: list[Mapping[str, str]]
+        self, client: ClientBody, request: ModelRequest, naming: Naming, limits: list[Mapping[str, str]]
     ) -> Reply:
         """Send a client's own request. The Reply has its whole answer, even if that was cut or filtered."""
         fields, headers = self.write_own(client, request)
@@ -376,7 +376,7 @@ class HttpBackend(Backend, Generic[Head]):
 
         route = self.own_route(client.wire)
         taking = None if relay is None else receive
-        body = await self._http.send(route, written(fields), taking, headers, answered.append, request.traceparent)
+        body = await self._http.send(route, written(fields), taking, headers, limits.append, request.traceparent)
         try:
             if body is None:
                 return Reply("") if stream is None else stream.finish()

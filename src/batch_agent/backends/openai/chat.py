@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple, Self
+from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -131,7 +131,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     if finish != "stop":
         check_finish(finish, text, bool(items), usage, faults)
     calls = tuple([naming.call(*_call_fields(item, faults)) for item in items]) if items else ()
-    sealed = sealed_calls(calls, map(_signature, items)) if items else None
+    sealed = sealed_calls(calls, signatures) if items and any(signatures := [*map(_signature, items)]) else None
     named = model if isinstance(model, str) else ""
     return Reply(text, calls, usage, _reasoning(message), None, finish, None, sealed, None, named)
 
@@ -364,7 +364,7 @@ def _number(item: JsonValue) -> int | str | None:
 def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
     """Return id, name and arguments, each as text and possibly empty."""
     function = item.get("function") if isinstance(item, dict) else None
-    if not isinstance(item, dict) or not isinstance(function, dict | None):
+    if not isinstance(item, dict) or not (function is None or isinstance(function, dict)):
         raise faults.bad("the answer has a malformed tool call")
     arguments = function.get("arguments") if function else None
     if arguments is None:
@@ -412,15 +412,11 @@ OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside th
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
 
-class Tail(NamedTuple):
-    """Fields of one request beside its messages: body fields (a priority, hints) and headers (an id). They come after
-    the messages, so that the prefix stays the same."""
+Tail: TypeAlias = tuple[JsonObject, Mapping[str, str] | None]
+"""Fields of one request beside its messages: body fields (a priority, hints) and headers (an id). They come after
+the messages, so that the prefix stays the same."""
 
-    fields: JsonObject
-    headers: Mapping[str, str] | None = None
-
-
-NO_TAIL = Tail({})
+NO_TAIL: Tail = {}, None
 
 
 class OpenAIServer(HttpBackend[bytes]):
@@ -527,9 +523,9 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
         fields, headers = super().write_own(client, request)
-        tail = self.tail_of(request)
+        more, own = self.tail_of(request)
         fields["model"] = self._dialect.deployment or request.shape.model
-        return {**tail.fields, **fields}, {**(headers or {}), **(tail.headers or {})}
+        return {**more, **fields}, {**(headers or {}), **(own or {})}
 
     def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
         fields, headers = self.tail_of(request)
@@ -539,13 +535,13 @@ class OpenAIServer(HttpBackend[bytes]):
         """Return the fields of this request; the user's extra_body overrides them."""
         if self._tail is None and not self._dialect.cache_key:
             return NO_TAIL  # most servers
-        tail, extra = NO_TAIL if self._tail is None else self._tail(request), request.shape.extra_body
-        if not self._dialect.cache_key and not (extra and tail.fields):
+        fields, headers = tail = NO_TAIL if self._tail is None else self._tail(request)
+        extra = request.shape.extra_body
+        if not self._dialect.cache_key and not (extra and fields):
             return tail
-        fields = dict(tail.fields)
         if self._dialect.cache_key:
-            fields["prompt_cache_key"] = self._cache_key(request)
-        return Tail({name: value for name, value in fields.items() if name not in extra}, tail.headers)
+            fields = {**fields, "prompt_cache_key": self._cache_key(request)}
+        return {name: value for name, value in fields.items() if name not in extra}, headers
 
     def _cache_key(self, request: ModelRequest) -> str:
         """Return a key shared by all agents with the same prefix: the same model, tools and system prompt."""
