@@ -186,14 +186,15 @@ class Plan:
     def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
         """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
         attachment; and the attachments."""
-        fields, attached = fields_of(value), dict[str, Attachment]()
+        fields = fields_of(value)
+        attached: Mapping[str, Attachment] = NO_PICTURES
         if self.spec.document_column is not None:
             fields = with_document(fields, self.spec.document_column)
         if (document := document_in(fields)) is not None:
             fields, attached = filled(fields, self.read(document))
             value = {**fields, TEXT: document} if attached else fields
         if not self.spec.images and not has_pictures(fields):  # the usual case
-            return value, fields, attached or NO_PICTURES
+            return value, fields, attached
         fields, pictures = see(fields, self.spec.images, self.look)
         return value, fields, {**attached, **pictures}
 

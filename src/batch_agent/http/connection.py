@@ -206,8 +206,9 @@ class ResponseParser:
         if not self.status:
             return CIMultiDict()
         if self._headers is None:
-            decoded = [(name.decode("utf-8", "replace"), value.decode("utf-8", "replace")) for name, value in self._fields]
-            self._headers = CIMultiDict(decoded)
+            self._headers = CIMultiDict(
+                [(name.decode("utf-8", "replace"), value.decode("utf-8", "replace")) for name, value in self._fields]
+            )
         return self._headers
 
     @property

@@ -458,14 +458,14 @@ class Metrics(TypedSink):
         endpoint: str,
     ) -> None:
         self._turns += 1
-        self._pay(answer.usage, cost)
+        usage = answer.usage
+        self._pay(usage, cost)
         if answer.saved is not None:
             self._cache_hits += 1
             self._saved += answer.saved
         if agent is None:
             return
         if agent.recorder is not None:
-            usage = answer.usage
             tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, answer.first_token
             agent.recorder.turn(agent, at, turn, seconds, endpoint, "", "", tokens)
         agent.ready, agent.backoff = at, 0.0

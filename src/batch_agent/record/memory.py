@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from threading import Condition, RLock
 from typing import TypeVar
 
@@ -317,7 +318,7 @@ class MemoryStore:
                 return rows
             until = self._clock() + wait
             while not rows and (left := until - self._clock()) > 0 and self._phase != "ended":
-                first = min((row.until for row in self._held.values()), default=float("inf"))
+                first = min((row.until for row in self._held.values()), default=inf)
                 self._rows_changed.wait(min(left, max(0.0, first - self._clock())))
                 rows = self._take(worker, most)
             return rows
@@ -339,7 +340,7 @@ class MemoryStore:
         lease = RowLease(new.key.hex(), f"{self._opening}-{queued.order}", self._token, new.index)
         own = worker in self._own_workers
         queued.lease, queued.worker = lease, worker
-        queued.until = float("inf") if own else self._clock() + self._lease_seconds
+        queued.until = inf if own else self._clock() + self._lease_seconds
         self._held[lease.place] = queued
         resuming = self._resuming
         more, checks = self._keeps_past(), not resuming.force
@@ -388,8 +389,9 @@ class MemoryStore:
         if own and (self._is_alone or not self.writes):  # no other worker can take the rows meanwhile
             with self._lock:
                 holders = [(change, self._holder(worker, change.lease)) for change in changes]
-            if self.writes:
-                self._record(worker, [change for change, queued in holders if queued is not None], outlay)
+                if not self.writes:
+                    return self._apply(worker, holders)
+            self._record(worker, [change for change, queued in holders if queued is not None], outlay)
             with self._lock:
                 return self._apply(worker, holders)
         with self._lock:
@@ -405,13 +407,13 @@ class MemoryStore:
             # While the changes are written, the rows stay with their holder.
             for _, queued in holders:
                 if queued is not None:
-                    queued.until = float("inf")
+                    queued.until = inf
         valid = [change for change, queued in holders if queued is not None]
         recorded: Sequence[tuple[KeptStep, ...]] | None = None
         try:
             recorded = self._record(worker, valid, outlay) if valid or outlay is not None else ()
         finally:
-            until = float("inf") if own else self._clock() + self._lease_seconds
+            until = inf if own else self._clock() + self._lease_seconds
             with self._lock:
                 for _, queued in holders:
                     if queued is not None:

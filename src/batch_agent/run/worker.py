@@ -429,7 +429,7 @@ class Worker:
         jobs: list[Job | AgentResult[object]] = []
         for held in rows:
             job = held.row.job
-            if isinstance(job, Job | AgentResult):
+            if isinstance(job, (Job, AgentResult)):  # a union would be made for each row
                 jobs.append(job)
                 continue
             index = held.lease.index

@@ -531,3 +531,20 @@ class PendingCall:
             self._tell = None
             self._execution.waiting.pop(self._told, None)
             self._execution.leave()
+
+
+class EndedCall(PendingCall):
+    """A call that needed no execution: its result was cached, or it is invalid."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: ToolOutcome) -> None:
+        self._end = end
+
+    def on_end(self, tell: Callable[[ToolOutcome | Exception], None]) -> None:
+        tell(self._end)
+
+    def seconds(self, now: float) -> float:
+        return self._end.seconds
+
+    def abandon(self) -> None: ...

@@ -42,6 +42,7 @@ from batch_agent.tools.context import CallTrace, ModelAccess, ToolContext
 from batch_agent.tools.execution import (
     ENDING_SECONDS,
     CallSlots,
+    EndedCall,
     Execution,
     Gate,
     Key,
@@ -232,11 +233,11 @@ class ToolPool:
         """Start a call at once, for a turn of a job. An invalid call ends at once, with a failure for the model."""
         offer = self._offers.get(call.name)
         if offer is None:
-            return self._settled(_failure(self._unknown(call.name), 0.0))
+            return EndedCall(_failure(self._unknown(call.name), 0.0))
         tool, tally = offer.tool, offer.tally
         tally.calls += 1
         if self._closed:
-            return self._settled(_failure(ToolFailed("the run has ended"), 0.0))
+            return EndedCall(_failure(ToolFailed("the run has ended"), 0.0))
         known = offer.identities.get(call.arguments)
         if known is not None and (found := self._from_cache(offer, self._key(tool, known))) is not None:
             return found
@@ -244,7 +245,7 @@ class ToolPool:
             arguments = tool.signature.parse(call.arguments)
             identity = "" if tool.effect == "write" and tool.declared else _identity(tool, arguments)
         except ToolError as error:
-            return self._settled(_failure(error, 0.0, offer))
+            return EndedCall(_failure(error, 0.0, offer))
         context = None
         if tool.signature.context is not None:
             place = "" if trace is None else trace().traceparent
@@ -338,16 +339,12 @@ class ToolPool:
             return None
         offer.tally.cache_hits += 1
         offer.tally.prewarm_hits += self._cache.asked(key)
-        return self._settled(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
+        return EndedCall(ToolOutcome(content_text(found), True, "cache", 0.0, images_of(found)))
 
     def _under_way(self, key: Key) -> Execution | None:
         """Return the execution of this call that can be joined, or None."""
         execution = self._executions.get(key)
         return execution if execution is not None and execution.interested and execution.end is None else None
-
-    def _settled(self, end: ToolOutcome) -> PendingCall:
-        now = self._now()
-        return PendingCall(Execution("", None, now, self._traffic, end=end), now)
 
     def _launch(
         self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None, trace: TraceOf | None
