@@ -3,7 +3,9 @@
 ``python -m benchmarks.path``. One recorded row with one tool call runs on ``vllm://`` with every default, against the
 scripted server in a thread of its own. What the event loop's thread runs of this package between the first and the
 second request is counted with ``sys.setprofile``: a resumed coroutine is a call. ``--calls`` prints them one by one.
-A batch of ``--rows`` rows then shows the calls of a whole row, on the event loop's thread and on that of the record.
+A whole run of one row shows what a reader has to follow from its start to its end: the functions that run, in all
+threads, and their lines. A batch of ``--rows`` rows then shows the calls of a whole row, on the event loop's thread and
+on that of the record.
 """
 
 from __future__ import annotations
@@ -160,6 +162,34 @@ def between_requests(url: str) -> Trace:
     return trace
 
 
+def of_whole_run(url: str) -> dict[str, int]:
+    """Return the functions that a run of one recorded row executes, their files, and the lines of the functions."""
+    executed: set[CodeType] = set()
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            executed.add(frame.f_code)
+
+    asyncio.run(run(url, 1))  # imports and whatever else happens once
+    threading.setprofile(see)
+    sys.setprofile(see)
+    try:
+        asyncio.run(run(url, 1))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    own = [code for code in executed if not code.co_filename.startswith(f"{PACKAGE}testing/")]  # not the server
+    return {
+        "run_functions": len(own),
+        "run_files": len({code.co_filename for code in own}),
+        "run_lines_of_functions": sum(map(_lines, own)),
+    }
+
+
+def _lines(code: CodeType) -> int:
+    return max(line for _, _, line in code.co_lines() if line is not None) - code.co_firstlineno + 1
+
+
 def of_whole_rows(url: str, rows: int) -> dict[str, float]:
     """Return the calls of this package per row, on the thread of the event loop and on that of the record."""
     counts: Counter[str] = Counter()
@@ -189,13 +219,13 @@ def main() -> int:
     parser.add_argument("--calls", action="store_true", help="print each call between the two requests")
     options = parser.parse_args()
     with scripted() as url:
-        trace = between_requests(url)
+        trace, run_once = between_requests(url), of_whole_run(url)
         whole = of_whole_rows(url, options.rows) if options.rows else {}
     if options.calls:
         for code, nested in trace.made:
             print(f"{nested:3} {code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno} {code.co_qualname}")
     print("\n".join(trace.files))
-    print(json.dumps(trace.numbers() | whole))
+    print(json.dumps(trace.numbers() | run_once | whole))
     return 0
 
 
