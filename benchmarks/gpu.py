@@ -9,6 +9,9 @@ the prefix of another in the cache:
   retries, no validation, each tool call run for itself
 - *ours*: ``BatchAgent.run`` on ``vllm://`` with the same number in flight, the tool declared cacheable
 - *ours, no number given*: the same with as many in flight as it finds by itself
+
+``--sweep`` then gives the bare loop other numbers of requests in flight: the least time of them is what the engine
+allows.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 from pydantic import BaseModel
@@ -144,6 +147,7 @@ async def bare_loop(work: Work, url: str, system: str) -> tuple[list[Finding | N
 
 Contender = Callable[[Work, str, str], Awaitable[tuple[list[Finding | None], int]]]
 LOOP, OURS, UNNUMBERED = "bare loop", "ours", "ours, no number given"
+SWEPT = (16, 24, 32, 48, 64, 80, 100)
 CONTENDERS: dict[str, Contender] = {LOOP: bare_loop, OURS: ours, UNNUMBERED: unnumbered}
 
 
@@ -173,6 +177,17 @@ async def measure(work: Work, url: str, repetitions: int, warm_up: bool) -> dict
     }
 
 
+async def sweep(work: Work, url: str, repetitions: int) -> dict[int, list[float]]:
+    """Return the seconds of the bare loop by the number of its requests in flight."""
+    walls: dict[int, list[float]] = {number: [] for number in SWEPT if number <= work.agents}
+    for _ in range(repetitions):
+        for number, seconds in walls.items():
+            began = time.perf_counter()
+            await bare_loop(replace(work, inflight=number), url, f"Brief {random.random()}. {SYSTEM}")
+            seconds.append(time.perf_counter() - began)
+    return walls
+
+
 async def server_version(url: str) -> str:
     async with aiohttp.ClientSession() as session, session.get(f"{url.removesuffix('/v1')}/version") as response:
         return f"vLLM {(await response.json())['version']}"
@@ -183,6 +198,7 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
+    parser.add_argument("--sweep", action="store_true", help="also the bare loop with other numbers in flight")
     options = parser.parse_args()
     env = report.environment() | {"server": asyncio.run(server_version(options.url)), "accelerator": options.hardware}
     measurements = [asyncio.run(measure(work, options.url, options.repetitions, work is WORKS[0])) for work in WORKS]
@@ -198,6 +214,12 @@ def main() -> int:
             report.Bar(f"{work}: wall, no number given, over the bare loop", medians[UNNUMBERED], "<=", work.bar)
         )
     print(report.table(("work", *CONTENDERS, "ratio", "no number"), rows), "\n")
+    for work, item in zip(WORKS, measurements, strict=True) if options.sweep else ():
+        if work.tool_seconds:
+            walls = asyncio.run(sweep(work, options.url, options.repetitions))
+            item["sweep_wall_s"] = {str(number): report.spread(seconds) for number, seconds in walls.items()}
+            medians = {number: statistics.median(seconds) for number, seconds in walls.items()}
+            print(f"{work}: the bare loop by its number:", {number: round(wall, 2) for number, wall in medians.items()})
     return report.finish("gpu", env, bars, measurements)
 
 
