@@ -94,8 +94,9 @@ async def tool_loop(row: object, dialogue: Dialogue) -> object:
 #
 # Replay is by content. A recorded request is found by its digest (messages, model, tools, sampling, schema) and by
 # the number of equal requests before it; a tool call in the same way by its name and arguments. So a worker may send
-# many requests at once, and in another order after a resume. What is not recorded is sent. An answer is on disk
-# before anything depends on it, and a call that may write is on disk before it starts.
+# many requests at once, and in another order after a resume. What is not recorded is sent; by the tool loop only when
+# no recorded answers are left. An answer is on disk before anything depends on it, and a call that may write is on
+# disk before it starts.
 #
 # The tool loop and built-in workers get one ``Dialogue``, whose messages follow from the row. They run again from
 # their start and reach the same state, so their actions must depend only on the row and on the answers. A user's

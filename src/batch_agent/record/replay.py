@@ -7,7 +7,6 @@ later, finds the answer at its first request.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -49,6 +48,8 @@ class WorkReplay:
         # Digests of conversations that a later request may continue, once they are needed.
         self._ends: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
+        if past.left is not None:
+            self._add_calls(_writes_left(past.left))
         for step in past.worked:
             if isinstance(step, CallBegun | CallEnded):
                 self.add_call(step, (call_digest(step.name, step.arguments), step.nth))
@@ -58,17 +59,18 @@ class WorkReplay:
             self._replies[(turn.asked[:WHOLE] if checks else "") or _by_place(place), 0] = turn.reply
             if turn.compacted is not None:
                 self._cuts[_by_place(place + 1)] = turn.compacted
-        for key, begun, end in _numbered(_calls_of(past.turns)):
+        self._add_calls(_calls_of(past.turns))
+
+    def _add_calls(self, calls: Iterable[Call]) -> None:
+        """Number calls that are recorded in order, and add them. Those of the same number are replaced."""
+        counts: dict[str, int] = {}
+        for digest, begun, end in calls:
+            key = digest, counts.get(digest, 0)
+            counts[digest] = key[1] + 1
             if begun:
                 self._wrote.add(key)
             if end is not None:
                 self._calls[key] = end
-        if past.left is not None:
-            # Writes of conversations that the row left are not repeated; reads are.
-            for key, _, end in _numbered(call for call in _calls_left(past.left) if call[1]):
-                self._wrote.add(key)
-                if end is not None:
-                    self._calls.setdefault(key, replace(end, digest=key[0]))
 
     def add_call(self, step: CallBegun | CallEnded, key: Key) -> None:
         if isinstance(step, CallBegun):
@@ -158,17 +160,12 @@ def _calls_of(turns: Sequence[PastTurn]) -> Iterator[Call]:
             yield call_digest(call.name, call.arguments), place in turn.begun, turn.outcomes.get(place)
 
 
-def _calls_left(left: Past) -> Iterator[Call]:
-    """Yield the calls of conversations that the row left. Each of them counted its calls from 0."""
-    yield from _calls_of(left.turns)
+def _writes_left(left: Past) -> Iterator[Call]:
+    """Yield the writes of conversations that the row left: they are not repeated, and reads are."""
+    for digest, begun, end in _calls_of(left.turns):
+        if begun:
+            yield digest, True, end and replace(end, digest=digest)
     ends = {(step.digest, step.nth): step for step in left.worked if isinstance(step, CallEnded)}
     for step in left.worked:
         if isinstance(step, CallBegun):
             yield call_digest(step.name, step.arguments), True, ends.get((step.digest, step.nth))
-
-
-def _numbered(calls: Iterable[Call]) -> Iterator[tuple[Key, bool, CallEnded | None]]:
-    counts = Counter[str]()
-    for digest, begun, end in calls:
-        yield (digest, counts[digest]), begun, end
-        counts[digest] += 1
