@@ -46,17 +46,14 @@ from batch_agent.messages import (
     with_images,
 )
 from batch_agent.record.journal import UNKNOWN_OUTCOME, FailedBefore, Trail
-from batch_agent.record.replay import WorkReplay
+from batch_agent.record.replay import Key, WorkReplay
 from batch_agent.record.steps import (
     Asked,
     CallBegun,
     CallEnded,
-    Compacted,
     Ended,
     Failed,
-    PastTurn,
     Spent,
-    call_digest,
     conversation_of_ask,
 )
 from batch_agent.scheduler.core import Ticket
@@ -96,15 +93,15 @@ async def tool_loop(row: object, dialogue: Dialogue) -> object:
 #
 # Replay is by content. A recorded request is found by its digest (messages, model, tools, sampling, schema) and by
 # the number of equal requests before it; a tool call in the same way by its name and arguments. So a worker may send
-# many requests at once, and in another order after a resume. What is not recorded is sent. An answer is on disk
-# before anything depends on it, and a call that may write is on disk before it starts.
+# many requests at once, and in another order after a resume. What is not recorded is sent; by the tool loop only when
+# no recorded answers are left. An answer is on disk before anything depends on it, and a call that may write is on
+# disk before it starts.
 #
 # The tool loop and built-in workers get one ``Dialogue``, whose messages follow from the row. They run again from
 # their start and reach the same state, so their actions must depend only on the row and on the answers. A user's
 # worker gets an ``AgentContext``, and its output is recorded.
 
 T = TypeVar("T")
-Key: TypeAlias = tuple[str, int]  # the digest of a call, and the number of equal ones before it
 ENDED = "the row of this context has ended: it accepts no more requests or calls"
 NO_ARTIFACTS: Mapping[str, Path] = {}
 
@@ -161,24 +158,20 @@ class Work:
             self._place: Workplace | None = None  # created at first use
             self._output: str | None = None  # the worker's return value as JSON
         past, user = trail.past, self.worker is not None
-        replays = past.worked or past.left is not None or (user and trail.records)
-        self.replay = WorkReplay(past, takes_over=user) if replays else None
-        # The recorded answers of the tool loop: those that it has not reached, the next one last, and the latest one.
-        self.turns_ahead: list[PastTurn] = list(reversed(past.turns))
-        self.past_turn: PastTurn | None = None
-        if trail.has_past or past.left is not None:
+        has_steps = past.turns or past.worked or past.left is not None
+        self.replay = WorkReplay(past, checks=trail.checks) if has_steps or (user and trail.records) else None
+        if has_steps or trail.has_past:
             self._count_past()
 
     def _count_past(self) -> None:
         """Count everything that is recorded, even if it is not needed again: it was paid."""
         past = self.trail.past
-        for usage in () if past.left is None else past.left.paid:
-            self.tally.pay(usage, None)
-        for reply in [turn.reply for turn in past.turns] + [ask.reply for ask in past.asked]:
+        for reply in [] if past.left is None else past.left.replies:
+            self.tally.pay(reply.usage, None)
+        for reply in past.replies:
             self.tally.add(reply, None)
             self.text = reply.text
-        cuts = [turn.compacted for turn in past.turns] + [s for s in past.worked if isinstance(s, Compacted)]
-        for compacted in filter(None, cuts):
+        for compacted in past.cuts + ([] if past.left is None else past.left.cuts):
             self.tally.pay(compacted.usage, None)
         if past.failed is not None:
             self.text = past.failed.text
@@ -265,8 +258,8 @@ class Work:
         writes: list[int] = []
         for place, call in enumerate(calls):
             key = outcome = None
-            if self.replay is not None or self.past_turn is not None:
-                key, outcome = self._recorded(place, call)
+            if self.replay is not None:
+                key, outcome = self._recorded(self.replay, place, call)
             keys.append(key)
             if outcome is not None:
                 known[place] = outcome
@@ -351,19 +344,10 @@ class Work:
                 waiting.abandon()
             self.tally.tool_wait += self._clock() - began
 
-    def _recorded(self, place: int, call: ToolCall) -> tuple[Key | None, CallOutcome | None]:
+    def _recorded(self, replay: WorkReplay, place: int, call: ToolCall) -> tuple[Key, CallOutcome | None]:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
-        answer. The calls of a row without a record have neither."""
-        replay, turn, loops = self.replay, self.past_turn, self.worker is None
-        key, past, wrote = None, None, False
-        if replay is not None:
-            digest = call_digest(call.name, call.arguments)
-            key = digest, replay.take(digest)
-            past, wrote = replay.outcome(*key), replay.wrote(*key)
-        if turn is not None:
-            if (text := turn.outcomes.get(place)) is not None:
-                return key, CallOutcome(text, ok=True, images=turn.images.get(place, ()))
-            wrote = wrote or place in turn.begun
+        answer."""
+        loops, (key, past, wrote) = self.worker is None, replay.call(call.name, call.arguments)
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
         if past is not None and (past.ok or wrote or loops or not self.trail.retried):
             outcome = CallOutcome(past.text, past.ok, images=past.images)
@@ -371,13 +355,13 @@ class Work:
             outcome = CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
         else:
             return key, None
-        if loops:  # the model reads this text, and must read the same one after the next resume
+        if loops and (past is None or past.digest):  # the model must read the same text after the next resume
             self._record(place, call, key, outcome)
         return key, outcome
 
     def refuse_call(self, place: int, call: ToolCall, text: str) -> CallOutcome:
         """Give a call of an answer an outcome without making it."""
-        key, outcome = self._recorded(place, call)
+        key, outcome = (None, None) if self.replay is None else self._recorded(self.replay, place, call)
         if outcome is None:
             outcome = CallOutcome(text, ok=False)
             self._record(place, call, key, outcome)
@@ -524,7 +508,7 @@ class Work:
     def seconds_before(self) -> float:
         """Seconds that earlier sessions worked in this conversation."""
         left = self.trail.past.left
-        return self.tally.before - (0.0 if left is None else left.spent.total)
+        return self.tally.before - (0.0 if left is None or left.spent is None else left.spent.total)
 
     def seconds(self) -> float:
         """Return how long the agent has worked, in all sessions."""

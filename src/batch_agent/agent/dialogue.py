@@ -55,8 +55,8 @@ from batch_agent.observe.metrics import Emit, LiveAgent
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.record.journal import ShapeDigests, difference, is_same, message_digest, next_asked, request_digest
-from batch_agent.record.replay import NO_MESSAGES
+from batch_agent.record.journal import WHOLE, ShapeDigests, difference, next_asked, request_digest
+from batch_agent.record.replay import NO_MESSAGES, chain
 from batch_agent.record.steps import Spent
 from batch_agent.scheduler.ordering import Streaming, pin_seconds
 from batch_agent.tools.pool import PendingCall, ToolPool
@@ -335,11 +335,10 @@ class Dialogue:
         self._fixed = _fixed(said)
         self._repairs = 0  # answers that were requested again because they were invalid
         self._early: EarlyCalls | None = None
-        # The digest of the latest request of the tool loop, and the number of messages it covers. The row's key covers
-        # the first messages.
-        self._chain, self._digested = work.trail.key, len(said.messages)
-        # Of other requests: the digest of the conversation before each message.
-        self._digests: list[bytes] = [] if self._follows else [NO_MESSAGES]
+        # The digest of the conversation before each message; for the tool loop, that of its latest request alone. And
+        # the number of messages that they cover. The row's key covers the first messages of the tool loop.
+        self._digests = [work.trail.key if self._follows else NO_MESSAGES]
+        self._digested = len(said.messages) if self._follows else 0
         self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
         self._measured_at = 0
         self._answered = False  # since the latest cut
@@ -400,7 +399,7 @@ class Dialogue:
                 if self._follows:
                     work.answered = (reply, digest) if trail.records else None
                 elif replay is not None:
-                    said = self.said.messages[: len(self._digests) - 1]
+                    said = self.said.messages[: self._digested]
                     spent, shared = work.spent(), r.shared.messages
                     trail.add(replay.add_ask(digest, nth, reply, spent, said, self._digests, shared))
                     await trail.settle()
@@ -415,33 +414,26 @@ class Dialogue:
 
     def _recorded(self, shape: RequestShape) -> tuple[str, int, Reply | None]:
         """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the
-        record of the tool loop has an answer to another request here."""
-        work, messages = self._work, self.said.messages
-        replay, digests = work.replay, self._digests
-        if not self._follows:
-            assert replay is not None
-            for message in messages[len(digests) - 1 :]:
-                digests.append(message_digest(digests[-1], message))
-            digest = request_digest(digests[-1], work.r.digests.of(shape))
-            if (compacted := replay.cut(digest)) is not None:
-                self.compact(compacted.cut)
-            nth = replay.take(digest)
-            return digest, nth, replay.reply(digest, nth)
-        new, first = messages[self._digested :], self._digested + 1
+        tool loop has recorded answers left and none is to this request."""
+        work, digests, first = self._work, self._digests, self._digested
+        replay, of_shape, new = work.replay, work.r.digests.of(shape), self.said.messages[first:]
         self._digested += len(new)
-        self._chain, digest = next_asked(self._chain, work.r.digests.of(shape), new)
-        past, ahead = work.past_turn, work.turns_ahead
-        if past is not None and past.compacted is not None:
-            self.compact(past.compacted.cut)
-        if not ahead:
-            work.past_turn = None
+        if self._follows:
+            digests[-1], digest = next_asked(digests[-1], of_shape, new)
+        else:
+            digests += chain(new, digests[-1])[1:]
+            digest = request_digest(digests[-1], of_shape)
+        if replay is None:
             return digest, 0, None
-        then = ahead[-1].asked
-        if work.trail.checks and not is_same(then, digest):
-            raise ReplayMismatch(MISMATCH.format(difference=difference(then, digest, new, first)))
-        work.past_turn = past = ahead.pop()
-        work.tally.again = False
-        return digest, 0, past.reply
+        nth, reply, compacted = replay.answer(digest[:WHOLE], self.turns if self._follows else None)
+        if compacted is not None:
+            self.compact(compacted.cut)
+        if reply is not None:
+            work.tally.again = False
+        elif self._goes_on:
+            then = work.trail.past.turns[self.turns].asked
+            raise ReplayMismatch(MISMATCH.format(difference=difference(then, digest, new, first + 1)))
+        return digest, nth, reply
 
     def _leave_record(self) -> None:
         """Begin to send. Raises LimitExceeded if no further request is allowed."""
@@ -498,8 +490,8 @@ class Dialogue:
         """A request failed or was cancelled."""
         work = self._work
         self.close()
-        if work.replay is not None and not self._follows and digest:
-            work.replay.give_back(digest, nth)
+        if work.replay is not None and digest:
+            work.replay.give_back(digest[:WHOLE], nth)
         if request is not None:
             said = error.text if isinstance(error, BackendError) else "".join(request.said)
             work.text = said or work.text
@@ -619,7 +611,7 @@ class Dialogue:
     @property
     def _goes_on(self) -> bool:
         """Whether recorded answers of the tool loop are left. Limits on its length do not apply to them."""
-        return self._follows and bool(self._work.turns_ahead)
+        return self._follows and self.turns < len(self._work.trail.past.turns)
 
     def close(self) -> None:
         """Stop the tool calls that started early and that the answer does not have."""

@@ -36,7 +36,7 @@ def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | No
         for position, call in enumerate(reply.tool_calls):
             if position not in turn.outcomes:
                 break
-            messages.append(Message("tool", turn.outcomes[position], tool_call_id=call.id, tool_name=call.name))
+            messages.append(Message("tool", turn.outcomes[position].text, tool_call_id=call.id, tool_name=call.name))
         if number in said:
             messages.append(Message("user", said[number]))
     return tuple(messages)

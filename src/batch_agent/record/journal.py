@@ -111,12 +111,6 @@ def next_asked(before: bytes, shape: ShapeDigest, new: Sequence[Message]) -> tup
     return digest, digest.hex()[:WHOLE] + shape.parts + "".join([f"{crc32(text) & 0xFFFF:04x}" for text in written])
 
 
-def is_same(then: str, now: str) -> bool:
-    """Return whether two requests, as ``next_asked`` records them, are the same. A request without a digest was
-    recorded by an older version and counts as the same."""
-    return not then or then[:WHOLE] == now[:WHOLE]
-
-
 def difference(then: str, now: str, new: Sequence[Message], first: int) -> str:
     """Return a description of the differences between two requests. ``new`` are the messages of the present request
     that were added since the previous one. The first of them is number ``first`` of the conversation, counted from

@@ -764,7 +764,7 @@ def _likeness(steps: Sequence[KeptStep], record: Record) -> int:
     past, timings = past_of(steps), record.get("timings")
     if past is None or past.done != bool(record.get("ok")):
         return 0
-    if len(past.turns) + len(past.asked) != record.get("turns"):
+    if len(past.replies) != record.get("turns"):
         return 1
     if past.spent is None or not isinstance(timings, dict):
         return 2

@@ -1,14 +1,16 @@
 """The record of one row, found by content: a digest, and the number of earlier equal requests or calls.
 
-Holds the steps of a user's worker, of earlier sessions and of this one. The number of a request that got no answer is
-used again. So a worker that retries, and is resumed later, finds the answer at its first request. The calls of the tool
-loop are found too, in every format, if a worker takes over its record.
+Holds the steps of the tool loop and of a user's worker, of earlier sessions and of this one. Each may take over the
+record of the other. The number of a request that got no answer is used again. So a worker that retries, and is resumed
+later, finds the answer at its first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from batch_agent.messages import Message, Reply
 from batch_agent.record.journal import WHOLE, message_digest
@@ -19,7 +21,6 @@ from batch_agent.record.steps import (
     CallBegun,
     CallEnded,
     Compacted,
-    Left,
     Past,
     PastTurn,
     Spent,
@@ -27,73 +28,70 @@ from batch_agent.record.steps import (
 )
 
 NO_MESSAGES = b""  # the digest of an empty conversation
+Key: TypeAlias = tuple[str, int]  # the digest of a request or call, and the number of equal ones before it
+Call: TypeAlias = tuple[str, bool, CallEnded | None]  # the digest of a recorded call, whether it may have written, end
 
 
 class WorkReplay:
-    """``takes_over``: the calls of the tool loop are found too. The tool loop itself finds them in its turns."""
+    """``checks``: a recorded answer is used only for the same request."""
 
     __slots__ = ("_asks", "_calls", "_counts", "_cuts", "_ends", "_freed", "_numbers", "_replies", "_wrote")
 
-    def __init__(self, past: Past, *, takes_over: bool) -> None:
+    def __init__(self, past: Past, *, checks: bool) -> None:
         self._asks = past.asked  # answered requests of a user's worker, in the order of their answers
         self._replies = {(ask.digest[:WHOLE], ask.nth): ask.reply for ask in self._asks}
         self._cuts: dict[str, Compacted] = {}
-        self._calls: dict[tuple[str, int], CallEnded] = {}
-        self._wrote: set[tuple[str, int]] = set()
+        self._calls: dict[Key, CallEnded] = {}
+        self._wrote: set[Key] = set()
         self._counts: dict[str, int] = {}
         self._freed: dict[str, list[int]] = {}
         # Digests of conversations that a later request may continue, once they are needed.
         self._ends: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
-        self._index(past, past.turns if takes_over else ())
         if past.left is not None:
-            self._index_writes(past.left)
-
-    def _index_writes(self, left: Left) -> None:
-        """Find the writes of conversations that the row left. They are not repeated; reads are."""
-        counts: dict[str, int] = {}
-        ends = {(step.digest, step.nth): step for step in left.worked if isinstance(step, CallEnded)}
-        begun: list[tuple[str, CallEnded | None]] = []
-        for turn in left.turns:
-            for place in sorted(turn.begun):
-                call, text = turn.reply.tool_calls[place], turn.outcomes.get(place)
-                end = None if text is None else CallEnded("", place, "", "", True, text, turn.images.get(place, ()))
-                begun.append((call_digest(call.name, call.arguments), end))
-        for step in left.worked:
-            if isinstance(step, CallBegun):
-                begun.append((call_digest(step.name, step.arguments), ends.get((step.digest, step.nth))))
-        for digest, end in begun:
-            key = digest, counts.get(digest, 0)
-            counts[digest] = key[1] + 1
-            self._wrote.add(key)
-            if end is not None:
-                self._calls.setdefault(key, end)
-
-    def _index(self, past: Past, turns: Sequence[PastTurn]) -> None:
+            self._add_calls(_writes_left(past.left))
         for step in past.worked:
             if isinstance(step, CallBegun | CallEnded):
                 self.add_call(step, (call_digest(step.name, step.arguments), step.nth))
             elif isinstance(step, Compacted):
                 self._cuts[step.digest] = step  # a later cut includes the earlier one
-        counts: dict[str, int] = {}
-        for turn in turns:
-            for place in sorted(turn.begun | turn.outcomes.keys()):
-                call = turn.reply.tool_calls[place]
-                digest = call_digest(call.name, call.arguments)
-                key = digest, counts.get(digest, 0)
-                counts[digest] = key[1] + 1
-                if place in turn.begun:
-                    self._wrote.add(key)
-                if (text := turn.outcomes.get(place)) is not None:
-                    self._calls[key] = CallEnded("", place, "", "", True, text, turn.images.get(place, ()))
+        for place, turn in enumerate(past.turns):
+            self._replies[(turn.asked[:WHOLE] if checks else "") or _by_place(place), 0] = turn.reply
+            if turn.compacted is not None:
+                self._cuts[_by_place(place + 1)] = turn.compacted
+        self._add_calls(_calls_of(past.turns))
 
-    def add_call(self, step: CallBegun | CallEnded, key: tuple[str, int]) -> None:
+    def _add_calls(self, calls: Iterable[Call]) -> None:
+        """Number calls that are recorded in order, and add them. Those of the same number are replaced."""
+        counts: dict[str, int] = {}
+        for digest, begun, end in calls:
+            key = digest, counts.get(digest, 0)
+            counts[digest] = key[1] + 1
+            if begun:
+                self._wrote.add(key)
+            if end is not None:
+                self._calls[key] = end
+
+    def add_call(self, step: CallBegun | CallEnded, key: Key) -> None:
         if isinstance(step, CallBegun):
             self._wrote.add(key)
         else:
             self._calls[key] = step
 
-    def take(self, digest: str) -> int:
+    def answer(self, digest: str, place: int | None) -> tuple[int, Reply | None, Compacted | None]:
+        """Return the number of a request that begins, its recorded answer, and the compaction before it. ``place`` is
+        that of a request of the tool loop."""
+        nth, other = self._take(digest), digest if place is None else _by_place(place)
+        return nth, self._replies.get((digest, nth)) or self._replies.get((other, nth)), self._cuts.get(other)
+
+    def call(self, name: str, arguments: str) -> tuple[Key, CallEnded | None, bool]:
+        """Return the digest and number of a call that begins, its recorded end, and whether it may have written: then
+        it must not be made again. The end has no digest if the present conversation of the tool loop has it."""
+        digest = call_digest(name, arguments)
+        key = digest, self._take(digest)
+        return key, self._calls.get(key), key in self._wrote
+
+    def _take(self, digest: str) -> int:
         """Return the number of a request or call that begins: how many equal ones came before it."""
         if freed := self._freed.get(digest):
             return heappop(freed)
@@ -106,20 +104,6 @@ class WorkReplay:
         key = digest, nth
         if key not in self._replies and key not in self._calls and key not in self._wrote:
             heappush(self._freed.setdefault(digest, []), nth)
-
-    def reply(self, digest: str, nth: int) -> Reply | None:
-        return self._replies.get((digest, nth))
-
-    def cut(self, digest: str) -> Compacted | None:
-        """Return the compaction before the request of a user's worker."""
-        return self._cuts.get(digest)
-
-    def outcome(self, digest: str, nth: int) -> CallEnded | None:
-        return self._calls.get((digest, nth))
-
-    def wrote(self, digest: str, nth: int) -> bool:
-        """Return whether the call may have written. It was begun, so it must not be made again."""
-        return (digest, nth) in self._wrote
 
     def add_ask(
         self,
@@ -158,3 +142,30 @@ def chain(messages: Sequence[Message], before: bytes = NO_MESSAGES) -> list[byte
     for message in messages:
         digests.append(message_digest(digests[-1], message))
     return digests
+
+
+# The adapter for the tool loop, whose steps all formats record by position (``read_past``).
+
+
+def _by_place(place: int) -> str:
+    """Return the name of request number ``place`` (from 0) of the tool loop, for what is recorded without its digest,
+    and for an answer that is used without a check."""
+    return f"request {place}"
+
+
+def _calls_of(turns: Sequence[PastTurn]) -> Iterator[Call]:
+    """Yield all calls of the tool loop. Those that did not begin have numbers too."""
+    for turn in turns:
+        for place, call in enumerate(turn.reply.tool_calls):
+            yield call_digest(call.name, call.arguments), place in turn.begun, turn.outcomes.get(place)
+
+
+def _writes_left(left: Past) -> Iterator[Call]:
+    """Yield the writes of conversations that the row left: they are not repeated, and reads are."""
+    for digest, begun, end in _calls_of(left.turns):
+        if begun:
+            yield digest, True, end and replace(end, digest=digest)
+    ends = {(step.digest, step.nth): step for step in left.worked if isinstance(step, CallEnded)}
+    for step in left.worked:
+        if isinstance(step, CallBegun):
+            yield call_digest(step.name, step.arguments), True, ends.get((step.digest, step.nth))

@@ -11,7 +11,7 @@ steps any more. ``read_past`` reads both vocabularies.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -166,37 +166,14 @@ WorkStep: TypeAlias = Asked | CallBegun | CallEnded | Compacted
 
 @value_type
 class PastTurn:
-    """A recorded answer of the tool loop, the outcomes of its calls by position, and the compaction after it."""
+    """A recorded answer of the tool loop, the ends of its calls by position, and the compaction after it."""
 
     reply: Reply
     spent: Spent
     asked: str = ""
     begun: set[int] = field(default_factory=set)
-    outcomes: dict[int, str] = field(default_factory=dict)
+    outcomes: dict[int, CallEnded] = field(default_factory=dict)
     compacted: Compacted | None = None
-    images: dict[int, tuple[Attachment, ...]] = field(default_factory=dict)  # of the outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The conversations that an agent left to start again, and what it had used by then."""
-
-    turns: tuple[PastTurn, ...] = ()
-    worked: tuple[WorkStep, ...] = ()
-    spent: Spent = field(default_factory=Spent)
-
-    @property
-    def paid(self) -> Iterator[Usage]:
-        """The usage of their requests."""
-        for turn in self.turns:
-            yield turn.reply.usage
-            if turn.compacted is not None:
-                yield turn.compacted.usage
-        for step in self.worked:
-            if isinstance(step, Asked):
-                yield step.reply.usage
-            elif isinstance(step, Compacted):
-                yield step.usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +191,21 @@ class Past:
     ended: Ended | None = None
     spent: Spent | None = None  # from the last step that has it
     unreadable: str = ""
-    left: Left | None = None
+    left: Past | None = None
 
     @property
     def asked(self) -> list[Asked]:
         return [step for step in self.worked if isinstance(step, Asked)]
+
+    @property
+    def replies(self) -> list[Reply]:
+        """All answers: those of the tool loop, then those to the user's worker."""
+        return [turn.reply for turn in self.turns] + [ask.reply for ask in self.asked]
+
+    @property
+    def cuts(self) -> list[Compacted]:
+        own = [turn.compacted for turn in self.turns if turn.compacted is not None]
+        return own + [step for step in self.worked if isinstance(step, Compacted)]
 
     @property
     def cut_at(self) -> int | None:
@@ -232,9 +219,9 @@ class Past:
 
     def restarted(self) -> Past:
         """Return the record of the row for a new conversation."""
-        before, spent = self.left or Left(), self.spent or Spent()
-        left = Left((*before.turns, *self.turns), (*before.worked, *self.worked), spent)
-        return Past(self.agent, (), spent=spent, left=left)
+        before, spent = self.left or Past(self.agent, ()), self.spent or Spent()
+        turns, worked = (*before.turns, *self.turns), (*before.worked, *self.worked)
+        return Past(self.agent, (), spent=spent, left=Past(self.agent, turns, worked=worked, spent=spent))
 
 
 def read_past(agent: int, steps: list[Step]) -> Past:
@@ -243,12 +230,11 @@ def read_past(agent: int, steps: list[Step]) -> Past:
     turns: list[PastTurn] = []
     worked: list[WorkStep] = []
     spent: Spent | None = None
-    left: Left | None = None
+    left: Past | None = None
     for step in steps:
         match step:
             case Restarted(spent):
-                before = left or Left()
-                left = Left((*before.turns, *turns), (*before.worked, *worked), spent)
+                left = Past(agent, tuple(turns), worked=tuple(worked), spent=spent, left=left).restarted().left
                 turns, worked = [], []
             case Asked(digest, _, reply, spent, after):
                 if after == OWN:
@@ -258,10 +244,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
             case CallBegun("", place):
                 _turn_of(turns, place).begun.add(place)
             case CallEnded("", place):
-                turn = _turn_of(turns, place)
-                turn.outcomes[place] = step.text
-                if step.images:
-                    turn.images[place] = step.images
+                _turn_of(turns, place).outcomes[place] = step
             case CallBegun() | CallEnded():
                 worked.append(step)
             case Compacted():
@@ -278,7 +261,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                 for call in calls:
                     _turn_of(turns, call).begun.add(call)
             case Outcome(call, text):
-                _turn_of(turns, call).outcomes[call] = text
+                _turn_of(turns, call).outcomes[call] = CallEnded("", call, "", "", True, text)
             case Failed(_, _, spent):
                 pass  # steps after a failure belong to the retry
     asks = [step for step in worked if isinstance(step, Asked)]

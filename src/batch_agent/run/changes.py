@@ -314,8 +314,7 @@ def _used_up(past: Past, spec: BatchSpec) -> bool:
 
 def _length(past: Past) -> int:
     """Return the tokens of the conversation that the next request of a row sends."""
-    replies = [turn.reply for turn in past.turns] + [ask.reply for ask in past.asked]
-    return max((reply.usage.prompt_tokens + reply.usage.completion_tokens for reply in replies), default=0)
+    return max((reply.usage.prompt_tokens + reply.usage.completion_tokens for reply in past.replies), default=0)
 
 
 def cost_of(prepared: Prepared, count: int, more_tokens: int = 0) -> str:

@@ -94,7 +94,7 @@ def _turn(number: int, turn: PastTurn, before: Spent, after: object, spans: Sequ
 
 
 def _call(turn: PastTurn, place: int, spans: Sequence[Line]) -> JsonObject:
-    call = turn.reply.tool_calls[place]
+    call, end = turn.reply.tool_calls[place], turn.outcomes.get(place)
     own = [span for span in spans if span[5] == call.name]
     nth = sum(other.name == call.name for other in turn.reply.tool_calls[:place])
     span = own[nth] if nth < len(own) else None
@@ -102,7 +102,7 @@ def _call(turn: PastTurn, place: int, spans: Sequence[Line]) -> JsonObject:
         "id": call.id,
         "name": call.name,
         "arguments": call.arguments,
-        "result": turn.outcomes.get(place),
+        "result": None if end is None else end.text,
         "begun": place in turn.begun,
         "seconds": None if span is None else cast(float, span[2]) - cast(float, span[1]),
         "ok": None if span is None else span[6],

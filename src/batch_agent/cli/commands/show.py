@@ -264,8 +264,7 @@ def _heading(record: Record | None, past: Past | None, stage: str) -> str:
     if isinstance(total, int | float):
         facts.append(duration(total))
     if past is not None:
-        turns = len(past.turns) + len(past.asked)
-        facts.append(counted(turns, "turn") + (" and one that was cut off" if _cut_off(past) else ""))
+        facts.append(counted(len(past.replies), "turn") + (" and one that was cut off" if _cut_off(past) else ""))
         tokens = _tokens(record, past)
         facts.append(f"{tokens[0]:,} tokens in, {tokens[1]:,} out")
     cost = (record or {}).get("cost")
@@ -282,7 +281,7 @@ def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if isinstance(prompt, int) and isinstance(completion, int):
             return prompt, completion
-    each = [turn.reply.usage for turn in past.turns] + [ask.reply.usage for ask in past.asked]
+    each = [reply.usage for reply in past.replies]
     return sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
 
 
@@ -324,7 +323,7 @@ def _calls(turn: PastTurn, label: str, page: Page) -> Iterator[str]:
         yield page.said(f"{label}: calls" if label and not place else "calls", _call(call))
         outcome = turn.outcomes.get(place)
         if outcome is not None:
-            yield page.said(f"{harmless(call.name)} answers", outcome)
+            yield page.said(f"{harmless(call.name)} answers", outcome.text)
         else:
             yield page.said(f"{harmless(call.name)}", "started" if place in turn.begun else "not started")
 
@@ -377,9 +376,7 @@ def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
             yield page.said("traceback", failed.traceback.rstrip())
     output = (record or {}).get("output")
     if isinstance(output, str):
-        answers = (
-            [] if past is None else [turn.reply.text for turn in past.turns] + [ask.reply.text for ask in past.asked]
-        )
+        answers = [] if past is None else [reply.text for reply in past.replies]
         if output not in answers:  # the worker, or the agent that it started, wrote it
             yield page.said("output", output)
     elif output is not None:

@@ -287,7 +287,7 @@ class RedisReader(RunReader):
             if (row := self._at(place)) is None:
                 continue
             past, fed = self._past(row.row), int(place.partition("-")[0]) / 1000
-            turn = 1 if past is None else 1 + len(past.turns) + len(past.asked)
+            turn = 1 if past is None else 1 + len(past.replies)
             _, name = _named(row, column)
             rows.append({"index": row.index, "job_id": name, "state": "running", "began": fed, "turn": turn})
         return rows
