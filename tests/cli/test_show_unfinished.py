@@ -35,10 +35,15 @@ def begun(run: Path) -> int:
         return reader.unfinished_count()
 
 
-@pytest.mark.covers("show with inputs of unfinished rows", "local", "processes", "worker=", "runtime")
+MORE = {"processes": ("--processes", "1"), "Ray": ("--ray", "local", "--workers", "1", "--worker-cpus", "0.5")}
+
+
+@pytest.mark.covers("show with inputs of unfinished rows", "local", "processes", "Ray", "worker=", "runtime")
 async def test_rows_that_were_killed_are_shown_with_their_inputs(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if shape == "Ray" and not os.environ.get("BATCH_AGENT_TEST_CLUSTER"):
+        pytest.skip("make test-cluster runs it on a real Ray")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "helpful.py").write_text(MODULE)
     (tmp_path / "rows.csv").write_text("text\nwater\nfire\n")
@@ -63,13 +68,12 @@ async def test_rows_that_were_killed_are_shown_with_their_inputs(
             spec["tools"] = ["helpful:look_up"]
         (tmp_path / "spec.json").write_text(json.dumps(spec))
         words = ("run", "spec.json", "--run-dir", "run", "--output", "out.jsonl")
-        more = ("--processes", "1") if shape == "processes" else ()
-        out = asyncio.subprocess.PIPE
+        more, out = MORE.get(shape, ()), asyncio.subprocess.PIPE
         run = await start(
             "-m", "batch_agent", *words, *more, cwd=tmp_path, stdout=out, stderr=asyncio.subprocess.STDOUT
         )
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120 if shape == "Ray" else 30):
                 await server.wait_requests(2 if shape == "runtime" else 4)
                 while shape == "runtime" and not all((tmp_path / str(number)).exists() for number in range(2)):
                     await asyncio.sleep(0.05)
