@@ -333,19 +333,22 @@ class Sinks:
         if handlers is None:
             handlers = self._handlers[type(event)] = self._handlers_of(type(event))
         for sink, handle in handlers:
-            self._pass(event, sink, handle)
+            try:
+                handle(event)
+            except Exception:
+                self._drop(sink)
 
     def elsewhere(self, event: Event) -> None:
         """Pass on an event of a worker in another process. Metrics do not get it: its numbers come with commits."""
         for sink, handle in self._handlers_of(type(event)):
-            self._pass(event, sink, sink.elsewhere if isinstance(sink, Sinks) else handle)
+            try:
+                (sink.elsewhere if isinstance(sink, Sinks) else handle)(event)
+            except Exception:
+                self._drop(sink)
 
-    def _pass(self, event: Event, sink: Sink, handle: Sink) -> None:
-        try:
-            handle(event)
-        except Exception:
-            logger.exception("a sink of events raised an exception and gets no more events")
-            self._set([other for other in self._sinks if other is not sink])
+    def _drop(self, sink: Sink) -> None:
+        logger.exception("a sink of events raised an exception and gets no more events")
+        self._set([other for other in self._sinks if other is not sink])
 
     def _set(self, sinks: list[Sink]) -> None:
         self._sinks = sinks

@@ -1,8 +1,7 @@
 """Events as lines of JSON, ``{"event": "TurnFinished", …}``; docs/events.md lists them.
 
-A file of events has these lines, and workers in other processes send them.
-A file is written in a thread, so that a slow disk does not slow a run. If it cannot be written, writing stops with a
-warning.
+Workers in other processes send their events as these lines. The file of events is written in a thread, so that a slow
+disk does not slow a run. If it cannot be written, writing stops with a warning.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PATIENCE = 5.0  # seconds that the end of a run waits for the disk
 
 def event_json(event: Event) -> bytes:
     """Return one event as a line, without its line end."""
-    return b'{"event":"%b",' % type(event).__name__.encode() + to_json(event)[1:].lstrip()
+    return b'{"event":"%b",' % type(event).__name__.encode() + to_json(event)[1:]
 
 
 def read_events(lines: bytes, run: str) -> Iterator[Event]:
