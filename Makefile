@@ -95,13 +95,13 @@ CLUSTER := .venv-cluster
 $(CLUSTER)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(CLUSTER)
 	$(CLUSTER)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(CLUSTER)/bin/python -m pip install --quiet --editable ".[redis,ray]" "ray[default,data]" pytest pytest-asyncio hypothesis
+	$(CLUSTER)/bin/python -m pip install --quiet --editable ".[redis,ray,otel]" "ray[default,data]" pytest pytest-asyncio hypothesis
 	touch $@
 
 test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes are killed; ten minutes
 	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
 	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
-	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/run/test_every_shape.py -k Ray
+	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/run/test_every_shape.py tests/cli/test_show_unfinished.py -k Ray
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again; then fuzzing for FUZZ=seconds and the property tests with random examples
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))

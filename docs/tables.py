@@ -110,15 +110,6 @@ FEATURES = (
     *("streamed text in the page", "show with inputs of unfinished rows", "control", "events", "metrics", "traces"),
     *("view live", "report", "compare"),
 )
-NOTES = (
-    "The workers on Ray are those of `processes`; only the channel to the record differs.",
-    "The requests of a reduction are rows of a stage of its pipeline.",
-)
-# Cells without a test of their own: the number of the note that says why.
-REASONS = {
-    **{(feature, "Ray"): 1 for feature in ("show with inputs of unfinished rows", "traces")},
-    ("show with inputs of unfinished rows", "reduction"): 2,
-}
 
 
 def shapes() -> Iterator[str]:
@@ -136,11 +127,8 @@ def shapes() -> Iterator[str]:
     yield "| | " + " | ".join(SHAPES) + " |"
     yield "| --- " * (len(SHAPES) + 1) + "|"
     for feature in FEATURES:
-        pairs = [(feature, shape) for shape in SHAPES]
-        cells = ["yes" if pair in tested else f"({REASONS[pair]})" if pair in REASONS else "" for pair in pairs]
+        cells = ["yes" if (feature, shape) in tested else "" for shape in SHAPES]
         yield f"| {feature} | " + " | ".join(cells) + " |"
-    yield ""
-    yield from (f"({number}) {note}  " for number, note in enumerate(NOTES, 1))
 
 
 BLOCKS: Mapping[str, Callable[[], Iterator[str]]] = {

@@ -1,8 +1,8 @@
 """The events of a run, as one stream of typed values. Terminal, web page, metrics and traces all read this stream.
 
-``at`` is wall-clock time in seconds since 1970, and never goes back within one run. ``run`` is the run's id, for sinks
-of several runs; ``index`` is the agent's index in that run, ``turn`` counts its answers from 1, and ``call`` is the
-position of a tool call in its answer. These four identify every call.
+``at`` is wall-clock time in seconds since 1970, and never goes back within the events of one process. ``run`` is the
+run's id, for sinks of several runs; ``index`` is the agent's index in that run, ``turn`` counts its answers from 1, and
+``call`` is the position of a tool call in its answer. These four identify every call.
 
 Events contain facts, never secrets. They contain no prompt, answer, tool arguments or result. But an error message may
 quote the part of an answer that did not validate.
@@ -69,7 +69,7 @@ class ModelChosen(RunEvent):
 
 @value_type
 class JobStarted(RowEvent):
-    """``elsewhere``: a worker in another process has done the row, and exported its spans."""
+    """``elsewhere``: a worker in another process has begun the row. It exports the spans of the row."""
 
     job_id: str
     elsewhere: bool = False
@@ -309,6 +309,12 @@ class ListSink:
 logger = logging.getLogger("batch_agent")
 
 FREQUENT = (JobStarted, TurnStarted, TurnFinished, ToolStarted, ToolFinished, JobFinished)
+# Events that a worker in another process sends to the observers of its feeder. The feeder makes JobFinished of the
+# result. Other events are about the state of one process.
+SENT = (
+    *(JobStarted, TurnStarted, TurnFinished, TurnFailed, AnswerRejected, ContextCompacted),
+    *(ToolStarted, ToolFinished, ControlFinished),
+)
 MOST_HELD = 256  # events
 HELD_SECONDS = 1.0
 
@@ -330,8 +336,19 @@ class Sinks:
             try:
                 handle(event)
             except Exception:
-                logger.exception("a sink of events raised an exception and gets no more events")
-                self._set([other for other in self._sinks if other is not sink])
+                self._drop(sink)
+
+    def elsewhere(self, event: Event) -> None:
+        """Pass on an event of a worker in another process. Metrics do not get it: its numbers come with commits."""
+        for sink, handle in self._handlers_of(type(event)):
+            try:
+                (sink.elsewhere if isinstance(sink, Sinks) else handle)(event)
+            except Exception:
+                self._drop(sink)
+
+    def _drop(self, sink: Sink) -> None:
+        logger.exception("a sink of events raised an exception and gets no more events")
+        self._set([other for other in self._sinks if other is not sink])
 
     def _set(self, sinks: list[Sink]) -> None:
         self._sinks = sinks

@@ -12,8 +12,8 @@ from exposition_rules import promtool, read_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent import BatchAgent, Pipeline, SpecError, Tool
-from batch_agent.events import Event, RunFinished, ToolFinished
+from batch_agent import BatchAgent, SpecError, Tool
+from batch_agent.events import ToolFinished
 from batch_agent.observe.exposition import MOST_SERIES, Counter, Gauge, Histogram, page, read_place
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
 from batch_agent.scheduler.server import Endpoint
@@ -95,7 +95,7 @@ def test_another_host_than_this_one_has_to_be_named() -> None:
 
 def test_counters_with_known_labels_begin_at_zero() -> None:
     live = LiveNumbers([("gpu-1", Endpoint())])
-    values = read_page(RunNumbers(lambda: live).page())
+    values = read_page(RunNumbers(live=lambda: live).page())
     assert values["batch_agent_outages_total"] == values["batch_agent_turns_total"] == {'endpoint="gpu-1"': 0}
     assert values["batch_agent_rows_finished_total"] == {'state="ok"': 0, 'state="failed"': 0}
     assert values["batch_agent_retries_total"]['error_type="RateLimited"'] == 0
@@ -110,18 +110,6 @@ async def test_retries_and_outages_are_counted_by_their_reason() -> None:
     await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, sinks=[numbers], control_requests=False)
     retries = read_page(numbers.page())["batch_agent_retries_total"]
     assert sum(retries.values()) == 2 and len([count for count in retries.values() if count]) == 2
-
-
-@virtual_clock
-async def test_the_one_row_of_a_pipeline_is_not_counted_as_work(capsys: pytest.CaptureFixture[str]) -> None:
-    events: list[Event] = []
-    pipeline = Pipeline(["a", "b"]).map(name="one", task="{input}").map(name="two", task="{input}")
-    await pipeline.run(backend=ScriptedBackend(lambda _: Say("x")), sinks=[events.append])
-    whole = next(event.run for event in reversed(events) if isinstance(event, RunFinished))
-    numbers = RunNumbers(own=whole)
-    for event in events:
-        numbers(event)
-    assert read_page(numbers.page())["batch_agent_rows_finished_total"] == {'state="ok"': 4, 'state="failed"': 0}
 
 
 def test_labels_that_come_from_outside_cannot_fill_a_database() -> None:

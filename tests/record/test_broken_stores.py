@@ -365,6 +365,29 @@ class CountsWorkTwice(ToyStore):
         return super().commit(worker, number, changes, None)
 
 
+class KeepsEveryEvent(ToyStore):
+    """Events are kept after they were read."""
+
+    def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
+        self.check(session)
+        return [(str(place), events) for place, events in self.sent.items() if place > int(after)][:most]
+
+
+class DropsEventsThatWereReturned(ToyStore):
+    """Events of an answer that is lost are lost too."""
+
+    def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
+        found = super().events(session, after, most)
+        self.sent.clear()
+        return found
+
+
+class AlwaysObserved(ToyStore):
+    """Events are kept also if the feeder has no observers."""
+
+    observed = True  # type: ignore[assignment]
+
+
 class CommitIsAllOrNothing(ToyStore):
     """One lost row refuses the whole commit."""
 
@@ -738,6 +761,9 @@ FOUND_BY: dict[type[ToyStore], str] = {
     RepeatedCommitCountsTwice: "a_commit_that_is_repeated",
     LostRowsCostNothing: "what_workers_have_done",
     CountsWorkTwice: "what_workers_have_done",
+    KeepsEveryEvent: "until_it_has_read_on",
+    DropsEventsThatWereReturned: "until_it_has_read_on",
+    AlwaysObserved: "only_for_the_session",
     CommitIsAllOrNothing: "refuses_the_rows_that_are_lost",
     LosesHandedBackRows: "handed_back",
     HandsBackForOthers: "the_old_holder_is_refused",

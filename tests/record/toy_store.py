@@ -22,6 +22,7 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.record.store import (
     NUMBERS,
+    OBSERVED,
     Counts,
     FeederReplaced,
     FeederSession,
@@ -110,6 +111,8 @@ class ToyStore:
         self.files: dict[str, str] = {}
         self.lease_seconds = 15.0
         self.done = Increment()  # by the workers of this session
+        self.sent: dict[int, bytes] = {}  # their events, by position
+        self.positions = count(1)
 
     # The file
 
@@ -219,6 +222,7 @@ class ToyStore:
             self.resuming, self.phase, self.fed = resuming, "running", False
             self.session = len(self.kept.outlays)
             self.done = Increment()
+            self.sent.clear()
             self.generation = self.session
             self.lease_seconds = float(str(facts.get("lease", 15.0)))
             return FeederSession(self.session, previous, "0")
@@ -281,10 +285,21 @@ class ToyStore:
             self.check(session)
             self.keep("facts", facts)
             self.phase, self.session = phase, 0
+            self.sent.clear()
 
     def worked(self) -> Mapping[str, float]:
         with self.changed:
             return self.done.counts
+
+    def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
+        with self.changed:
+            self.check(session)
+            self.sent = {place: events for place, events in self.sent.items() if place > int(after)}
+            return [(str(place), events) for place, events in self.sent.items()][:most]
+
+    @property
+    def observed(self) -> bool:
+        return self.session > 0 and bool(self.kept.facts and self.kept.facts.get(OBSERVED))
 
     def spent(self) -> Outlay:
         tokens, cost = self.kept.more[0], self.kept.more[1] / 1e9
@@ -304,7 +319,7 @@ class ToyStore:
             leased = sum(row.lease is not None for row in self.rows.values())
             waiting = sum(row.order > 0 for row in self.rows.values()) - leased
             counts = Counts(waiting, leased, self.ok, self.failed, self.fed)
-            return RunStanding(self.phase, self.generation, self.session > 0, counts)
+            return RunStanding(self.phase, self.generation, self.session > 0, counts, self.observed)
 
     def join(self, description: JsonObject) -> int:
         with self.changed:
@@ -366,6 +381,8 @@ class ToyStore:
             changed = [written(each) for each in held]
             self.keep("commit", {"changes": changed, "outlay": own, "more": [more.tokens, more.cost]})
             self.done += more
+            if more.events and self.observed:
+                self.sent[next(self.positions)] = more.events
             for change in held:
                 if change.result is not None:
                     self.end(change)

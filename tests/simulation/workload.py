@@ -22,6 +22,7 @@ from tests.simulation.world import Row
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import ToolError
+from batch_agent.events import Event, JobFinished, JobStarted, ToolFinished, TurnFinished
 from batch_agent.job import AgentResult
 from batch_agent.run.run import Run
 from batch_agent.topology.flow import Flow
@@ -172,14 +173,32 @@ class Workload:
         options = self.options(process) | self._asking(process, edition)
         if self.shape == "user worker":
             options["worker"] = gather_answers
-        run: Run[Answer] = Run(BatchAgent.plan(**options), record=process.record)
+        events: list[Event] = []
+        run: Run[Answer] = Run(BatchAgent.plan(**options), [events.append], record=process.record)
         results: list[AgentResult[Answer]] = []
         async with run, _beside(self.joining(process, run)):
             process.run = run
             async for result in run.results():
                 process.deliver(result)
                 results.append(result)
+        self._check_events(process, events)
         return _outcome(results)
+
+    def _check_events(self, process: Process, events: Sequence[Event]) -> None:
+        """Each row begins before it ends, and ends once; no event comes twice. In some shapes a row asks for
+        several answers at once, whose events are the same."""
+        begun, ended, told = set[int](), set[int](), Counter[Event]()
+        for event in events:
+            if isinstance(event, JobStarted):
+                begun.add(event.index)
+            elif isinstance(event, JobFinished):
+                if event.index in ended or event.index not in begun:
+                    process.world.complain(f"row {event.index} ended twice, or before it began")
+                ended.add(event.index)
+            elif isinstance(event, TurnFinished | ToolFinished) and self.shape not in ("chunks", "user worker"):
+                told[event] += 1
+        if twice := [event for event, count in told.items() if count > 1]:
+            process.world.complain(f"events came twice: {twice}")
 
     def _asking(self, process: Process, edition: Edition) -> dict[str, Any]:
         if self.shape == "chunks":

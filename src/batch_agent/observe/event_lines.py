@@ -1,21 +1,23 @@
-"""A sink that writes each event as a line of JSON, ``{"event": "TurnFinished", …}``; docs/events.md lists them.
+"""Events as lines of JSON, ``{"event": "TurnFinished", …}``; docs/events.md lists them.
 
-Lines are collected in memory and written in a thread, so that a slow disk does not slow a run. If the file cannot be
-written, writing stops with a warning.
+Workers in other processes send their events as these lines. The file of events is written in a thread, so that a slow
+disk does not slow a run. If it cannot be written, writing stops with a warning.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 
 from batch_agent.errors import explained
-from batch_agent.events import Event
+from batch_agent.events import SENT, Event
+from batch_agent.files.results import from_json, to_json
 
 logger = logging.getLogger("batch_agent")
 
@@ -25,7 +27,27 @@ PATIENCE = 5.0  # seconds that the end of a run waits for the disk
 
 def event_json(event: Event) -> bytes:
     """Return one event as a line, without its line end."""
-    return to_json({"event": type(event).__name__, **dataclasses.asdict(event)}, inf_nan_mode="null")
+    return b'{"event":"%b",' % type(event).__name__.encode() + to_json(event)[1:]
+
+
+def read_events(lines: bytes, run: str) -> Iterator[Event]:
+    """Yield the events that a worker sent, as those of this run. Others are ignored: anyone who can write to the record
+    can write them."""
+    kinds = _sent_kinds()
+    for line in lines.split(b"\n"):
+        try:
+            match from_json(line):
+                case {"event": str(name), **fields} if name in kinds:
+                    yield kinds[name].validate_python({**fields, "run": run})
+                case _:
+                    raise ValueError("it is none that workers send")
+        except ValueError as error:
+            logger.warning("an event of a worker cannot be read: %s", error)
+
+
+@cache
+def _sent_kinds() -> dict[str, TypeAdapter[Event]]:
+    return {kind.__name__: TypeAdapter(kind) for kind in SENT}
 
 
 class EventLines:

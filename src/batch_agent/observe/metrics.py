@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
@@ -32,6 +32,7 @@ from batch_agent.events import (
     RunFinished,
     RunStarted,
     SchemaUnsupported,
+    Sink,
     Sinks,
     Source,
     ToolFinished,
@@ -223,23 +224,11 @@ LIVE_STATES = {_QUEUED: "queued", _RUNNING: "running", _WAITING: "tools", _BACKI
 
 class LiveAgent:
     """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
-    then that was a pause after a failure. ``recorder`` gets its spans, if the run has a timeline. ``elsewhere``:
-    another process works on the row, and reports its numbers."""
+    then that was a pause after a failure. ``recorder`` gets its spans, if the run has a timeline."""
 
     __slots__ = (
-        "backoff",
-        "began",
-        "elsewhere",
-        "index",
-        "job_id",
-        "ready",
-        "recorder",
-        "since",
-        "state",
-        "tools_open",
-        "turn",
-        "turns_open",
-    )
+        "backoff", "began", "index", "job_id", "ready", "recorder", "since", "state", "tools_open", "turn", "turns_open"
+    )  # fmt: skip
 
     def __init__(self, at: float, index: int, job_id: str, recorder: Recorder | None) -> None:
         self.index, self.job_id, self.recorder = index, job_id, recorder
@@ -249,7 +238,6 @@ class LiveAgent:
         self.turn = 0
         self.tools_open = 0
         self.turns_open = 0  # more than one if a row is processed in parts
-        self.elsewhere = False
 
 
 class Metrics(TypedSink):
@@ -287,6 +275,7 @@ class Metrics(TypedSink):
         self._schema_note = ""
         # Of worker processes: the sum of ``counts``, and their running agents by state, as a status names it.
         self.elsewhere: Mapping[str, float] = {}
+        self.stages: list[Metrics] = []  # of the runs inside this one
         self.agents_elsewhere: Mapping[str, int] = {}
         self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
@@ -319,6 +308,15 @@ class Metrics(TypedSink):
             counts |= {f"{part}{name}": amount for part, amount in zip(TOOL_PARTS, use, strict=True)}
         return counts if self._cost is None else {**counts, "cost": self._cost}
 
+    def _done_elsewhere(self) -> Mapping[str, float]:
+        """Return the numbers of worker processes. Those of stages are committed a moment before their sum."""
+        counts, of_stages = dict(self.elsewhere), Counter[str]()
+        for stage in self.stages:
+            of_stages.update(stage.elsewhere)
+        for name in of_stages.keys() - {"peak_running"}:  # the stages reach their peaks at different times
+            counts[name] = max(counts.get(name, 0), of_stages[name])
+        return counts
+
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
         now = finished.at if finished else self._clock()
@@ -328,7 +326,7 @@ class Metrics(TypedSink):
         for state, name in LIVE_STATES.items() if finished is None else ():
             states[state] += self.agents_elsewhere.get(name, 0)
         counts = self.counts()
-        for name, count in self.elsewhere.items():
+        for name, count in self._done_elsewhere().items():
             counts[name] = counts.get(name, 0) + count
         numbers: dict[str, Any] = {name: counts[name] for name in COUNTED}
         return Statistics(
@@ -413,7 +411,6 @@ class Metrics(TypedSink):
 
     def _job_started(self, event: JobStarted) -> None:
         self.job_started(event.at, event.run, event.index, event.job_id)
-        self._agents[event.run, event.index].elsewhere = event.elsewhere
 
     def job_started(self, at: float, run: str, index: int, job_id: str) -> None:
         self._started += 1
@@ -443,8 +440,6 @@ class Metrics(TypedSink):
 
     def _turn_finished(self, event: TurnFinished) -> None:
         agent = self.agent(event.run, event.index)
-        if agent is not None and agent.elsewhere:
-            return
         self.turn_finished(agent, event.at, event.turn, event, event.seconds, event.cost, event.endpoint)
 
     def turn_finished(
@@ -662,9 +657,21 @@ class Emit(Sinks):
     """Passes the events of a run to its metrics and to all other ``sinks``. For the frequent events of an agent the
     caller counts with ``metrics``, and makes an event only if ``sinks`` want it."""
 
-    def __init__(self, metrics: Metrics, sinks: Sinks) -> None:
-        super().__init__([metrics, sinks])
-        self.metrics, self.sinks = metrics, sinks
+    def __init__(self, metrics: Metrics, sinks: Sequence[Sink]) -> None:
+        self.metrics, self.sinks = metrics, Sinks(sinks)
+        super().__init__([metrics, self.sinks])
+        self._around = [sink for sink in sinks if isinstance(sink, Emit)]  # that of the run around a stage
+        for around in self._around:
+            around.metrics.stages.append(metrics)
+
+    def elsewhere(self, event: Event) -> None:
+        self.sinks.elsewhere(event)
+
+    def row_elsewhere(self, at: float, run: str, result: AgentResult[object]) -> None:
+        """Count the start of a row that another process worked on, just before its end."""
+        self.metrics.row_elsewhere(at, run, result)
+        for around in self._around:
+            around.row_elsewhere(at, run, result)
 
     def job_finished(self, result: AgentResult[object], at: float, run: str) -> None:
         self.metrics.job_finished(result, at, run)
@@ -692,19 +699,14 @@ def _server(endpoint: str, run: RunStarted | None) -> str:
     return endpoint or (run.backend if run else "")
 
 
-# Collects the timeline of a run: spans of turns and tool calls, changes, live rows.
-#
-# ``Metrics`` passes the spans and the live rows of the run. Spans and changes are collected until ``take`` returns
-# them; docs/view.md documents their format.
-
 WAITING = 20_000  # spans that may wait
 TIMELINE_CHARACTERS = 300
-STATES = {_QUEUED: "queued", _RUNNING: "running", _WAITING: "tools", _BACKING_OFF: "backing off"}
 
 
 class Recorder(TypedSink):
-    """Rows and spans belong to ``run``; changes of limits and health are those of all observed runs. ``on_event`` is
-    called at the next event."""
+    """The timeline of ``run``: live rows and spans, which ``Metrics`` passes, and changes of limits and health of all
+    observed runs. ``take`` returns what was collected; docs/view.md documents it. ``on_event`` is called at the next
+    event."""
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -731,7 +733,7 @@ class Recorder(TypedSink):
             {
                 "index": row.index,
                 "job_id": row.job_id,
-                "state": STATES[row.state],
+                "state": LIVE_STATES[row.state].replace("_", " "),
                 "since": round(row.since, 3),
                 "began": round(row.began, 3),
                 "turn": row.turn,
@@ -772,8 +774,7 @@ class Recorder(TypedSink):
     def add(self, span: Span) -> None:
         if len(self._spans) < WAITING:
             self._spans.append(span)
-        if self.on_event is not None:
-            self.on_event()
+        self._notice()
 
     def _notice(self) -> None:
         if self.on_event is not None:

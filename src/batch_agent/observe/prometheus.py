@@ -1,11 +1,13 @@
-"""The metrics of a run for Prometheus: counters and histograms from its events, gauges read at a scrape.
+"""The metrics of a run for Prometheus.
+
+Totals are those of its statistics, read at a scrape. Only what these do not have is counted here from events: counters
+by type of error, endpoint or tool, and histograms.
 
 Labels are bounded: endpoints, error types, tools and fixed values. No label names a row.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -19,16 +21,14 @@ from batch_agent.events import (
     Event,
     HealthChanged,
     JobFinished,
-    JobStarted,
     ListSink,
-    ModelChosen,
     RunStarted,
     ToolFinished,
     TurnFailed,
     TurnFinished,
 )
-from batch_agent.messages import Usage
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
+from batch_agent.observe.metrics import Statistics
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.version import __version__
 
@@ -46,21 +46,18 @@ class LiveNumbers:
 
 
 class RunNumbers(ListSink):
-    """``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
-    stages."""
+    """``statistics`` and ``live`` are called at each scrape."""
 
-    def __init__(self, live: Callable[[], LiveNumbers] = LiveNumbers, own: str = "") -> None:
-        self._live, self._own = live, own
-        self._expected: dict[str, int | None] = {}  # rows by run
-        self._started = self._ended = 0
-        self._cost_per_second = 0.0
+    def __init__(
+        self, statistics: Callable[[], Statistics] = Statistics, live: Callable[[], LiveNumbers] = LiveNumbers
+    ) -> None:
+        self._statistics, self._live = statistics, live
         self._began: float | None = None
         self._answered: list[TurnFinished] = []  # not yet counted
         self.handlers = {
             TurnFinished: self._answered.append,
             TurnFailed: self._turn_failed,
             ToolFinished: self._tool_finished,
-            JobStarted: self._row_began,
             JobFinished: self._row_ended,
             AnswerRejected: self._rejected,
             ContextCompacted: self._compacted,
@@ -68,16 +65,10 @@ class RunNumbers(ListSink):
             ControlFinished: self._controlled,
             CacheRead: self._cache_read,
             RunStarted: self._run_started,
-            ModelChosen: self._model_chosen,
         }
-        self._usage = [0, 0, 0, 0, 0]  # prompt, completion, cached, cache writes, reasoning
-        self._info: tuple[str, str] = ("", "")
         self._down: set[str] = set()
         self._backends: dict[str, str] = {}  # by run
         self._caches: dict[str, CacheRead] = {}  # the latest, by run
-        self.rows = Counter("batch_agent_rows_finished_total", "Rows with a result.", ("state",))
-        self.resumed = Counter("batch_agent_rows_resumed_total", "Rows with a result recorded by an earlier session.")
-        self.failures = Counter("batch_agent_row_failures_total", "Failed rows by type of error.", ("error_type",))
         self.turns = Counter("batch_agent_turns_total", "Complete answers from models.", ("endpoint",))
         self.controls = Counter(
             "batch_agent_control_requests_total", "Requests of no row, to find out whether a server works.", ("state",)
@@ -90,14 +81,6 @@ class RunNumbers(ListSink):
             "batch_agent_answers_rejected_total", "Answers that did not fit the output schema.", ("error_type",)
         )
         self.compactions = Counter("batch_agent_contexts_compacted_total", "Conversations that were cut to fit.")
-        self.tokens = Counter(
-            "batch_agent_tokens_total",
-            "Tokens by kind. The kinds do not overlap: input is neither cached nor written to a cache, output is "
-            "without reasoning.",
-            ("kind",),
-        )
-        self.saved = Counter("batch_agent_saved_tokens_total", "Tokens of answers from the response cache.")
-        self.cost = Counter("batch_agent_cost_dollars_total", "Cost of the turns, where prices are known.")
         self.tools = Counter(
             "batch_agent_tool_calls_total",
             "Tool calls by outcome and by how they were served.",
@@ -110,50 +93,30 @@ class RunNumbers(ListSink):
         self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Seconds from sending a request to its answer.")
         self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
-        self._begin_at_zero()
-
-    def _begin_at_zero(self) -> None:
-        """Set the series whose labels are known to 0: a rate needs the value before the first event."""
-        for state in ("ok", "failed"):
-            self.rows.add(0, state)
         for counter, kind in (
-            (self.failures, JobError),
             (self.failed_turns, BackendError),
             (self.retries, BackendError),
             (self.rejected, OutputError),
         ):
-            for error_type in sorted(error_types(kind)):
-                counter.add(0, error_type)
+            begin_at_zero(counter, kind)
 
     def take(self, events: Iterable[Event]) -> None:
         super().take(events)
         self.turn_time.observe_all([turn.seconds for turn in self._answered])
         self.first_token.observe_all([turn.first_token for turn in self._answered if turn.first_token is not None])
-        for turn in self._answered:
-            self._spent(turn.usage, turn.cost)
-            if turn.saved is not None:
-                self.saved.add(turn.saved.prompt_tokens + turn.saved.completion_tokens)
         for place, turns in Count(turn.endpoint or self._backends.get(turn.run, "") for turn in self._answered).items():
             self.turns.add(turns, place)
         self._answered.clear()
 
     def _turn_failed(self, event: TurnFailed) -> None:
         (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
-        self._spent(event.usage or Usage(), event.cost)
 
     def _controlled(self, event: ControlFinished) -> None:
         self.controls.add(1, "failed" if event.error else "ok")
-        self._spent(event.usage, event.cost)
 
     def _tool_finished(self, event: ToolFinished) -> None:
         self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)
         self.tool_time.observe(event.seconds, event.tool)
-
-    def _row_began(self, event: JobStarted) -> None:
-        self._started += event.run != self._own
-
-    def _model_chosen(self, event: ModelChosen) -> None:
-        self._info = self._info[0], event.model
 
     def _rejected(self, event: AnswerRejected) -> None:
         self.rejected.add(1, event.error_type)
@@ -165,31 +128,21 @@ class RunNumbers(ListSink):
         self._caches[event.run] = event
 
     def page(self) -> str:
-        prompt, completion, cached, writes, reasoning = self._usage
-        kinds = {  # they do not overlap
-            "input": prompt - cached - writes,
-            "output": completion - reasoning,
-            "cached": cached,
-            "cache_write": writes,
-            "reasoning": reasoning,
-        }
-        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
-        return page([*self._state(), *(value for value in vars(self).values() if isinstance(value, Family))])
-
-    def _state(self) -> list[Family]:
-        """Return the current gauges."""
-        live = self._live()
+        now, live = self._statistics(), self._live()
         for name, _ in live.endpoints:
             self.turns.add(0, name)
             self.outages.add(0, name)
+        counted = (value for value in vars(self).values() if isinstance(value, Family))
+        return page([*self._state(now, live), *totals(now), *counted])
+
+    def _state(self, now: Statistics, live: LiveNumbers) -> list[Family]:
+        """Return the current gauges."""
         about = ("version", "backend", "model")
-        rows = Gauge("batch_agent_rows", "Unfinished rows, by state.", ("state",))
-        rows.set(self._started - self._ended, "running")
-        known = [total for total in self._expected.values() if total is not None]
-        if len(known) == len(self._expected):
-            rows.set(max(0, sum(known) - self._started), "waiting")
+        rows = Gauge("batch_agent_rows", "Unfinished rows, by state.", ("state",)).set(now.alive, "running")
+        if now.total is not None:
+            rows.set(max(0, now.total - now.done - now.interrupted - now.alive), "waiting")
         families: list[Family] = [
-            Gauge("batch_agent_run_info", "The run: always 1.", about).set(1, __version__, *self._info),
+            Gauge("batch_agent_run_info", "The run: always 1.", about).set(1, __version__, now.backend, now.model),
             rows,
             Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.").set(live.waiting),
             *endpoint_gauges(live.endpoints),
@@ -198,35 +151,13 @@ class RunNumbers(ListSink):
         if self._began is not None:
             began = Gauge("batch_agent_run_start_time_seconds", "When the run began, in seconds since 1970.")
             families.append(began.set(self._began))
-            if self._cost_per_second:
-                self.cost.values[()] = (time.time() - self._began) * self._cost_per_second
         if live.journal_lag is not None:
             lag = Gauge("batch_agent_journal_lag_seconds", "Age of the oldest record that is not yet on disk.")
             families.append(lag.set(live.journal_lag))
         return families
 
-    def _spent(self, usage: Usage, cost: float | None) -> None:
-        self._usage[0] += usage.prompt_tokens
-        self._usage[1] += usage.completion_tokens
-        if usage.cached_tokens:
-            self._usage[2] += usage.cached_tokens
-        if usage.cache_write_tokens:
-            self._usage[3] += usage.cache_write_tokens
-        if usage.reasoning_tokens:
-            self._usage[4] += usage.reasoning_tokens
-        if cost:
-            self.cost.add(cost)
-
     def _row_ended(self, event: JobFinished) -> None:
-        if event.run == self._own:
-            return
-        self._ended += 1
-        self.rows.add(1, "ok" if event.error is None else "failed")
-        if event.error is not None:
-            self.failures.add(1, event.error.type)
-        if event.resumed:
-            self.resumed.add()
-        else:
+        if not event.resumed:
             self.row_time.observe(event.timings.total)
 
     def _health_changed(self, event: HealthChanged) -> None:
@@ -240,10 +171,49 @@ class RunNumbers(ListSink):
     def _run_started(self, event: RunStarted) -> None:
         self._backends[event.run] = event.backend
         if self._began is None:
-            self._began, self._cost_per_second = event.at, event.cost_per_second
-            self._info = event.backend, event.model
-        if event.run != self._own:
-            self._expected[event.run] = event.total
+            self._began = event.at
+
+
+def begin_at_zero(counter: Counter, kind: type[JobError]) -> None:
+    """Set the series of all errors of a kind to 0: a rate needs the value before the first event."""
+    for error_type in sorted(error_types(kind)):
+        counter.add(0, error_type)
+
+
+def totals(now: Statistics) -> list[Family]:
+    """Return the counters of rows, tokens and cost."""
+    rows = Counter("batch_agent_rows_finished_total", "Rows with a result.", ("state",))
+    resumed = Counter("batch_agent_rows_resumed_total", "Rows with a result recorded by an earlier session.")
+    failures = Counter("batch_agent_row_failures_total", "Failed rows by type of error.", ("error_type",))
+    begin_at_zero(failures, JobError)
+    for error_type, failed in now.failures.items():
+        failures.add(failed, error_type)
+    tokens = Counter(
+        "batch_agent_tokens_total",
+        "Tokens by kind. The kinds do not overlap: input is neither cached nor written to a cache, output is without "
+        "reasoning.",
+        ("kind",),
+    )
+    used = now.usage
+    kinds = {
+        "input": used.prompt_tokens - used.cached_tokens - used.cache_write_tokens,
+        "output": used.completion_tokens - used.reasoning_tokens,
+        "cached": used.cached_tokens,
+        "cache_write": used.cache_write_tokens,
+        "reasoning": used.reasoning_tokens,
+    }
+    for kind, amount in kinds.items():
+        tokens.add(max(0, amount), kind)
+    saved = Counter("batch_agent_saved_tokens_total", "Tokens of answers from the response cache.")
+    cost = Counter("batch_agent_cost_dollars_total", "Cost of the turns, where prices are known.")
+    return [
+        rows.add(now.ok, "ok").add(now.failed, "failed"),
+        resumed.add(now.resumed),
+        failures,
+        tokens,
+        saved.add(now.saved.prompt_tokens + now.saved.completion_tokens),
+        cost.add(now.cost or 0.0),
+    ]
 
 
 def cache_families(caches: Collection[CacheRead]) -> list[Family]:

@@ -96,16 +96,15 @@ class _Workflow:
 
 class RowSpans(ListSink):
     """``export`` gets the spans of a row, or a run, to be sent. ``around`` is the caller's span that contains the run:
-    its trace and its id. ``own`` is the id of a run whose rows do not count."""
+    its trace and its id."""
 
     def __init__(
         self,
         export: Callable[[Sequence[SpanRecord]], None],
         sampler: RowSampler,
         around: tuple[int, int] | None = None,
-        own: str = "",
     ) -> None:
-        self._export, self._sampler, self._around, self._own = export, sampler, around, own
+        self._export, self._sampler, self._around = export, sampler, around
         self._runs: dict[str, _Workflow] = {}
         self._rows = defaultdict[tuple[str, int], list[Told]](list)  # events of running rows
         self._outermost: tuple[int, int] | None = None  # trace and span of the first run
@@ -128,10 +127,11 @@ class RowSpans(ListSink):
         self._contents[run, index] = attributes
 
     def _row_started(self, event: JobStarted) -> None:
-        if event.elsewhere:
-            self._elsewhere.add((event.run, event.index))
+        (self._elsewhere.add if event.elsewhere else self._elsewhere.discard)((event.run, event.index))
 
     def _keep(self, event: Told) -> None:
+        if self._elsewhere and (event.run, event.index) in self._elsewhere:
+            return
         events = self._rows[event.run, event.index]
         if len(events) < MOST_EVENTS:
             events.append(event)
@@ -150,7 +150,7 @@ class RowSpans(ListSink):
     def _row_ended(self, event: JobFinished) -> None:
         told, run = self._rows.pop((event.run, event.index), []), self._runs.get(event.run)
         content = self._contents.pop((event.run, event.index), {}) if self._contents else {}
-        if run is None or event.resumed or event.run == self._own:
+        if run is None or event.resumed:
             return
         run.ok += event.error is None
         run.failed += event.error is not None

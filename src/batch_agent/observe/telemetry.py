@@ -112,7 +112,7 @@ class SpanOfCall:
 class Telemetry:
     """The ``sinks`` of a run's events, and ``traces`` for its agents. ``close`` blocks while the collector answers."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         sampler = RowSampler.from_environment(environ)
         self._collector = CollectorState()
         self._metrics = (
@@ -123,7 +123,7 @@ class Telemetry:
         export: Callable[[Sequence[SpanRecord]], None] = lambda spans: None  # noqa: E731
         if self._processor is not None:
             export = _exporter(self._processor, environ)
-        self._spans = RowSpans(export, sampler, _around(), own)
+        self._spans = RowSpans(export, sampler, _around())
         self.traces = Traces(sampler, self._spans, content=wants_content(environ)) if traced else None
 
     @property
@@ -396,8 +396,7 @@ class OtelMetrics(ListSink):
             self._one(TOKENS, run, "output").add([turn.usage.completion_tokens for turn in turns])
 
     def _row_started(self, event: JobStarted) -> None:
-        if event.elsewhere:
-            self._elsewhere.add((event.run, event.index))
+        (self._elsewhere.add if event.elsewhere else self._elsewhere.discard)((event.run, event.index))
 
     def _turn_ended(self, event: TurnFinished) -> None:
         if (event.run, event.index) not in self._elsewhere:
@@ -407,7 +406,8 @@ class OtelMetrics(ListSink):
         self._elsewhere.discard((event.run, event.index))
 
     def _turn_failed(self, event: TurnFailed) -> None:
-        self._one(DURATION, event.run, event.error_type).add([event.seconds])
+        if (event.run, event.index) not in self._elsewhere:
+            self._one(DURATION, event.run, event.error_type).add([event.seconds])
 
     def _run_started(self, event: RunStarted) -> None:
         self._common[event.run] = {

@@ -41,6 +41,7 @@ SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose workin
 BRIDGE = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 512}
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended; a dead worker must not block the end
+TELEMETRY, SECRETS = "OTEL_", "HEADERS"  # begin of the variables that workers get, and end of those that they do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +192,16 @@ class WorkerActor:
         self._worker: JoinedWorker | None = None
         self._leaving = False
 
-    async def work(self, target: object, fingerprint: str) -> int:
+    async def work(self, target: object, fingerprint: str, telemetry: Mapping[str, str]) -> int:
         """Work until the run is done, or until ``leave``; return the number of finished rows.
 
         ``target`` is the URL of the run, or the bridge to the driver. ``fingerprint`` is that of what the run uses.
+        ``telemetry`` are variables of the driver, for those that the node does not set.
         """
         if self._leaving:
             return 0
+        for name, value in telemetry.items():
+            os.environ.setdefault(name, value)
         trust = Trust(fingerprint=fingerprint, everything=not isinstance(target, str))
         store = await open_store(target, WAIT, trust) if isinstance(target, str) else bridged(target)
         self._worker = JoinedWorker(store, trust)
@@ -218,6 +222,8 @@ class RayWorkers:
 
     def __init__(self, cluster: Ray, target: object, fingerprint: str) -> None:
         self._cluster, self._target, self._fingerprint = cluster, target, fingerprint
+        given = {name: value for name, value in os.environ.items() if name.startswith(TELEMETRY)}
+        self._telemetry = {name: value for name, value in given.items() if not name.endswith(SECRETS)}
         self._actors: dict[str, Any] = {}  # by node, or by number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -288,7 +294,7 @@ class RayWorkers:
     async def _watch(self, name: str, actor: Any) -> None:
         """Let one actor work. Ray repeats the call after it restarts an actor."""
         try:
-            await actor.work.remote(self._target, self._fingerprint)
+            await actor.work.remote(self._target, self._fingerprint, self._telemetry)
         except ray_package().exceptions.RayError as error:
             if name not in self._actors:
                 return

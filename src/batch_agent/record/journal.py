@@ -395,6 +395,7 @@ class Journal:
     def close(self) -> None:
         """Release the thread. Nothing may be recorded any more."""
         if self._thread is not None:
+            self._failure = self._failure or StoreError("the record of the run is closed")
             self._thread.shutdown(wait=False)
 
     def in_thread(self, function: Callable[[], T]) -> asyncio.Future[T]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from math import inf
 from threading import Condition, RLock
 from typing import TypeVar
@@ -29,6 +29,7 @@ from batch_agent.record.store import (
     LARGEST_SHARED,
     LEASE,
     NUMBERS,
+    OBSERVED,
     UNKEPT_SECONDS,
     Counts,
     FeederReplaced,
@@ -112,6 +113,8 @@ class MemoryStore:
         self._results: deque[SharedResult] = deque()
         self._ok = self._failed = self._resumed = 0
         self._done_elsewhere = Increment()  # by workers of other processes, in this session
+        self._events: deque[tuple[int, bytes]] = deque()  # of these workers, with their positions
+        self._event_position = 0
         # Shares, calls, files
         self._table = Table()
         self._calls: dict[str, _Shared] = {}
@@ -201,6 +204,7 @@ class MemoryStore:
             self._session = self._sessions
             self._ok = self._failed = self._resumed = 0
             self._done_elsewhere = Increment()
+            self._events.clear()
             lease = facts.get("lease")
             self._lease_seconds = float(lease) if isinstance(lease, int | float) else LEASE
             return FeederSession(self._session, previous, str(self._position))
@@ -260,11 +264,25 @@ class MemoryStore:
         self._end(facts, phase)
         with self._lock:
             self._facts, self._phase, self._session = dict(facts), phase, 0
+            self._events.clear()
             self._changed()
 
     def worked(self) -> Mapping[str, float]:
         with self._lock:
             return self._done_elsewhere.counts
+
+    def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
+        position = int(after)
+        with self._lock:
+            self._check_feeder(session)
+            while self._events and self._events[0][0] <= position:
+                self._events.popleft()
+            return [(str(place), events) for place, events in islice(self._events, most)]
+
+    @property
+    def _observed(self) -> bool:
+        """Whether the feeder of this session has observers."""
+        return self._session > 0 and bool(self._facts and self._facts.get(OBSERVED))
 
     def spent(self) -> Outlay:
         return Outlay()
@@ -288,7 +306,8 @@ class MemoryStore:
             held = len(self._held)
             counts = Counts(len(self._queued) - held, held, self._ok, self._failed, self._fed)
             # Workers of an earlier opening must leave, so the number is unique over all openings.
-            return RunStanding(self._phase, self._opening + self._generation, self._session > 0, counts)
+            number = self._opening + self._generation
+            return RunStanding(self._phase, number, self._session > 0, counts, self._observed)
 
     @property
     def has_begun(self) -> bool:
@@ -403,6 +422,9 @@ class MemoryStore:
             self._committing.add(worker)
             if outlay is not None and outlay.more is not None:
                 self._done_elsewhere += outlay.more
+                if outlay.more.events and self._observed:
+                    self._event_position += 1
+                    self._events.append((self._event_position, outlay.more.events))
             holders = [(change, self._holder(worker, change.lease)) for change in changes]
             # While the changes are written, the rows stay with their holder.
             for _, queued in holders:

@@ -50,13 +50,15 @@ class RunProgress:
 class Increment:
     """What one of several workers has done since its latest commit. ``tokens`` and ``cost``, in units of 1e-9 $, are
     what it has spent, if the table of shares does not count it. ``counts`` are the numbers of its statistics by name,
-    for the summary of the feeder."""
+    for the summary of the feeder. ``events`` are its events as lines of JSON, for the observers of the feeder."""
 
     tokens: int = 0
     cost: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
+    events: bytes = b""
 
     def __add__(self, more: Increment) -> Increment:
+        """Return the sum of the numbers. Events are no sum: the store passes them on."""
         counts = dict(self.counts)
         for name, count in more.counts.items():
             counts[name] = counts.get(name, 0) + count
@@ -100,6 +102,7 @@ Phase = Literal["running", "draining", "ended"]
 NUMBERS = 32  # low bits of the number of an agent of another process; the high bits are the number of its worker
 GROUP = 16  # rows that a worker takes per call; the last ones of a run should not be with one worker
 LEASE = 15.0  # seconds; the default of ``--lease``
+OBSERVED = "observed"  # fact of a session whose feeder has observers
 LARGEST_SHARED = 4 * 1024 * 1024  # bytes of the largest result of a call that is shared
 FOLLOWED_SECONDS = 5.0  # after which a row is no longer reported, if no viewer asks again
 UNKEPT_SECONDS = 10.0  # seconds that a result which is not cached stays available to the workers that waited for it
@@ -212,12 +215,14 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class RunStanding:
     """Instructions for a worker. ``draining``: take no new rows; ``ended``: leave. ``generation`` changes when the run
-    is resumed with another spec; workers of an earlier generation leave. ``feeder``: a feeder holds its lease."""
+    is resumed with another spec; workers of an earlier generation leave. ``feeder``: a feeder holds its lease.
+    ``observed``: the feeder has observers, for which workers send their events."""
 
     phase: Phase
     generation: int
     feeder: bool
     counts: Counts
+    observed: bool = False
 
     @property
     def done(self) -> bool:
@@ -448,6 +453,12 @@ class RunStore(WorkStore, Protocol):
 
     def worked(self) -> Mapping[str, float]:
         """Return the sum of the counts in the increments of this session, by name."""
+        ...
+
+    def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
+        """Return the events of at most ``most`` increments of this session after that position ("0": from the first),
+        each with its position, and delete those up to it. They are kept only if the facts of the session say that it is
+        ``observed``, and only until the session ends. Raises FeederReplaced."""
         ...
 
     def spent(self) -> Outlay:

@@ -22,15 +22,16 @@ from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import wait_event
 from batch_agent.errors import JobError, StoreError
-from batch_agent.events import JobStarted, TurnFinished
+from batch_agent.events import Event, JobStarted
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed, UnreadableRow
-from batch_agent.messages import JsonObject, Usage
+from batch_agent.messages import JsonObject
+from batch_agent.observe.event_lines import read_events
 from batch_agent.observe.metrics import Emit
 from batch_agent.record.journal import to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_result, decode_row, encode_row
-from batch_agent.record.store import FeederSession, NewRow, Resuming, RunStanding, RunStore, SharedResult
+from batch_agent.record.store import OBSERVED, FeederSession, NewRow, Resuming, RunStanding, RunStore, SharedResult
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
@@ -102,6 +103,9 @@ class Feeder:
         self._stopping = asyncio.Event()
         self._draining = False  # the draining phase is set in the store
         self._position = "0"
+        self._heard = "0"  # position of the latest events of workers
+        self._hearing = asyncio.Lock()
+        self._begun: set[int] = set()  # rows at workers in other processes whose start was passed on
         self.ok = self.failed = self.resumed = 0
 
     # The session
@@ -370,6 +374,7 @@ class Feeder:
             await asyncio.sleep(COUNTED)
             with suppress(StoreError):  # it is counted later
                 await self.count_work()
+                await self.pass_events()
 
     async def count_work(self) -> None:
         """Count what worker processes have done in this session, and the agents that they run now."""
@@ -383,6 +388,24 @@ class Feeder:
                 if not member.status.get("feeder"):  # else it is this process
                     agents.update(cast("dict[str, int]", member.status.get("agents") or {}))
             metrics.agents_elsewhere = agents
+
+    async def pass_events(self) -> None:
+        """Pass the events that workers in other processes have sent to the observers of the run, if it has some."""
+        if self.alone or self._session is None or not self.facts.get(OBSERVED):
+            return
+        async with self._hearing:
+            while sent := await self._call(partial(self.store.events, self.session, self._heard, AT_ONCE)):
+                for self._heard, lines in sent:  # the next call deletes them
+                    for event in read_events(lines, self._run):
+                        self._pass_event(event)
+
+    def _pass_event(self, event: Event) -> None:
+        if isinstance(event, JobStarted):
+            if event.index in self._begun:  # another worker took the row over
+                return
+            self._begun.add(event.index)
+            event = replace(event, elsewhere=True)
+        self._emit.elsewhere(event)
 
     async def _notice_workers(self) -> None:
         """Say how to start a worker while a run that needs one has none."""
@@ -427,15 +450,20 @@ class Feeder:
             self._news.clear()
             wait = 0.0
         found = await self._call(partial(self.store.results, self.session, self._position, AT_ONCE, wait))
+        if found:
+            await self.pass_events()  # those of a row are recorded with its result, or before it
+        self._deliver(found)
+        return len(found)
+
+    def _deliver(self, found: Sequence[SharedResult], *, callback: bool = True) -> None:
         for each in found:
             self._position = each.position
             if not each.own:
                 continue
             result, worker = self._read_result(each)
             if worker != self.worker:
-                self._emit_row(result)
-            self._finish(result)
-        return len(found)
+                self._tell_start(result)
+            self._finish(result, callback=callback)
 
     def _read_result(self, each: SharedResult) -> tuple[AgentResult[object], int]:
         """Return a result, and the number of its worker."""
@@ -447,9 +475,7 @@ class Feeder:
     def deliver_recorded(self, *, callback: bool = True) -> None:
         """Deliver what is recorded in a store in this process, at the end of a run."""
         while found := self.store.results(self.session, self._position, AT_ONCE, 0.0) if self.store.instant else ():
-            for each in found:
-                self._position = each.position
-                self._finish(self._read_result(each)[0], callback=callback)
+            self._deliver(found, callback=callback)
 
     def finish_unrecorded(self, result: AgentResult[object], deliver: Callable[[AgentResult[object]], None]) -> None:
         """End a row of the worker in this process that was interrupted: it is not recorded."""
@@ -460,6 +486,7 @@ class Feeder:
 
     def _finish(self, result: AgentResult[object], *, callback: bool = True) -> None:
         self.outstanding -= 1
+        self._begun.discard(result.index)
         self.ok += result.ok
         self.failed += not result.ok
         self.resumed += result.resumed
@@ -483,20 +510,12 @@ class Feeder:
             return None
         return originals.pop(index, None) if isinstance(originals, dict) else originals[index]
 
-    def _emit_row(self, result: AgentResult[object]) -> None:
-        """Emit the start and the turns of a row of another process, so that its usage and cost are counted here. The
-        last turn has all of them, and each turn the mean of the seconds."""
-        now, run, index, sinks = self._clock(), self._run, result.index, self._emit.sinks
-        self._emit.metrics.row_elsewhere(now, run, result)
-        if JobStarted in sinks.wanted:
-            sinks(JobStarted(now, run, index, result.job_id, elsewhere=True))
-        if result.resumed or TurnFinished not in sinks.wanted:
-            return  # an earlier session counted them, or no sink wants them
-        timings = result.timings
-        for turn in range(1, result.turns + 1):
-            usage, cost = (result.usage, result.cost) if turn == result.turns else (Usage(), None)
-            seconds, first_token = timings.inference / result.turns, timings.first_token if turn == 1 else None
-            sinks(TurnFinished(now, run, index, turn, usage, seconds, first_token, cost))
+    def _tell_start(self, result: AgentResult[object]) -> None:
+        """Tell the start of a row that another process worked on, if that process has not sent it."""
+        now, run, index = self._clock(), self._run, result.index
+        self._emit.row_elsewhere(now, run, result)
+        if JobStarted in self._emit.sinks.wanted and index not in self._begun:
+            self._emit.elsewhere(JobStarted(now, run, index, result.job_id, elsewhere=True))
 
 
 def _log_failure(written: asyncio.Future[None]) -> None:

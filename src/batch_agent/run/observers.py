@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
 from batch_agent.events import Held, Sink
+from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
 from batch_agent.spec import BatchSpec
 
@@ -42,10 +43,14 @@ class Observers:
         self._extent = AsyncExitStack()
 
     async def open(
-        self, spec: BatchSpec, add: Callable[[Sink], None], live: Callable[[], LiveNumbers], whole: str = ""
+        self,
+        spec: BatchSpec,
+        add: Callable[[Sink], None],
+        statistics: Callable[[], Statistics],
+        live: Callable[[], LiveNumbers],
     ) -> None:
-        """Open the observers of the spec. ``add`` registers a sink of the run's events. ``whole`` is the id of a run
-        that only contains stages. Raises SpecError if a file or a port cannot be opened."""
+        """Open the observers of the spec. ``add`` registers a sink of the run's events. Raises SpecError if a file or a
+        port cannot be opened."""
         if spec.events is not None:
             from batch_agent.observe.event_lines import EventLines
 
@@ -56,7 +61,7 @@ class Observers:
         if spec.metrics_port is not None:
             from batch_agent.observe.exposition import serve_metrics
 
-            numbers = RunNumbers(live, whole)
+            numbers = RunNumbers(statistics, live)
 
             def page() -> str:
                 held.flush()
@@ -70,7 +75,7 @@ class Observers:
         if wants_telemetry(spec.telemetry, os.environ):
             from batch_agent.observe.telemetry import Telemetry
 
-            telemetry = Telemetry(os.environ, whole)
+            telemetry = Telemetry(os.environ)
             self._extent.push_async_callback(_in_thread, telemetry.close)
             self.traces = telemetry.traces
             for sink in telemetry.sinks:
@@ -83,6 +88,11 @@ class Observers:
         """Close all observers. Takes a few seconds at most, even if one does not respond."""
         await self._extent.aclose()
         self.metrics_url = None
+
+
+def is_observed(spec: BatchSpec) -> bool:
+    """Return whether a run has observers of what workers in other processes do. Workers export their own spans."""
+    return bool(spec.sinks) or spec.events is not None or spec.metrics_port is not None
 
 
 async def _in_thread(function: Callable[[], None]) -> None:

@@ -18,10 +18,11 @@ from batch_agent.agent.fingerprint import KEYED, RAISED, AnyWorker, under_record
 from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
-from batch_agent.events import Ended
+from batch_agent.events import SENT, Ended, Event, TypedSink
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Metrics
+from batch_agent.observe.event_lines import event_json
+from batch_agent.observe.metrics import Emit, Metrics
 from batch_agent.record.address import StoreAddress, place_of
 from batch_agent.record.codec import FORMAT
 from batch_agent.record.directory import DirectoryStore
@@ -30,7 +31,7 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
 from batch_agent.record.rundir import OPTIONS, State
-from batch_agent.record.store import Account, Increment, Resuming, RunStore, WorkStore
+from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
 from batch_agent.run.changes import compare, options_of
 from batch_agent.run.control import Inside
 from batch_agent.run.spec_json import pieces, schema_json, spec_json
@@ -42,6 +43,7 @@ from batch_agent.version import __version__
 R = TypeVar("R")
 OnChange: TypeAlias = Literal["keep", "resend"] | None
 logger = logging.getLogger("batch_agent")
+SENT_SECONDS = 1.0  # after which a commit is begun if events wait for one
 # How a run ends, as its record calls it.
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
@@ -156,7 +158,12 @@ def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:
 
 
 def facts_of(
-    prepared: Prepared, fingerprint: bytes, command: Mapping[str, JsonValue] | None, stages: Sequence[str]
+    prepared: Prepared,
+    fingerprint: bytes,
+    command: Mapping[str, JsonValue] | None,
+    stages: Sequence[str],
+    *,
+    observed: bool,
 ) -> JsonObject:
     """Return what ``run.json`` says when a session begins."""
     began, shapes = now_text(), prepared.shapes
@@ -175,6 +182,8 @@ def facts_of(
     }
     bounds = {KEYED: shapes.keyed_max_tokens, RAISED: shapes.raised_from}
     facts |= {name: bound for name, bound in bounds.items() if bound is not None}
+    if observed:
+        facts[OBSERVED] = True
     if stages:
         facts["stages"] = list(stages)
     if prepared.carry:
@@ -233,29 +242,53 @@ class StageAccount(Account):
             self._journal.touch()
 
 
-class WorkSince:
-    """Returns what a worker outside the process of its record has done since the last call. ``budgets`` are counted in
-    the table of shares, so they are left out. ``counts`` returns the statistics so far; None if this process is also
-    the feeder, which has them."""
+class WorkSince(TypedSink):
+    """What a worker outside the process of its record has done since its latest commit. ``budgets`` are counted in the
+    table of shares, so they are left out. ``emit`` has the statistics so far and the events of ``run``; it is None if
+    this process is also the feeder, which has them. ``commit_soon`` is called if events wait for a commit."""
 
-    def __init__(
-        self, account: Account, budgets: Collection[str], counts: Callable[[], Mapping[str, float]] | None
-    ) -> None:
-        self._account, self._budgets, self._counts = account, budgets, counts
-        self._tokens = self._cost = 0  # at the last call
+    def __init__(self, account: Account, budgets: Collection[str], run: str, emit: Emit | None) -> None:
+        self._account, self._budgets, self._run, self._emit = account, budgets, run, emit
+        self.commit_soon: Callable[[], None] = lambda: None
+        self._tokens = self._cost = 0  # at the latest commit
         self._counted: Mapping[str, float] = {}
+        self.handlers = {}
+        self._events: list[Event] = []
+        self._timer: asyncio.TimerHandle | None = None
 
-    def __call__(self) -> Increment:
+    def send_events(self) -> None:
+        """Send events too from now on: the feeder has observers."""
+        if self._emit is not None and not self.handlers:
+            self.handlers = dict.fromkeys(SENT, self._add_event)
+            self._emit.sinks.add(self)
+
+    def _add_event(self, event: Event) -> None:
+        if event.run == self._run:  # else it is one of a run inside this one, which sends it
+            self._events.append(event)
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(SENT_SECONDS, self.commit_soon)
+
+    def increment(self) -> Increment:
+        """Return the increment of the commit that begins now."""
         tokens, dollars = self._account.so_far()
         cost = round((dollars or 0.0) * DOLLAR)
-        counts, before = {} if self._counts is None else self._counts(), self._counted
+        counts, before = {} if self._emit is None else self._emit.metrics.counts(), self._counted
         more = Increment(
             0 if BUDGET_TOKENS in self._budgets else tokens - self._tokens,
             0 if BUDGET_COST in self._budgets else cost - self._cost,
             {name: count - before.get(name, 0) for name, count in counts.items() if count != before.get(name, 0)},
+            self._lines() if self._events else b"",
         )
         self._tokens, self._cost, self._counted = tokens, cost, counts
         return more
+
+    def _lines(self) -> bytes:
+        """Return the events as lines, and forget them."""
+        events, self._events = self._events, []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return b"\n".join(map(event_json, events))
 
 
 def encoder(store: WorkStore, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:

@@ -43,7 +43,6 @@ from batch_agent.events import (
     RunFinished,
     RunStarted,
     Sink,
-    Sinks,
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
@@ -63,7 +62,7 @@ from batch_agent.run.crew import crew_of
 from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.garbage import collecting_rarely
-from batch_agent.run.observers import Observers
+from batch_agent.run.observers import Observers, is_observed
 from batch_agent.run.recording import (
     RECORDED_STATES,
     OnChange,
@@ -148,8 +147,9 @@ class Run(Generic[T]):
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
         own: list[Sink] = [] if self._directory is None else [self._recorder]
         outside = spec.sinks if within is None else (within.emit,)
-        self._emit = Emit(self._metrics, Sinks([*own, *sinks, *outside]))
+        self._emit = Emit(self._metrics, [*own, *sinks, *outside])
         self.shared = self._share(clock, within)
+        self.shared.observed = self.shared.observed or bool(sinks) or is_observed(spec)
         self._feed = self.shared.dispatcher.feed(self._stop_reading)
         self._feed.reading, self._feed.paced = not self._works, self.shared.paced  # it starts no agent itself
         self._backlogs: set[str] = set()
@@ -407,13 +407,12 @@ class Run(Generic[T]):
         ended: Ended = "failed"
         try:
             if self._outer is None:
-                whole = self.id if self._inside is not None else ""
-                await self.shared.observers.open(self._prepared.spec, self._emit.sinks.add, self.shared.live, whole)
+                add, numbers = self._emit.sinks.add, (self._controls.statistics, self.shared.live)
+                await self.shared.observers.open(self._prepared.spec, add, *numbers)
             if self._feeds:
                 outer = None if self._outer is None else self._outer.store
-                spec, resuming = self._prepared.spec, resuming_of(self._prepared, self.on_change)
-                opening = open_to_feed(spec, resuming, self._open_record, outer, self._stage)
-                self._store = self._record = await opening
+                spec, how = self._prepared.spec, resuming_of(self._prepared, self.on_change)
+                self._store = self._record = await open_to_feed(spec, how, self._open_record, outer, self._stage)
                 if self._outer is None and spec.resume and self.on_change is None:
                     await refuse_changes(spec, self.parts, self._function)
                 async with asyncio.TaskGroup() as first:
@@ -447,6 +446,8 @@ class Run(Generic[T]):
                     dispatcher.close()
                     await dispatcher.wait_closed()
             reason = self.shared.why(ended) if self._failed_by is None else str(self._failed_by)
+            if self._feeder is not None:  # a record that cannot be read any more ends the run below
+                await to_its_end(asyncio.ensure_future(self._feeder.pass_events()))
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_record(ended, reason, failure) or failure
             if self._outer is None:
@@ -604,34 +605,34 @@ class Run(Generic[T]):
             return 0  # it neither works nor has files
         here: JsonObject = {"host": platform.node(), "process": os.getpid(), "feeder": self._feeds}
         number = store.join(here) if store.instant else await in_thread(partial(store.join, here))
+        spending, outer = self.shared.spending, self._outer
+        account = spending if outer is None else StageAccount(self._metrics, outer.journal)
+        budgets = () if outer is not None else shared_budgets(spending)
+        work = WorkSince(account, budgets, self.id, None if self._feeds else self._emit)
+        standing = store.standing() if store.instant else await in_thread(store.standing)
+        if standing.observed:
+            work.send_events()
         if self._works:
-            standing = store.standing() if store.instant else await in_thread(store.standing)
+            lease, patience, generation = self._lease, self._patience, standing.generation
             self._leases = leases = Leases(
-                store,
-                number,
-                lease=self._lease,
-                generation=standing.generation,
-                source=self._feeder,
-                patience=self._patience,
+                store, number, lease=lease, generation=generation, source=self._feeder, patience=patience
             )
             if self._is_shared:
                 leases.share()
             leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
-        spending, outer = self.shared.spending, self._outer
-        account = spending if outer is None else StageAccount(self._metrics, outer.journal)
-        budgets = () if outer is not None else shared_budgets(spending)
-        work = WorkSince(account, budgets, None if self._feeds else self._metrics.counts)
+            leases.on_observed = work.send_events
         self._journal = Journal(
             store,
             number,
             in_memory=type(store) is MemoryStore,
             account=account,
-            more=None if store.instant else work,
+            more=None if store.instant else work.increment,
             encoded=encoder(store, prepared, number),
             on_committed=(lambda lost, ended: None) if self._leases is None else self._leases.committed,
             on_backlog=partial(self._backlog, "journal"),
             on_overdue=partial(self.shared.set_overdue, self.id),
         )
+        work.commit_soon = self._journal.touch
         if self._feeder is not None:
             self._feeder.worker = number
         if self._outer is None:
@@ -660,7 +661,7 @@ class Run(Generic[T]):
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
         feeder.is_outermost = self._outer is None
         names = () if self._inside is None else self._inside.names
-        facts = facts_of(prepared, fingerprint, self._command, names)
+        facts = facts_of(prepared, fingerprint, self._command, names, observed=self.shared.observed)
         if self._is_shared:
             facts |= self._facts_for_workers()
         if self._crew is None and self._outer is None:

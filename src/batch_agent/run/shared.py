@@ -42,7 +42,8 @@ logger = logging.getLogger("batch_agent")
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool``, ``store``,
     ``journal`` and ``lender`` are set while the outermost run works; ``lender`` only if several processes do.
-    ``paced``: the inputs of inner runs come only when an agent may start."""
+    ``paced``: the inputs of inner runs come only when an agent may start. ``observed``: the outermost run has
+    observers of what workers in other processes do."""
 
     clock: Clock
     emit: Sink
@@ -58,6 +59,7 @@ class Shared:
     journal: Journal | None = None
     lender: Lending | None = None
     paced: bool = False
+    observed: bool = False
     _was_overdue: bool = False
     _most_slots: int = 0
 

@@ -98,8 +98,8 @@ class Leases:
     one. ``patience`` is the number of seconds to wait if the queue is empty and there is no feeder. ``on_lost`` is
     called with the index of a row whose lease is lost. ``on_away`` is called with True when the store does not answer,
     and with False when it answers again. ``on_need`` is called when slots may be needed: at the begin, and when rows
-    arrive after the queue was empty. ``on_leave`` is called when no more rows are taken. ``failure`` is the error of a
-    store that no longer answers."""
+    arrive after the queue was empty. ``on_leave`` is called when no more rows are taken. ``on_observed`` is called,
+    perhaps repeatedly, if the feeder has observers. ``failure`` is the error of a store that no longer answers."""
 
     def __init__(
         self,
@@ -121,6 +121,7 @@ class Leases:
         self.on_away: Callable[[bool], None] = lambda _: None
         self.on_need: Callable[[], None] = lambda: None
         self.on_leave: Callable[[], None] = lambda: None
+        self.on_observed: Callable[[], None] = lambda: None
         self.failure: StoreError | None = None
         self._source = source
         self._lease, self._generation, self._patience = lease, generation, patience
@@ -319,6 +320,8 @@ class Leases:
             finally:
                 alarm.cancel()
             self.on_away(False)
+            if standing.observed:  # also if a new feeder has some
+                self.on_observed()
             # For rows whose results are being committed, the commit decides: a finished row has no lease.
             self.lose(lost - {self.held[index].lease.place for index in self.ending if index in self.held})
             if not self.over and (standing.phase != "running" or standing.generation != self._generation):

@@ -324,6 +324,7 @@ class RunStoreContract(DurabilityContract):
             lambda: store.end_inputs(late),
             lambda: store.set_phase(late, "ended"),
             lambda: store.close_feed(late, facts(late=True), "ended"),
+            lambda: store.events(late, "0", 1),
         )
         for call in calls:
             with pytest.raises(FeederReplaced):
@@ -602,6 +603,39 @@ class RunStoreContract(DurabilityContract):
         spent = again.store.spent()
         assert (spent.tokens, round((spent.cost or 0.0) * 1e9)) == (42, 4)
         assert not again.store.worked()  # in this session
+
+    def test_an_observed_feeder_gets_the_events_of_workers_until_it_has_read_on(self, place: StorePlace) -> None:
+        now = begin(place, place.open(), new_row(place, 0), observed=True)
+        assert now.work.standing().observed and now.work.renew(now.worker, [])[1].observed
+        other = now.work.join({})
+        commits = [
+            (now.worker, 1, b"one"),
+            (other, 1, b"two\nlines"),
+            (now.worker, 2, b"three"),
+            (now.worker, 2, b"again"),
+        ]
+        for worker, number, events in commits:
+            now.work.commit(worker, number, [], Outlay(more=Increment(events=events)))
+        now.work.commit(other, 2, [], Outlay(more=Increment(1)))
+        first = now.store.events(now.number, "0", 2)
+        assert [events for _, events in first] == [b"one", b"two\nlines"]
+        assert now.store.events(now.number, "0", 2) == first  # the answer may have been lost
+        rest = now.store.events(now.number, first[-1][0], 9)
+        assert [events for _, events in rest] == [b"three"]
+        assert now.store.events(now.number, "0", 9) == rest  # the others are deleted
+        assert now.store.events(now.number, rest[-1][0], 9) == now.store.events(now.number, "0", 9) == []
+        now.store.close_feed(now.number, facts(), "ended")
+        assert not now.work.standing().observed
+
+    def test_events_are_kept_only_for_the_session_that_is_observed(self, place: StorePlace) -> None:
+        now = begin(place, place.open(), observed=True)
+        now.work.commit(now.worker, 1, [], Outlay(more=Increment(events=b"of the first session")))
+        needs(place.keeps != "nothing", "this store keeps nothing")
+        for observed, sent in ((False, []), (True, [b"second"])):
+            now = begin(place, place.reopen(now.store), how=RESUME, observed=observed)
+            assert now.work.standing().observed == observed and now.store.events(now.number, "0", 9) == []
+            now.work.commit(now.worker, 1, [], Outlay(more=Increment(events=b"second")))
+            assert [events for _, events in now.store.events(now.number, "0", 9)] == sent
 
     def test_the_share_of_a_killed_worker_stays_spent_for_the_next_process(self, place: StorePlace) -> None:
         needs(place.keeps != "nothing", "this store keeps nothing")

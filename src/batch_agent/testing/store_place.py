@@ -18,7 +18,17 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.codec import encode
 from batch_agent.record.steps import Begun, Done, Spent, Turn
-from batch_agent.record.store import KeptStep, LeasedRow, NewRow, Resuming, RowChange, RowLease, RunStore, WorkStore
+from batch_agent.record.store import (
+    OBSERVED,
+    KeptStep,
+    LeasedRow,
+    NewRow,
+    Resuming,
+    RowChange,
+    RowLease,
+    RunStore,
+    WorkStore,
+)
 
 Opened = TypeVar("Opened", bound=RunStore)
 
@@ -227,8 +237,9 @@ def begin(
     *rows: NewRow,
     how: Resuming = FRESH,
     fingerprint: str = "0f",
+    observed: bool = False,
 ) -> Session:
-    return Session(place, store, rows, how, facts(fingerprint))
+    return Session(place, store, rows, how, facts(fingerprint, **({OBSERVED: True} if observed else {})))
 
 
 def texts(rows: Sequence[LeasedRow], place: StorePlace) -> list[object]:

@@ -8,7 +8,7 @@ are listed as lost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -287,10 +287,22 @@ class ReduceNode:
                 index = (self._highest // KINDS + 1) * KINDS if part.last else part.index
                 self._highest = max(self._highest, index)
                 self._sent[index] = part
-                self._inlet.put(Placed(index, {"id": part.name, "prompt": wording(self._prompt, part)}))
+                self._inlet.put(self._row(index, part))
             else:  # no request for a part without content
                 message = f"all of results {part.rows[0].first} to {part.rows[-1].last} failed"
                 self._settle(part, self._broken or AgentError.of(InputError(message)))
+
+    def _row(self, index: int, part: Part) -> Placed:
+        return Placed(index, {"id": part.name, "prompt": wording(self._prompt, part)})
+
+    def unanswered(self, answers: Mapping[int, object]) -> list[Placed]:
+        """Return the requests that have no answer. ``answers`` are the recorded ones as plain data, by index."""
+        while answered := [index for index in self._sent if index in answers]:
+            for index in answered:
+                part = self._sent.pop(index)
+                line = _line(_head("ok", part), output=answers[index])
+                self._send([] if part.last else self._tree.reduced(part, part.covered(*line)))
+        return [self._row(index, part) for index, part in self._sent.items()]
 
     # Answers
 

@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from batch_agent.agent.fingerprint import matched
 from batch_agent.agent.prepare import Prepared
@@ -22,13 +23,16 @@ from batch_agent.cli.spec.load import command_again, is_pipeline, load_flow, loa
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
+from batch_agent.files.tables import Record
+from batch_agent.job import AgentError, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.record.keys import row_of
 from batch_agent.record.reader import FinishedRows, RunReader, UnfinishedRow, row_name
 from batch_agent.record.rundir import stage_names
 from batch_agent.run.joining import prepare_worker, refuse_damaged
 from batch_agent.run.trust import SECRET, Trust
-from batch_agent.topology.nodes import Item, carried_by
+from batch_agent.topology.nodes import AgentNode, Item, carried_by
+from batch_agent.topology.reduce import ReduceNode
 
 
 def prepared_again(run: RunReader, import_from: Path | None = None) -> Mapping[str, Prepared]:
@@ -69,8 +73,10 @@ def _by_command(run: RunReader, facts: JsonObject, recorded: Mapping[str, JsonOb
         )
     )
     options.output, options.no_run_dir, options.dry_run = None, True, True
+    nodes: Sequence[AgentNode | ReduceNode] = ()
     if is_pipeline(options):
-        parts = {node.name: node.prepared for node in load_flow(options, sends=False).nodes}
+        nodes = load_flow(options, sends=False).nodes
+        parts = {node.name: node.prepared for node in nodes}
     else:
         parts = {"": BatchAgent.plan(load_spec(options))}
     same = {}
@@ -80,7 +86,35 @@ def _by_command(run: RunReader, facts: JsonObject, recorded: Mapping[str, JsonOb
         prepared, unchanged = matched(prepared, recorded.get(name, {}))
         if unchanged:
             same[name] = prepared
+    for before, node in pairwise(nodes):
+        if isinstance(before, AgentNode) and isinstance(node, ReduceNode) and {before.name, node.name} <= same.keys():
+            same[node.name] = _with_requests(run, before, node, same[node.name])
     return same
+
+
+def _with_requests(run: RunReader, before: AgentNode, node: ReduceNode, prepared: Prepared) -> Prepared:
+    """Return a reduction whose inputs are its requests without an answer, made again from the answers of the stage
+    ``before``. There are none if a function is between the two."""
+    with run.stage(before.name) as stage:
+        records = sorted(stage.rows, key=lambda record: cast(int, record["index"]))
+        items = [_item(record, before.prepared.carry) for record in records]
+        before.pass_recorded(items, complete=stage.facts().get("state") == "complete")
+    with run.stage(node.name) as stage:
+        answers = {cast(int, record["index"]): record.get("output") for record in stage.rows if record.get("ok")}
+    requests = node.unanswered(answers)
+    return replace(prepared, spec=prepared.spec.model_copy(update={"inputs": requests}))
+
+
+def _item(record: Record, carry: Sequence[str]) -> Item:
+    """Return what a recorded row passes on to the next stage."""
+    index, name, error = cast(int, record["index"]), record.get("job_id"), record.get("error")
+    return Item(
+        index,
+        record.get("output"),
+        AgentError(**cast("dict[str, Any]", error)) if isinstance(error, dict) else None,
+        name=name if isinstance(name, str) and name != str(index) else None,
+        carried=carried_by(record.get("input"), carry),
+    )
 
 
 def prompts_changed(run: str) -> SpecError:
@@ -139,7 +173,10 @@ def _inputs(
     column, inputs = None if spec is None else spec.id_column, () if spec is None else spec.inputs
     places: list[Iterable[tuple[int, object, str | None]]] = []
     if wanted and isinstance(inputs, list | LazyRows):
-        places.append((index, value, None) for index, value in enumerate(inputs))
+        places.append(
+            (each.index, each.value, each.name) if isinstance(each, Placed) else (index, each, None)
+            for index, each in enumerate(inputs)
+        )
     if wanted:
         places += [_answered(other) for other in others]
     for place in places:
@@ -156,9 +193,8 @@ def _answered(run: RunReader) -> Iterator[tuple[int, object, str | None]]:
     carry = run.facts().get("carry")
     names = [str(name) for name in carry] if isinstance(carry, list) else []
     for record in run.rows:
-        index, output, name = record["index"], record.get("output"), record.get("job_id")
-        if record.get("ok") and isinstance(index, int):
-            name = name if isinstance(name, str) and name != str(index) else None
-            carried = carried_by(record.get("input"), names)
+        if record.get("ok") and isinstance(record["index"], int):
+            item = _item(record, names)
+            output = item.value
             for value in (output, {"input": output}, *(output if isinstance(output, list) else ())):
-                yield index, Item(index, value, carried=carried).placed().value, name
+                yield item.index, replace(item, value=value).placed().value, item.name

@@ -6,13 +6,13 @@ hash tag. ``design/cluster.md`` describes the content of each key.
 
 from __future__ import annotations
 
-KEYS = ("run", "feeder", "queue", "rows", "results", "again", "contents")
+KEYS = ("run", "feeder", "queue", "rows", "results", "again", "contents", "events")
 GROUP = "workers"  # the consumer group of the queue
 RETURNED = "returned"  # the consumer that holds returned rows
 REPLACED, TAKEN, HELD = b"REPLACED", b"TAKEN", b"HELD"
 
 _HEAD = f"""
-local run, feeder, queue, rows, results, again, contents = unpack(KEYS, 1, 7)
+local run, feeder, queue, rows, results, again, contents, events = unpack(KEYS, 1, 8)
 local group = '{GROUP}'
 local function replaced(session)
   return redis.call('HGET', run, 'sitting') ~= session
@@ -32,23 +32,23 @@ local function field(entry, name)
   end
 end
 local function standing()
-  local known = redis.call('HMGET', run, 'phase', 'generation', 'ok', 'failed', 'fed')
+  local known = redis.call('HMGET', run, 'phase', 'generation', 'ok', 'failed', 'fed', 'observed')
   local pending = redis.call('XPENDING', queue, group)
   local leased = pending[1]
   for _, each in ipairs(pending[4] or {{}}) do
     if each[1] == '{RETURNED}' then leased = leased - tonumber(each[2]) end
   end
   return {{known[1], known[2], redis.call('EXISTS', feeder), redis.call('XLEN', queue) - leased, leased,
-          known[3] or '0', known[4] or '0', known[5] or '0'}}
+          known[3] or '0', known[4] or '0', known[5] or '0', known[6] or '0'}}
 end
 """
 
 # facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder, '1' if the results of
-# earlier sessions are dropped
+# earlier sessions are dropped, '1' if the feeder has observers
 OPEN_FEED = (
     _HEAD
     + """
-local facts, fingerprint, resume, lease, kept, nonce, drop = unpack(ARGV)
+local facts, fingerprint, resume, lease, kept, nonce, drop, observed = unpack(ARGV)
 local before = redis.call('HMGET', run, 'sitting', 'fingerprint', 'facts')
 local holder = redis.call('GET', feeder)
 if holder and string.match(holder, ' (%S+)$') == nonce then
@@ -66,9 +66,9 @@ if drop == '1' then redis.call('HSET', run, 'since', session) end
 if redis.call('EXISTS', queue) == 0 then
   redis.call('XGROUP', 'CREATE', queue, group, '0', 'MKSTREAM')
 end
-redis.call('DEL', again)
+redis.call('DEL', again, events)
 redis.call('HSET', run, 'facts', facts, 'previous', before[3] or '', 'fingerprint', fingerprint, 'lease', lease,
-  'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}')
+  'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0', 'counts', '{}', 'observed', observed)
 redis.call('SET', feeder, session .. ' ' .. nonce, 'PX', lease)
 local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
 return {tostring(session), before[3] or '', latest and latest[1] or '0-0'}
@@ -255,9 +255,19 @@ CLOSE_FEED = (
     _HEAD
     + """
 if replaced(ARGV[1]) then return 'REPLACED' end
-redis.call('HSET', run, 'facts', ARGV[2], 'phase', ARGV[3])
-redis.call('DEL', feeder)
+redis.call('HSET', run, 'facts', ARGV[2], 'phase', ARGV[3], 'observed', '0')
+redis.call('DEL', feeder, events)
 return 'OK'
+"""
+)
+
+# session, the first position to return, the most entries
+EVENTS = (
+    _HEAD
+    + """
+if replaced(ARGV[1]) then return 'REPLACED' end
+redis.call('XTRIM', events, 'MINID', ARGV[2])
+return redis.call('XRANGE', events, ARGV[2], '+', 'COUNT', ARGV[3])
 """
 )
 
@@ -329,16 +339,16 @@ return {lost, standing()}
 )
 
 # worker, key of the worker, number of the commit, prefix of steps, and its increment: tokens, cost, counts as JSON or
-# ''; then for each row: place, token, row, result or '', error, number of steps, steps
+# '', events or ''; then for each row: place, token, row, result or '', error, number of steps, steps
 COMMIT = (
     _HEAD
     + """
-local worker, own, number, prefix, tokens, cost, counts = unpack(ARGV, 1, 7)
+local worker, own, number, prefix, tokens, cost, counts, happened = unpack(ARGV, 1, 8)
 local last = redis.call('HMGET', own, 'commit', 'lost')
 if last[1] == number then return cjson.decode(last[2]) end
-local session, kept = unpack(redis.call('HMGET', run, 'sitting', 'keep'))
+local session, kept, observed = unpack(redis.call('HMGET', run, 'sitting', 'keep', 'observed'))
 local lost = {}
-local i = 8
+local i = 9
 while i <= #ARGV do
   local place, token, row, result, error, count = unpack(ARGV, i, i + 5)
   local first = i + 6
@@ -371,6 +381,7 @@ if session then  -- else the run was deleted, and the key would stay forever
     for name, count in pairs(cjson.decode(counts)) do sum[name] = (sum[name] or 0) + count end
     redis.call('HSET', run, 'counts', cjson.encode(sum))
   end
+  if happened ~= '' and observed == '1' then redis.call('XADD', events, '*', 'lines', happened) end
 end
 return lost
 """

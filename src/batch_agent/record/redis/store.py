@@ -26,6 +26,7 @@ from batch_agent.record.store import (
     LARGEST_SHARED,
     LEASE,
     NUMBERS,
+    OBSERVED,
     UNKEPT_SECONDS,
     Counts,
     FeederReplaced,
@@ -246,6 +247,7 @@ class RedisRunStore:
             "results" if keep_results_only else "all",
             self._nonce,
             int(resuming.drop),
+            int(bool(facts.get(OBSERVED))),
         )
         waits = 2  # the lease of a dead feeder ends meanwhile; a live feeder renews its lease
         while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
@@ -300,6 +302,11 @@ class RedisRunStore:
     def worked(self) -> Mapping[str, float]:
         found = self._command("HGET", self.key("run"), "counts")
         return cast("dict[str, float]", json.loads(found)) if found else {}
+
+    def events(self, session: int, after: str, most: int) -> list[tuple[str, bytes]]:
+        time, _, number = after.partition("-")
+        found = self._fenced(scripts.EVENTS, session, f"{time}-{int(number or 0) + 1}", most)
+        return [(cast(bytes, place).decode(), fields[1]) for place, fields in found]
 
     def spent_recorded(self) -> tuple[int, int]:
         """Return the tokens, and the cost in units of 1e-9 $, that workers have reported with their commits."""
@@ -363,7 +370,7 @@ class RedisRunStore:
         more = Increment() if outlay is None or outlay.more is None else outlay.more
         counts = json.dumps(dict(more.counts)) if more.counts else ""
         arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
-        arguments += (more.tokens, more.cost, counts)
+        arguments += (more.tokens, more.cost, counts, more.events)
         for change in changes:
             lease, steps = change.lease, [_pack(step) for step in change.steps]
             arguments += (lease.place, lease.token, lease.row, change.result or b"", change.error, len(steps), *steps)
@@ -585,11 +592,11 @@ def _configured(client: Client, name: str, target: dict[str, str]) -> str | None
 
 
 def _standing(answer: Sequence[Any]) -> RunStanding:
-    phase, generation, feeder, unstarted, leased, ok, failed, fed = answer
+    phase, generation, feeder, unstarted, leased, ok, failed, fed, observed = answer
     if phase is None:
         raise StoreError("there is no run")
     counts = Counts(int(unstarted), int(leased), int(ok), int(failed), fed == b"1")
-    return RunStanding(cast(Phase, phase.decode()), int(generation), bool(feeder), counts)
+    return RunStanding(cast(Phase, phase.decode()), int(generation), bool(feeder), counts, observed == b"1")
 
 
 def _leased(
