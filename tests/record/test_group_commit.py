@@ -132,6 +132,16 @@ async def test_a_busy_worker_sends_larger_commits_to_another_process(instant: bo
         assert clock() - begun == pytest.approx(waits)
 
 
+async def test_a_commit_that_fails_is_reported_although_no_agent_waits_for_it() -> None:
+    disk, failed = Disk(), list[StoreError]()
+    disk.error = StoreError("the disk is full")
+    disk.may_commit.release()
+    async with journal(disk, on_failed=failed.append) as book:
+        book.publish(lease(), result(0, resumed=True))  # its agent added no step, so it waits for none
+        await until_committing()
+    assert failed == [disk.error]
+
+
 async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:
     disk = Disk()
     async with journal(disk) as book:

@@ -66,6 +66,10 @@ FOUND: dict[str, tuple[Workload, list[Fault]]] = {
         replace(ALONE, seed=485, shape="pipeline", workers=1, joins=2.657, max_inflight=16),
         [Stop(0, "request", 1, "pause"), Kill(0, "before thread", 701, 1)],
     ),
+    "a tool call that waits for another worker's is cancelled, and then the feeder is dead": (
+        replace(ALONE, seed=1191, first=Edition(0, ("k1",)), max_retries=3, workers=3),
+        [Kill(0, "after thread", 100, -1), Kill(0, "tool", 3, 3)],
+    ),
     "a worker joins while the run ends": (
         replace(ALONE, seed=352, shape="user worker", first=Edition(0, ("k4", "k5")), workers=1, joins=0.07655434),
         [],

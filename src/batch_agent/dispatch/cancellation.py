@@ -55,8 +55,9 @@ async def outlast(task: asyncio.Task[None]) -> None:
 
 
 async def shielded(call: asyncio.Future[T]) -> T:
-    """Return the result of a call in a thread. A cancellation does not end the call. Its later error is then dropped:
-    with ``asyncio.shield`` alone, Python would report it as never retrieved."""
+    """Return the result of a call in a thread, or of another future that must not be cancelled. A cancellation does not
+    end it. Its later error is then dropped: with ``asyncio.shield`` alone, Python would report it as never
+    retrieved."""
     call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return await asyncio.shield(call)
 

@@ -277,7 +277,8 @@ class Journal:
     store takes it. ``on_committed`` is called with the places of rows that other workers have now, and with the leases
     of rows whose results are recorded. ``on_backlog`` is called with True when too many records wait for the store to
     start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit takes too long,
-    and with False when it is done. ``in_memory``: the store writes no files."""
+    and with False when it is done. ``on_failed`` is called with the error of a commit: nothing can be recorded any
+    more. ``in_memory``: the store writes no files."""
 
     def __init__(
         self,
@@ -291,6 +292,7 @@ class Journal:
         on_committed: Callable[[set[str], Sequence[RowLease]], None] = lambda lost, ended: None,
         on_backlog: Callable[[bool], None] = lambda _: None,
         on_overdue: Callable[[bool], None] = lambda _: None,
+        on_failed: Callable[[StoreError], None] = lambda _: None,
     ) -> None:
         self._store, self._worker, self.in_memory = store, worker, in_memory
         self._encoded, self._on_committed = encoded, on_committed
@@ -298,7 +300,7 @@ class Journal:
         self._thread = None if in_memory else ThreadPoolExecutor(1, thread_name_prefix="batch-agent-journal")
         self._numbers = store.agent_numbers(worker)
         self._account, self._more = Account() if account is None else account, more
-        self._on_backlog, self._on_overdue = on_backlog, on_overdue
+        self._on_backlog, self._on_overdue, self._on_failed = on_backlog, on_overdue, on_failed
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
         self._pause = GATHERING  # seconds that the next commit waits
@@ -492,6 +494,7 @@ class Journal:
             for waiter in waiting:
                 if not waiter.done():
                     waiter.set_exception(error)
+        self._on_failed(error)  # also if no agent waits: the results of rows that an earlier session ended
 
     def _release(self, waiters: list[asyncio.Future[None]]) -> None:
         for waiter in waiters[:AT_ONCE]:

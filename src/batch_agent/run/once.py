@@ -83,7 +83,7 @@ class SharedOnce:
             waiter = self._waiting[key] = asyncio.get_running_loop().create_future()
         if self._listener is None or self._listener.done():
             self._listener = asyncio.get_running_loop().create_task(self._listen(position))
-        await asyncio.shield(waiter)
+        await shielded(waiter)
 
     async def _listen(self, position: str) -> None:
         loop, asked_at = asyncio.get_running_loop(), asyncio.get_running_loop().time()

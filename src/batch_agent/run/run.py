@@ -631,6 +631,7 @@ class Run(Generic[T]):
             on_committed=(lambda lost, ended: None) if self._leases is None else self._leases.committed,
             on_backlog=partial(self._backlog, "journal"),
             on_overdue=partial(self.shared.set_overdue, self.id),
+            on_failed=(lambda error: None) if self._leases is None else self._leases.fail,
         )
         work.commit_soon = self._journal.touch
         if self._feeder is not None:

@@ -99,7 +99,8 @@ class Leases:
     called with the index of a row whose lease is lost. ``on_away`` is called with True when the store does not answer,
     and with False when it answers again. ``on_need`` is called when slots may be needed: at the begin, and when rows
     arrive after the queue was empty. ``on_leave`` is called when no more rows are taken. ``on_observed`` is called,
-    perhaps repeatedly, if the feeder has observers. ``failure`` is the error of a store that no longer answers."""
+    perhaps repeatedly, if the feeder has observers. ``failure`` is the error of a store that no longer answers, or of a
+    commit."""
 
     def __init__(
         self,
@@ -244,6 +245,11 @@ class Leases:
         self._news.set()
         self.on_leave()
 
+    def fail(self, error: StoreError) -> None:
+        """Take no more rows: nothing can be recorded any more."""
+        self.failure = self.failure or error
+        self.leave()
+
     def committed(self, lost: set[str], ended: Sequence[RowLease]) -> None:
         """Forget rows whose results are recorded, and drop rows that other workers have."""
         self.lose(lost)
@@ -313,8 +319,7 @@ class Leases:
                 await self._hand_back(waiting)
                 lost, standing = await self._run(partial(self.store.renew, self.worker, leases))
             except StoreError as error:  # the store has waited for the end of the outage: nothing can be recorded
-                self.failure = error
-                self.leave()
+                self.fail(error)
                 self.lose({held.lease.place for held in self.held.values()})
                 return
             finally:
