@@ -25,12 +25,13 @@ from tests.run.test_numbers import (
     notes_file,
     options,
     place,
+    two_stages,
     until_second_turns,
     worker,
 )
 from tests.run.test_processes import workers_of
 
-from batch_agent import BatchAgent, Pipeline
+from batch_agent import BatchAgent
 from batch_agent.events import (
     ControlFinished,
     Event,
@@ -197,11 +198,7 @@ async def test_the_events_of_a_pipeline_are_those_of_its_stages(shape: str, plac
     numbers = RunNumbers(lambda: outcome.statistics)
     async with at_work(script) as (server, extent):
         given = options(server, shape, place, sinks=[events.append, numbers])
-        rows, task = given.pop("inputs"), given.pop("task")
-        tools = {"tools": given.pop("tools"), "max_turns": given.pop("max_turns")}
-        given.pop("progress")
-        stages = Pipeline(rows).map(name="one", task=task, **tools).map(name="two", task="Check {input}", **tools)
-        running = asyncio.ensure_future(stages.run(**given))
+        running = asyncio.ensure_future(two_stages(given))
         if shape == "Redis":
             await extent.enter_async_context(worker(place, server))
         outcome = await running

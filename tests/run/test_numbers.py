@@ -54,6 +54,15 @@ def options(server: ScriptedServer, shape: str, place: str, **others: Any) -> di
     return {**given, **common, "model": "m", "run_dir": place, "progress": False, **own, **others}
 
 
+async def two_stages(given: dict[str, Any]) -> Any:
+    """Run a pipeline of two stages that do what a run with these options does."""
+    rows, task = given.pop("inputs"), given.pop("task")
+    tools = {"tools": given.pop("tools"), "max_turns": given.pop("max_turns")}
+    given.pop("progress")
+    stages = Pipeline(rows).map(name="one", task=task, **tools).map(name="two", task="Check {input}", **tools)
+    return await stages.run(**given)
+
+
 @asynccontextmanager
 async def worker(place: str, server: ScriptedServer) -> AsyncIterator[int]:
     """A worker process of a run in Redis. Yields its process id."""
@@ -238,11 +247,7 @@ async def test_a_pipeline_and_its_stages_have_the_same_numbers_in_every_shape(sh
     async with AsyncExitStack() as extent:
         server = await extent.enter_async_context(ScriptedServer(script, models=["m"]))
         given = options(server, shape, place)
-        rows, task = given.pop("inputs"), given.pop("task")
-        tools = {"tools": given.pop("tools"), "max_turns": given.pop("max_turns")}
-        given.pop("progress")
-        stages = Pipeline(rows).map(name="one", task=task, **tools).map(name="two", task="Check {input}", **tools)
-        running = asyncio.ensure_future(stages.run(**given))
+        running = asyncio.ensure_future(two_stages(given))
         if shape == "Redis":
             await extent.enter_async_context(worker(place, server))
         outcome = await running

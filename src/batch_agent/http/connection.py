@@ -296,8 +296,8 @@ class ResponseParser:
         self.names = names = b"\n".join([name for name, _ in self._fields]).lower()
         if self._bodyless:
             self.complete = True
-        elif self._decode and b"content-encoding" in names and (coding := self.headers.get("Content-Encoding")):
-            self._decoder = decoder_for(coding)
+        elif self._decode and b"content-encoding" in names:
+            self._decoder = decoder_for(self.headers.get("Content-Encoding", ""))
 
     def on_message_complete(self) -> None:
         if self._interim:

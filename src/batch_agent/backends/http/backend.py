@@ -32,6 +32,7 @@ from batch_agent.backends.base import (
 from batch_agent.backends.http.wire import (
     CHAT,
     NO_KEY,
+    RATE_LIMIT,
     AnswerReader,
     Faults,
     Naming,
@@ -54,7 +55,7 @@ from batch_agent.messages import JsonObject, Reply, Sealed, Usage
 # waits for a slot, retries or sets a time limit. Cancelling a call closes its connection, which tells the server.
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-RATE_LIMIT = b"ratelimit"  # part of the names of all headers that report one
+LIMITED = RATE_LIMIT.encode()
 STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
 
 Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
@@ -163,7 +164,7 @@ class HttpClient:
                 nonlocal streamed
                 if response.status >= 300 or _is_document(response):
                     return None
-                if on_limits is not None and RATE_LIMIT in response.names:
+                if on_limits is not None and LIMITED in response.names:
                     on_limits(response.headers)
                 streamed, response.limit_bytes = True, STREAM_ALLOWANCE * route.max_bytes
                 return lambda chunk: run(taking, chunk)
@@ -188,7 +189,7 @@ class HttpClient:
             raise route.faults.raised(error) from None
         if response.status >= 300:
             raise route.faults.answered(response.status, response.headers, answer)
-        if on_limits is not None and RATE_LIMIT in response.names:
+        if on_limits is not None and LIMITED in response.names:
             on_limits(response.headers)
         return answer
 

@@ -284,6 +284,7 @@ def _names(form: str, kinds: Mapping[str, str]) -> tuple[_Names, ...]:
     )
 
 
+RATE_LIMIT = "ratelimit"  # part of the names of all these headers
 _BOTH = {"requests": "requests", "tokens": "tokens"}
 _FAMILIES = (
     _names("x-ratelimit-{}-{}", _BOTH),
@@ -301,7 +302,7 @@ _MOMENTS = 1e9  # a number of seconds above this is a Unix timestamp
 
 def read_quota(headers: Mapping[str, str], now: float | None = None) -> Quota | None:
     """Return the quota in the headers, or None. ``now`` is Unix time, for headers with timestamps."""
-    if "ratelimit" not in " ".join(headers).lower():  # most answers
+    if RATE_LIMIT not in " ".join(headers).lower():  # most answers
         return None
     found: dict[str, Allowance] = {}
     for family in _FAMILIES:
