@@ -36,6 +36,7 @@ NAMES = (
     "batching",
     "prewarm",
     "memory",
+    "growth",
     "embedded",
 )
 
