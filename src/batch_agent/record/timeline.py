@@ -72,12 +72,14 @@ class TimelineFiles:
 
     def _append(self, name: str, lines: Sequence[Line | Span]) -> None:
         if lines:
-            try:
-                data = [*map(orjson.dumps, lines)]
-            except TypeError:  # text that orjson cannot write
-                data = [*map(to_json, lines)]
+            data = bytearray()  # orjson returns each line in a block of a kilobyte: thousands of them are not kept
+            for line in lines:
+                try:
+                    data += orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+                except TypeError:  # text that orjson cannot write
+                    data += to_json(line) + b"\n"
             with open(self._folder / name, "ab", opener=private) as file:
-                file.write(b"\n".join([*data, b""]))
+                file.write(data)
 
     def _thin_out(self) -> None:
         """Drop every other sample, and the oldest changes if there are too many."""
