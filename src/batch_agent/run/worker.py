@@ -54,7 +54,7 @@ T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 RENEWALS = 3  # per lease time
-Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
+Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
 
 
