@@ -76,6 +76,12 @@ class JobStarted(RowEvent):
 
 
 @value_type
+class RowTakenOver(JobStarted):
+    """The feeder's own worker continues a row that another process has begun. Only metrics and spans get it: the other
+    sinks had the JobStarted of the row."""
+
+
+@value_type
 class TurnStarted(TurnEvent):
     """The request was sent; the agent holds a slot from here to TurnFinished or TurnFailed."""
 
@@ -358,6 +364,8 @@ class Sinks:
 
     def _handlers_of(self, kind: type) -> list[tuple[Sink, Sink]]:
         found = [(sink, sink.handlers.get(kind) if isinstance(sink, TypedSink) else sink) for sink in self._sinks]
+        if kind is RowTakenOver:
+            found = [each for each in found if isinstance(each[0], TypedSink | Sinks)]
         return [(sink, handle) for sink, handle in found if handle is not None]
 
 

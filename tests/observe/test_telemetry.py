@@ -16,7 +16,10 @@ from collector import attributes, collecting
 from tests.tools.mcp_tools.conftest import command
 
 from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext
-from batch_agent.observe.spans import FIRST_ROWS, RowSampler, trace_of
+from batch_agent.events import Event, Held, JobFinished, JobStarted, RowTakenOver, RunStarted, Sinks
+from batch_agent.job import Timings
+from batch_agent.messages import Usage
+from batch_agent.observe.spans import FIRST_ROWS, RowSampler, RowSpans, SpanRecord, trace_of
 from batch_agent.run.observers import wants_telemetry
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 
@@ -239,6 +242,22 @@ def test_it_is_off_where_the_user_or_the_environment_says_so() -> None:
 
 def kept(sampler: RowSampler, rows: int) -> int:
     return sum(sampler.keeps(trace_of("run", index), index) for index in range(rows))
+
+
+async def test_the_spans_of_a_row_that_was_taken_over_come_from_its_last_worker() -> None:
+    """The row was begun by a worker in another process, which died. Sinks of users have its start already."""
+    told, spans = list[Event](), list[SpanRecord]()
+    held = Held()
+    held.add(RowSpans(spans.extend, RowSampler(1.0)))
+    sinks = Sinks([told.append, Sinks([held])])
+    done = JobFinished(4.0, "r", 0, "a", None, 1, 0, Usage(), None, Timings(), False)
+    sinks(RunStarted(1.0, "r", 1, "b", "m"))
+    sinks.elsewhere(JobStarted(2.0, "r", 0, "a", elsewhere=True))
+    sinks(RowTakenOver(3.0, "r", 0, "a"))
+    sinks(done)
+    held.flush()
+    assert [type(event) for event in told] == [RunStarted, JobStarted, JobFinished]
+    assert [span.name for span in spans] == ["invoke_agent"]
 
 
 def test_the_standard_variables_say_which_rows_are_kept() -> None:

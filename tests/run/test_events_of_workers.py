@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.observe.exposition_rules import read_page
+from tests.record.redis_servers import needs_redis
 from tests.run.test_numbers import (
     COST,
     EACH,
@@ -189,6 +190,29 @@ async def test_no_event_of_a_killed_worker_comes_twice(shape: str, place: str) -
         )
         assert told == Counter((row, turn) for row in range(ROWS) for turn in turns), kind
     assert seen.page["batch_agent_tokens_total"] == {'kind="input"': 2 * ROWS * 60, 'kind="output"': 2 * ROWS * 30}
+
+
+@pytest.mark.parametrize(
+    ("shape", "heard"), [("local", True), ("local", False), pytest.param("Redis", True, marks=needs_redis)]
+)
+async def test_a_row_that_the_feeders_own_worker_takes_over_starts_once(shape: str, place: str, heard: bool) -> None:
+    """``heard``: the feeder had passed on the events of the killed worker before."""
+    script, seen, rows, half = Script(), Observed(), 3 * ROWS, ROWS // 2  # a worker takes 16 rows at once from Redis
+    async with at_work(script) as (server, extent):
+        given = options(server, shape, place, inputs=[f"row-{n}" for n in range(rows)], max_agents=half)
+        given.pop("feed_only", None)
+        running = asyncio.ensure_future(seen.work(given))
+        await until_second_turns(server, running, half)
+        victim = await extent.enter_async_context(worker(place, server))
+        await until_second_turns(server, running, 2 * half)
+        while heard and seen.kinds["JobStarted"] < 2 * half:
+            await asyncio.sleep(0.05)
+        os.kill(victim, signal.SIGKILL)
+        script.go_on.set()
+        await running
+    assert Counter(event.index for event in seen.events if isinstance(event, JobStarted)) == Counter(range(rows))
+    statistics = seen.run.statistics()
+    assert (statistics.ended, statistics.done, statistics.alive) == ("complete", rows, 0)
 
 
 @pytest.mark.parametrize("shape", SHARED)

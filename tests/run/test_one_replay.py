@@ -197,6 +197,41 @@ async def test_a_worker_that_takes_over_the_record_of_the_tool_loop_learns_that_
     assert (result.output, ran) == ("failed: attempt 1", ["x"])
 
 
+async def test_a_worker_that_takes_over_the_record_of_the_tool_loop_learns_that_an_outcome_is_unknown(
+    tmp_path: Path,
+) -> None:
+    """The loop told its model, and recorded what it told. A write that failed is no unknown outcome."""
+
+    @Tool.define(effect="write")
+    async def send(to: str) -> str:
+        ran.append(to)
+        if to == "nobody":
+            raise ToolError("there is no such address")
+        return str(await asyncio.get_running_loop().create_future())
+
+    async def work(row: str, ctx: AgentContext) -> object:
+        errors = list[str]()
+        for to in ("nobody", "x"):
+            try:
+                await ctx.call("send", to=to)
+            except ToolError as error:
+                errors.append(error.type)
+        return errors
+
+    def script(request: Request) -> Any:
+        return CallTools(*(ToolUse("send", {"to": to}) for to in ("nobody", "x"))) if request.turn == 0 else Say("done")
+
+    start: dict[str, Any] = {"task": "{input}", "inputs": ["a"], "tools": [send], "run_dir": tmp_path}
+    async with BatchAgent.open(backend=ScriptedBackend(script), **start):
+        while len(ran) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    _, backend = await run(tmp_path, script, tools=[send])
+    assert "its outcome is unknown" in told(backend.requests[-1].messages)[1]
+    result, _ = await run(tmp_path, Say, tools=[send], worker=work, force_resume=True)
+    assert (result.output, ran) == (["ToolFailed", "OutcomeUnknown"], ["nobody", "x"])
+
+
 @pytest.mark.parametrize("format", range(1, 8))
 async def test_kept_answers_of_every_format_are_used_in_their_order(tmp_path: Path, format: int) -> None:
     shutil.copy(JOURNALS / f"format-{format}.db", tmp_path / "journal.db")

@@ -348,11 +348,13 @@ class Work:
         """Return the digest and number of a call that begins, and its recorded outcome. ``place`` is that in its
         answer."""
         loops, (key, past, wrote) = self.worker is None, replay.call(call.name, call.arguments)
+        unknown = UNKNOWN_OUTCOME.format(name=call.name) if wrote else ""
         # A failed row is retried: a failed read of its worker is made again, or it could never succeed.
         if past is not None and (past.ok or wrote or loops or not self.trail.retried):
-            outcome = CallOutcome(past.text, past.ok, images=past.images)
+            # The tool loop records the text that it tells its model as the end of an interrupted write.
+            outcome = CallOutcome(past.text, past.ok, images=past.images, unknown=wrote and past.text == unknown)
         elif wrote:
-            outcome = CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
+            outcome = CallOutcome(unknown, ok=False, unknown=True)
         else:
             return key, None
         if loops and (past is None or past.digest):  # the model must read the same text after the next resume

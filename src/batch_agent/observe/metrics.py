@@ -29,6 +29,7 @@ from batch_agent.events import (
     JobStarted,
     LimitChanged,
     ModelChosen,
+    RowTakenOver,
     RunFinished,
     RunStarted,
     SchemaUnsupported,
@@ -283,8 +284,9 @@ class Metrics(TypedSink):
         self.handlers = dict[type, Callable[[Any], None]].fromkeys(RARE, self._rare) | {
             AnswerRejected: self._answer_rejected,
             HealthChanged: self._health_changed,
-            JobFinished: self._job_finished,
+            JobFinished: lambda event: self.job_finished(event, event.at, event.run),
             JobStarted: self._job_started,
+            RowTakenOver: self._job_started,
             LimitChanged: self._limit_changed,
             RunStarted: self._run_started,
             ToolFinished: self._tool_finished,
@@ -572,9 +574,6 @@ class Metrics(TypedSink):
             if not agent.tools_open and agent.state == _WAITING:
                 agent.ready, agent.backoff = at, 0.0
                 self._move(agent, _QUEUED, at)
-
-    def _job_finished(self, event: JobFinished) -> None:
-        self.job_finished(event, event.at, event.run)
 
     def job_finished(self, row: JobFinished | AgentResult[object], at: float, run: str) -> None:
         # A row that never became an agent (too long, for example) still has a result.

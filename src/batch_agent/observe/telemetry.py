@@ -28,6 +28,7 @@ from batch_agent.events import (
     JobStarted,
     ListSink,
     ModelChosen,
+    RowTakenOver,
     RunStarted,
     TurnFailed,
     TurnFinished,
@@ -372,6 +373,7 @@ class OtelMetrics(ListSink):
         self._elsewhere: set[tuple[str, int]] = set()  # rows whose worker exports them
         self.handlers = {
             JobStarted: self._row_started,
+            RowTakenOver: self._row_started,
             TurnFinished: self._turn_ended,
             JobFinished: self._row_ended,
             TurnFailed: self._turn_failed,

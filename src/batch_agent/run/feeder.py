@@ -105,7 +105,7 @@ class Feeder:
         self._position = "0"
         self._heard = "0"  # position of the latest events of workers
         self._hearing = asyncio.Lock()
-        self._begun: set[int] = set()  # rows at workers in other processes whose start was passed on
+        self.begun: set[int] = set()  # unfinished rows whose JobStarted the sinks have got
         self.ok = self.failed = self.resumed = 0
 
     # The session
@@ -401,9 +401,9 @@ class Feeder:
 
     def _pass_event(self, event: Event) -> None:
         if isinstance(event, JobStarted):
-            if event.index in self._begun:  # another worker took the row over
+            if event.index in self.begun:  # another worker took the row over
                 return
-            self._begun.add(event.index)
+            self.begun.add(event.index)
             event = replace(event, elsewhere=True)
         self._emit.elsewhere(event)
 
@@ -486,7 +486,6 @@ class Feeder:
 
     def _finish(self, result: AgentResult[object], *, callback: bool = True) -> None:
         self.outstanding -= 1
-        self._begun.discard(result.index)
         self.ok += result.ok
         self.failed += not result.ok
         self.resumed += result.resumed
@@ -494,6 +493,7 @@ class Feeder:
         (self._delivery.deliver if callback else self._delivery.put)(result)
 
     def _tell_end(self, result: AgentResult[object]) -> None:
+        self.begun.discard(result.index)
         if self._traces is not None:
             self._traces.ended(self._run, result)
         self._emit.job_finished(result, self._clock(), self._run)
@@ -514,7 +514,7 @@ class Feeder:
         """Tell the start of a row that another process worked on, if that process has not sent it."""
         now, run, index = self._clock(), self._run, result.index
         self._emit.row_elsewhere(now, run, result)
-        if JobStarted in self._emit.sinks.wanted and index not in self._begun:
+        if JobStarted in self._emit.sinks.wanted and index not in self.begun:
             self._emit.elsewhere(JobStarted(now, run, index, result.job_id, elsewhere=True))
 
 

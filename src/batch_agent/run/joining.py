@@ -29,7 +29,7 @@ from batch_agent.record.control import NotAlive, Refused, ask
 from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
-from batch_agent.record.served import open_served
+from batch_agent.record.served import ServedStore, open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.recording import in_thread, versions
 from batch_agent.run.run import Run
@@ -120,8 +120,8 @@ class JoinedWorker:
     async def work(self) -> WorkReport:
         """Work on the run. Raises SpecError if this process cannot work on it, NoRunCame if there is no run."""
         facts = await self._facts()
-        if facts is None:
-            return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
+        if isinstance(facts, str):
+            return WorkReport(0, facts)
         refuse_damaged(facts)
         self._trust.check(facts)
         KEPT_HOSTFILES.set(self._trust.file(self._store.get_file))
@@ -149,26 +149,32 @@ class JoinedWorker:
             raise NoRunCame(f"the queue is empty, and the run had no feeder for {self._wait:g} s")
         return WorkReport(rows, why or "done")
 
-    async def _facts(self) -> JsonObject | None:
-        """Wait for a run and return its facts. None if the run is done, or if this worker is stopped."""
+    async def _facts(self) -> JsonObject | Over:
+        """Wait for a run that has rows to take, and return its facts, or the reason why there is nothing to do."""
         deadline, said = asyncio.get_running_loop().time() + self._wait, ""
         while not self._leaving.is_set():
-            facts = await in_thread(self._store.facts)
+            what, facts = "there is no run", await in_thread(self._store.facts)
             if facts is not None:
                 if facts.get("state") == "complete":
-                    return None
+                    return "done"
                 standing = await in_thread(self._store.standing)
                 left = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and (standing.feeder or left):
                     return facts
-            what = "there is no run" if facts is None else "the run has no feeder"
+                if standing.phase == "draining" and standing.feeder:
+                    return "the run is draining"
+                what = "the run has no feeder"
+                if standing.phase == "ended":
+                    if isinstance(self._store, ServedStore):  # its process ends: no new feeder can come
+                        return "the run has ended"
+                    what = f"the run has ended ({facts.get('state')}), and no process has resumed it"
             if asyncio.get_running_loop().time() >= deadline:
                 raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
             if what != said:
                 said = what
                 logger.warning("%s. This worker waits for %g s (--wait)", what, self._wait)
             await wait_event(self._leaving, LOOK)
-        return None
+        return "asked to leave"
 
 
 class WorkedStages:

@@ -26,7 +26,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import outlast, shielded, wait_event
 from batch_agent.dispatch.feed import Feed
 from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatch, SpecError, StoreError, WorkerFailed
-from batch_agent.events import JobStarted
+from batch_agent.events import JobStarted, RowTakenOver
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
 from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
@@ -54,7 +54,7 @@ T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 RENEWALS = 3  # per lease time
-Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
+Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
 
 
@@ -356,8 +356,9 @@ class Worker:
     ``keys`` and ``part_keys`` make the identities of rows, and of the parts of rows that do not fit. ``row_schema`` is
     that of the rows, if they are outputs of another stage. ``left`` returns the number of rows that were not started;
     None if it is unknown. ``tells``: the feeder is in another process, so this worker reports the ends of its rows.
-    ``retry_from`` is the option. ``on_unfinished`` is called with the result of a row that was interrupted: it is not
-    recorded, so that a resumed run works on the row."""
+    ``begun`` are the unfinished rows whose JobStarted the sinks have got, also from other processes. ``retry_from`` is
+    the option. ``on_unfinished`` is called with the result of a row that was interrupted: it is not recorded, so that a
+    resumed run works on the row."""
 
     def __init__(
         self,
@@ -371,6 +372,7 @@ class Worker:
         asks_first: bool,
         keys: Keys,
         part_keys: Keys,
+        begun: set[int],
         left: Callable[[], int | None] = lambda: None,
         tells: bool = True,
         retry_from: str = "auto",
@@ -379,7 +381,7 @@ class Worker:
         self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
         self._function, self._asks_first = function, asks_first
         self._keys, self._part_keys, self._left, self._tells = keys, part_keys, left, tells
-        self._retry_from = retry_from
+        self._begun, self._retry_from = begun, retry_from
         self.row_schema: OutputSchema[object] | None = None
         self.on_unfinished: Callable[[AgentResult[object]], None] = lambda result: None
         self._lead = resources.lead  # until the first agent with a request has started
@@ -660,9 +662,12 @@ class Worker:
         r, at = self._r, self._r.clock()
         r.emit.metrics.job_started(at, r.run, job.index, job.job_id)
         if JobStarted in r.emit.sinks.wanted:
-            r.emit.sinks(JobStarted(at, r.run, job.index, job.job_id))
+            kind = RowTakenOver if job.index in self._begun else JobStarted
+            self._begun.add(job.index)
+            r.emit.sinks(kind(at, r.run, job.index, job.job_id))
 
     def _tell(self, result: AgentResult[object]) -> None:
+        self._begun.discard(result.index)
         if self._r.traces is not None:
             self._r.traces.ended(self._r.run, result)
         self._r.emit.job_finished(result, self._r.clock(), self._r.run)

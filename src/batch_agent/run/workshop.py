@@ -82,6 +82,7 @@ class Workshop:
                 part_keys=Keys(rows_under(prepared, inner, part=True)),
                 left=lambda: None if feeder is None else feeder.left,
                 tells=feeder is None,
+                begun=set() if feeder is None else feeder.begun,
                 retry_from=spec.retry_from,
             )
             yield self.worker
