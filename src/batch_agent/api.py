@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from batch_agent.agent.prepare import Prepared
     from batch_agent.events import Sink
-    from batch_agent.observe.metrics import Statistics
+    from batch_agent.observe.statistics import Statistics
     from batch_agent.options import Worker
     from batch_agent.results import Results
     from batch_agent.run.interruption import Interruption

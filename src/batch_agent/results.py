@@ -21,7 +21,7 @@ from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import Column, Record, columns_of, complete_file, record_of
 from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
 from batch_agent.tools.execution import ToolStatistics

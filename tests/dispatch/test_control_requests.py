@@ -13,7 +13,7 @@ from batch_agent.errors import Unavailable
 from batch_agent.events import ControlFinished, Event
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply, Usage
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.testing import Cut, Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
 
 AWAY = 20.0  # seconds

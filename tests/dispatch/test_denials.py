@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Fleet
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
 
 STATUSES = [401, 403, 404]

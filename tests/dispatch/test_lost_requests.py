@@ -13,7 +13,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Observer, Policy
 from batch_agent.job import AgentResult
 from batch_agent.messages import Conversation, Message
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.testing.replies import ScriptedReply

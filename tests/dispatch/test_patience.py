@@ -10,7 +10,7 @@ import pytest
 
 from batch_agent import BatchAgent
 from batch_agent.job import AgentResult
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
 
 TWO_HOURS = 7_200

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import RecentError, Statistics
+from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.terminal import Screen
 from batch_agent.tools.execution import ToolStatistics
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from batch_agent.events import RunFinished, RunStarted, TurnFailed, TurnFinished
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.metrics import Metrics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import savings, summary_json, summary_lines
 from batch_agent.observe.text import dollars
 

@@ -2,8 +2,8 @@ import asyncio
 import threading
 from typing import Self
 
-from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.progress import Display, with_expected
+from batch_agent.observe.statistics import Statistics
 
 
 class FakeView:

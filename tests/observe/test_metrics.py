@@ -17,7 +17,8 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import MESSAGE_CHARACTERS, MOST_TOOLS, RECENT_ERRORS, Metrics, Statistics, ToolUse
+from batch_agent.observe.metrics import MESSAGE_CHARACTERS, MOST_TOOLS, RECENT_ERRORS, Metrics
+from batch_agent.observe.statistics import Statistics, ToolUse
 
 
 class Recorder:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batch_agent.observe.metrics import RecentError, Statistics
+from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.terminal import NotebookDisplay
 
 

@@ -7,8 +7,8 @@ import pytest
 from drawing import BUSY, drawn, tool
 
 from batch_agent.observe.history import PIECES, History, Pace, sparkline
-from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.stage_counts import StageCount
+from batch_agent.observe.statistics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.terminal import PlainDisplay, progress_line
 from batch_agent.observe.text import counted, cut, wrapped

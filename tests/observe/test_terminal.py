@@ -3,7 +3,7 @@ import io
 import pytest
 from drawing import BUSY, drawn, tool
 
-from batch_agent.observe.metrics import RecentError, Statistics
+from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.summary import error_line, summary_json, summary_lines
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, progress_line
 from batch_agent.observe.text import amount, duration, harmless, harmless_lines, rate

@@ -13,7 +13,7 @@ import pytest
 from batch_agent import AgentResult, BatchAgent, SpecError, Tool
 from batch_agent.events import Event, TurnFinished
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.testing import CallTools, Cut, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.testing.wire import Script
 

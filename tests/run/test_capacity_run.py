@@ -18,7 +18,7 @@ from batch_agent.errors import SpecError, Unavailable
 from batch_agent.events import Event, LimitChanged
 from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend
 from batch_agent.testing.clock import run_virtual

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -50,6 +51,7 @@ from batch_agent.messages import Usage
 from batch_agent.observe.event_lines import event_json, read_events
 from batch_agent.observe.prometheus import RunNumbers
 from batch_agent.record.address import StoreAddress, place_of
+from batch_agent.record.reader import open_run
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.testing import ScriptedServer
 
@@ -213,6 +215,27 @@ async def test_a_row_that_the_feeders_own_worker_takes_over_starts_once(shape: s
     assert Counter(event.index for event in seen.events if isinstance(event, JobStarted)) == Counter(range(rows))
     statistics = seen.run.statistics()
     assert (statistics.ended, statistics.done, statistics.alive) == ("complete", rows, 0)
+
+
+@pytest.mark.parametrize("shape", SHARED[1:])
+async def test_rows_that_the_feeders_own_worker_loses_end_once(shape: str, place: str) -> None:
+    script, seen = Script(), Observed()
+    async with at_work(script) as (server, extent):
+        given = options(server, shape, place, max_inflight=4 * ROWS)
+        del given["feed_only"]
+        running = asyncio.ensure_future(seen.work(given))
+        await until_second_turns(server, running)
+        await extent.enter_async_context(worker(place, server))
+        with open_run(place) as reader:
+            while len(await asyncio.to_thread(reader.workers)) < 2:
+                await asyncio.sleep(0.05)
+        time.sleep(1.5 * given["lease"])  # as if this process was suspended: its leases end
+        await until_second_turns(server, running, 2 * ROWS)  # the other worker has its rows
+        script.go_on.set()
+        await running
+    assert (seen.kinds["JobStarted"], seen.kinds["JobFinished"]) == (ROWS, ROWS)
+    told = seen.run.statistics()
+    assert (told.ended, told.started, told.done, told.interrupted) == ("complete", ROWS, ROWS, 0)
 
 
 @pytest.mark.parametrize("shape", SHARED)

@@ -13,8 +13,8 @@ from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.errors import Rejected
 from batch_agent.events import CacheRead, Event, HealthChanged
 from batch_agent.messages import Conversation, Message, Reply
-from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.prometheus import RunNumbers
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_lines
 from batch_agent.run.cache_watch import PrefixWatch
 from batch_agent.scheduler.admission import KvCounts

@@ -15,7 +15,7 @@ from batch_agent.cli.main import main
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
 from batch_agent.job import AgentResult
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.record.reader import look
 from batch_agent.testing import CallTools, Cut, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 

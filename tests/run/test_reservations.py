@@ -17,7 +17,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.prices import Prices, TokenPrices
 from batch_agent.dispatch.prompt_sizes import PromptSizes, client_size
 from batch_agent.messages import IMAGE_TOKENS, Conversation, Message, Sealed, Usage
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.testing import Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batch_agent import AgentResult, BatchAgent, SpecError, StoreError, Tool, ToolContext
-from batch_agent.observe.metrics import Prewarm, Statistics
+from batch_agent.observe.statistics import Prewarm, Statistics
 from batch_agent.observe.summary import summary_lines
 from batch_agent.testing import CallTools, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.tools import read_file

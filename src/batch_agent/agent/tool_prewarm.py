@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall
-from batch_agent.observe.metrics import Prewarm
+from batch_agent.observe.statistics import Prewarm
 from batch_agent.record.earlier import EarlierCalls
 from batch_agent.record.keys import row_of
 from batch_agent.spec import BatchSpec

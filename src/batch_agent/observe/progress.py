@@ -18,7 +18,7 @@ from functools import partial
 from typing import Self, TextIO
 
 from batch_agent.blocking import in_thread
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.terminal import LiveDisplay, NotebookDisplay, PlainDisplay, TerminalDisplay, publisher
 
 MOMENT = 1.5  # seconds after which a run is shown by default

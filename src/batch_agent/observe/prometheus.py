@@ -28,7 +28,7 @@ from batch_agent.events import (
     TurnFinished,
 )
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.version import __version__
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import cache_json, usage_json
 from batch_agent.record.timeline import SAMPLE, Line
 from batch_agent.scheduler.server import Endpoint

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from batch_agent.events import CacheRead
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics, ToolUse
+from batch_agent.observe.statistics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_agent.observe.history import sparkline
-from batch_agent.observe.metrics import RecentError, Statistics
+from batch_agent.observe.statistics import RecentError, Statistics
 from batch_agent.observe.summary import (
     cache,
     error_line,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from batch_agent.agent.prepare import Prepared
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.record.timeline import Line
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
 from batch_agent.events import Held, Sink
-from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
+from batch_agent.observe.statistics import Statistics
 from batch_agent.spec import BatchSpec
 
 if TYPE_CHECKING:

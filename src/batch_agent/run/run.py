@@ -46,7 +46,8 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Clock, Emit, Metrics, Recorder, Statistics
+from batch_agent.observe.metrics import Clock, Emit, Metrics, Recorder
+from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
 from batch_agent.record.address import directory_of
@@ -707,20 +708,18 @@ class Run(Generic[T]):
 
     async def _deliver_interrupted(self) -> None:
         """Deliver the rows of a run that was cancelled: those that are recorded, and the others as Interrupted."""
-        if not self._cancelled:  # else the Run was left, and results are no longer taken
-            await self._delivery.cancel()
-            return
-        if self._journal is not None and not self._journal.in_memory:
-            await to_its_end(self._journal.flush())
-        if self._feeder is not None and self._workshop is not None and self._workshop.worker is not None:
-            self._feeder.deliver_recorded(callback=False)
-            for result in self._workshop.worker.interrupt("the run was cancelled before this job finished"):
-                self._feeder.finish_unrecorded(result, self._delivery.put)
+        if self._cancelled:  # else the Run was left, and results are no longer taken
+            if self._journal is not None:
+                await to_its_end(self._journal.flush())
+            if self._feeder is not None and self._workshop is not None and self._workshop.worker is not None:
+                self._feeder.deliver_recorded(callback=False)
+                for result in self._workshop.worker.interrupt("the run was cancelled before this job finished"):
+                    self._feeder.finish_unrecorded(result, self._delivery.put)
         await self._delivery.cancel()
 
     async def _leave(self) -> None:
         """Hand back rows, after everything that is recorded of them is written."""
-        if self._journal is not None and not self._journal.in_memory:
+        if self._journal is not None:
             await to_its_end(self._journal.flush())
         if self._leases is not None:
             await self._leases.close()

@@ -465,13 +465,17 @@ class Worker:
         return results
 
     def _drop(self, index: int) -> None:
-        """End a row that another process took over: nothing more of it is recorded, and it has no result here."""
+        """End a row that another process took over: nothing more of it is recorded, and it has no result here. A feeder
+        in this process tells its end when that is recorded."""
         agent = self.live.pop(index, None)
         if agent is not None:
             for task in agent.tasks:
                 task.cancel()
             agent.fail(Interrupted("another process works on this row now"))
-            self._tell(agent.result())
+            if self._tells:
+                self._tell(agent.result())
+            else:
+                self._r.emit.row_left(self._r.clock(), self._r.run, index)
 
     # Control
 

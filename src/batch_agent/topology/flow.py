@@ -35,8 +35,8 @@ from batch_agent.events import Sink
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.stage_counts import StageCount
+from batch_agent.observe.statistics import Statistics
 from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line

@@ -15,7 +15,7 @@ from batch_agent.compiler.fields import fields_of
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError
 from batch_agent.job import AgentError, AgentResult, Failure, Placed
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.statistics import Statistics
 from batch_agent.run.run import Run
 
 

@@ -18,8 +18,8 @@ from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.files.inputs import rows_from
 from batch_agent.job import AgentResult
-from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.progress import ProgressDisplay
+from batch_agent.observe.statistics import Statistics
 from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.run.interruption import Interruption, interrupted_words
 from batch_agent.topology.flow import Flow

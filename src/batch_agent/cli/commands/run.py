@@ -59,8 +59,8 @@ from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
-from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
+from batch_agent.observe.statistics import RecentResult, Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
 from batch_agent.observe.text import counted, harmless, rows
