@@ -212,7 +212,7 @@ class Dispatching(RuleBasedStateMachine):
 
 TestDispatching = Dispatching.TestCase
 TestDispatching.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -194,4 +194,4 @@ def test_a_pinned_ticket_that_was_set_aside_waits_with_the_others_when_an_endpoi
 
 
 TestTickets = Tickets.TestCase
-TestTickets.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTickets.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
