@@ -64,10 +64,11 @@ async def engine() -> AsyncIterator[LocalBackend]:
         yield backend
 
 
+@slow
 async def test_every_constrained_agent_gives_a_valid_answer_and_the_prefix_is_computed_once(
     engine: LocalBackend,
 ) -> None:
-    replies = await asyncio.gather(*(engine.infer(ticket(number)) for number in range(5)))
+    replies = await asyncio.gather(*(engine.infer(ticket(number)) for number in range(8)))
     for reply in replies:
         Ticket.model_validate_json(reply.text)
     usage = sum((reply.usage for reply in replies), Usage())
@@ -195,6 +196,7 @@ async def test_a_cancelled_request_gives_its_place_up(engine: LocalBackend) -> N
         assert hog.cancelled()
 
 
+@slow
 async def test_a_seed_repeats_a_sample_and_no_temperature_is_greedy(engine: LocalBackend) -> None:
     def sampled(seed: int | None) -> RequestShape:
         return RequestShape(
