@@ -362,7 +362,7 @@ async def test_the_reason_is_shown_when_every_worker_process_refuses(
     monkeypatch.delenv("ONLY_ONCE")
     async with ScriptedServer(echo, models=["m"]) as server:
         with pytest.raises(RunRejected, match=r"only_once:tool cannot be imported.*for the first process"):
-            await BatchAgent.run(**options(server, 2, processes=1, tools=[only_once.tool]))
+            await BatchAgent.run(**options(server, 2, processes=2, tools=[only_once.tool]))
     assert server.received == 0
 
 
