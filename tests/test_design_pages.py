@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "design").glob("*.md"))]
 BACK_TICKS = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[a-z_0-9]+(?:/[a-z_0-9]+)*(?:\.py|/)")
 CLASS = re.compile(r"(?:[A-Z][a-z0-9]+){2,}(?:\.[a-z_]+)*")
+DEFINED = re.compile(r"^ *(?:class (\w+)|([A-Z]\w+)(?:: [^=\n]+)? = )", re.MULTILINE)
 # Names of other programs and of wire formats that look like classes of ours.
 FOREIGN = {
     *("TaskGroup", "TypeAdapter", "TypedDict", "ValueError", "KeyboardInterrupt", "CancelledError", "TimeoutError"),
@@ -33,17 +33,10 @@ FOREIGN = {
 
 @cache
 def defined() -> set[str]:
-    """Every name that a module of the package or of the tests defines at its top or in a class."""
-    names: set[str] = set()
-    for folder in (SOURCE, ROOT / "tests", ROOT / "benchmarks"):
-        for path in folder.rglob("*.py"):
-            names.add(path.stem)
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    names.add(node.name)
-                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    names.add(node.id)
-    return names
+    """Every class, and every other name that is given a value, of the package, the tests and the benchmarks."""
+    folders = (SOURCE, ROOT / "tests", ROOT / "benchmarks")
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    return {found[1] or found[2] for text in texts for found in DEFINED.finditer(text)}
 
 
 @cache

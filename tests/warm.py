@@ -26,7 +26,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LONGEST = 200_000  # bytes of a message
-IMPORTS = ("pytest", "batch_agent.cli.commands.run", "batch_agent.run.run", "batch_agent.testing")
+IMPORTS = (
+    *("pytest", "batch_agent.cli.main", "batch_agent.cli.commands.run", "batch_agent.cli.commands.work"),
+    *("batch_agent.run.run", "batch_agent.run.joining", "batch_agent.testing"),
+    *("batch_agent.backends.engines.vllm", "docstring_parser"),
+)
 
 
 class WarmProcess:

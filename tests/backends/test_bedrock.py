@@ -7,9 +7,7 @@ import json
 import sys
 from typing import Any
 
-import boto3
 import pytest
-from botocore.config import Config
 
 from backends.test_bedrock_contract import CALLS, frames, in_pieces, own_credentials, whole  # noqa: F401  a fixture
 from batch_agent import BatchAgent, Tool
@@ -26,6 +24,9 @@ CLAUDE = "us.anthropic.claude-sonnet-4-5-20250929-v1:0"
 
 
 def client(server: WireServer) -> Any:
+    import boto3
+    from botocore.config import Config
+
     config = Config(retries={"max_attempts": 1}, connect_timeout=5, read_timeout=5)
     return boto3.client(
         "bedrock-runtime", region_name="us-east-1", endpoint_url=f"http://127.0.0.1:{server.port}", config=config

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.backends.simulated.core import Sequence, SimulatedEngine, SimulatedStep
 from batch_agent.backends.simulated.model import EngineModel
@@ -105,7 +106,7 @@ def play(model: EngineModel, script: list[tuple[str, object]]) -> list[object]:
     return trace
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(actions, st.sampled_from(["fcfs", "priority"]), st.booleans())
 def test_whatever_happens_memory_is_kept_and_every_request_ends_once_and_the_same_way_again(
     script: list[tuple[str, object]], policy: str, caching: bool

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import signal
@@ -13,8 +14,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 from commandline import Outcome, batch_agent, read_results, rows, serving, started
+from tests.warm import start
 
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ToolUse
+
+FULL = Path("/dev/full")  # a disk without space
 
 
 async def test_results_go_to_standard_output_and_nothing_else_does(tmp_path: Path) -> None:
@@ -120,15 +124,14 @@ async def test_the_limit_holds_for_csv_and_inline_inputs(tmp_path: Path) -> None
 async def test_a_reader_that_has_seen_enough_ends_the_run_quietly(tmp_path: Path) -> None:
     rows(tmp_path, *map(str, range(200)))
     async with serving(tmp_path, spec="max_inflight: 2\n") as server:
-        process = await asyncio.create_subprocess_shell(
-            f"{sys.executable} -m batch_agent run spec.yaml --inputs rows.jsonl | head -1",
-            cwd=tmp_path,
-            stdout=PIPE,
-            stderr=PIPE,
-        )
-        stdout, stderr = await process.communicate()
+        reads, writes = os.pipe()
+        with os.fdopen(reads, "rb", 0) as reader:
+            words = ("-m", "batch_agent", "run", "spec.yaml", "--inputs", "rows.jsonl")
+            process = await start(*words, cwd=tmp_path, stdout=writes, stderr=PIPE)
+            os.close(writes)
+            await asyncio.to_thread(reader.readline)
+        _, stderr = await process.communicate()
         await server.wait_idle()
-    assert stdout.count(b"\n") == 1
     assert b"Traceback" not in stderr and b"Broken" not in stderr
     assert server.received < 200
 
@@ -300,7 +303,11 @@ async def shell(directory: Path, line: str) -> Outcome:
 
 async def test_a_run_that_nobody_hears_of_has_its_results_and_its_status(tmp_path: Path) -> None:
     async with serving(tmp_path, lambda request: Say(request.text.upper()), "inputs: [a, b]\n"):
-        outcome = await shell(tmp_path, "run spec.yaml 2>/dev/full")
+        with FULL.open("wb") as full:
+            words = ("-m", "batch_agent", "run", "spec.yaml")
+            process = await start(*words, cwd=tmp_path, stdout=PIPE, stderr=full.fileno())
+        stdout, _ = await process.communicate()
+        outcome = Outcome(process.returncode, stdout.decode(), "")
         in_file = await shell(tmp_path, "run spec.yaml --output out.jsonl 2>&- <&-")
     assert (outcome.code, [result["output"] for result in outcome.results]) == (0, ["SAY A", "SAY B"])
     assert (in_file.code, len(read_results((tmp_path / "out.jsonl").read_text()))) == (0, 2)
@@ -317,10 +324,13 @@ async def test_a_closed_standard_output_is_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["run spec.yaml --dry-run", "run spec.yaml"])
 async def test_a_full_standard_output_is_one_line_and_exit_status_1(tmp_path: Path, what: str) -> None:
     async with serving(tmp_path, lambda _: Say("fine"), "inputs: [a]\n"):
-        outcome = await shell(tmp_path, f"{what} >/dev/full")
-    assert outcome.code == 1
-    assert outcome.stderr.splitlines()[-1].startswith("batch-agent: cannot write")
-    assert "Traceback" not in outcome.stderr and "No space left" in outcome.stderr
+        with FULL.open("wb") as full:
+            words = ("-m", "batch_agent", *what.split())
+            process = await start(*words, cwd=tmp_path, stdout=full.fileno(), stderr=PIPE)
+        stderr = (await process.communicate())[1].decode()
+    assert process.returncode == 1
+    assert stderr.splitlines()[-1].startswith("batch-agent: cannot write")
+    assert "Traceback" not in stderr and "No space left" in stderr
 
 
 async def test_the_numbers_and_the_events_of_a_run_leave_the_process(tmp_path: Path) -> None:

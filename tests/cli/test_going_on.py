@@ -22,7 +22,7 @@ from redis_servers import needs_redis
 
 SPECS = {
     "alone": "task: Say {word}\n",
-    "processes": "task: Say {word}\nprocesses: 2\n",
+    "processes": "task: Say {word}\nprocesses: 1\n",
     "redis": "task: Say {word}\n",
     "pipeline": "stages:\n  - map: {name: say, task: 'Say {word}'}\n  - map: {name: sum, task: 'Sum {input}'}\n",
 }

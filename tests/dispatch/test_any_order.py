@@ -12,6 +12,7 @@ from math import inf
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.examples import examples
 
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy
@@ -212,7 +213,7 @@ class Dispatching(RuleBasedStateMachine):
 
 TestDispatching = Dispatching.TestCase
 TestDispatching.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(100), stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
@@ -142,7 +143,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(operations)
 def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: list[tuple[str, int]]) -> None:
     async def scenario() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.errors import SpecError
 from batch_agent.files import read_inputs
@@ -18,7 +19,7 @@ JSON = st.recursive(
 ROWS = st.lists(st.text() | st.dictionaries(st.text(), JSON), max_size=5)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(ROWS, st.sampled_from([None, 1, "\t"]), st.booleans(), st.integers(1, 7))
 def test_rows_are_the_same_wherever_the_file_is_cut_into_chunks(
     rows: list[object], indent: int | str | None, ascii_only: bool, size: int

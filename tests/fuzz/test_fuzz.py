@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from tests.examples import examples
 from tests.fuzz.inputs import inputs
 from tests.fuzz.targets import CORPUS, EXAMPLES, TARGETS, corpus
 
@@ -22,7 +23,7 @@ def test_what_once_failed_does_not_fail_again(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_are_read_or_refused(name: str) -> None:
     @given(inputs(name))
-    @settings(max_examples=EXAMPLES.get(name, 100), database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(EXAMPLES.get(name, 100)), database=None, suppress_health_check=list(HealthCheck))
     def holds(data: bytes) -> None:
         TARGETS[name](data)
 

@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import aiohttp
 import pytest
 from collector import attributes, collecting
-from tests.tools.mcp_tools.conftest import command
+from tests.tools.mcp_tools.conftest import PLAIN_SERVER
 
 from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError, Tool, ToolContext
 from batch_agent.events import Event, Held, JobFinished, JobStarted, RowTakenOver, RunStarted, Sinks
@@ -54,9 +55,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_sdk
-async def test_an_mcp_server_is_told_the_span_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_mcp_server_is_told_the_span_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("mcp")
-    tools = Tool.mcp(command("stdio"))
+    tools = Tool.mcp(PLAIN_SERVER, env={"NOTES": str(tmp_path / "notes")})
 
     def ask(request: Request) -> Say:
         return CallTools(ToolUse("which_trace", {})) if request.turn == 0 else Say("done")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
+from tests.examples import examples
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, NotJSON, OutputError
@@ -267,7 +268,7 @@ def test_a_long_truncated_answer_is_completed_without_the_slow_library() -> None
     assert len(parsed.value) == len(rows)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.text(st.sampled_from("{}[]\"':,\\ \n`ab1/<>-#"), max_size=60),
     st.sampled_from([Review, Node, list[int], int, {}]),
@@ -283,7 +284,7 @@ def test_whatever_a_model_writes_ends_in_a_value_or_an_output_error(text: str, k
 VALID = json.dumps({"name": 'root "x"', "children": [{"name": "é{", "children": []}, {"name": "b"}]})
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_mutated_answer_ends_in_a_value_or_an_output_error(data: st.DataObject) -> None:
     text = list(VALID)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from redis_servers import needs_redis, redis_server
 from test_broken_stores import ToyPlace
 from test_run_stores import NAMES, DirectoryPlace, MemoryPlace, RedisPlace, ServedDirectoryPlace
+from tests.examples import examples
 from toy_store import ToyStore
 
 from batch_agent.record.address import StoreAddress
@@ -180,12 +181,12 @@ class Leases(RuleBasedStateMachine):
         return (row.lease.row, row.lease.token) in self.expired
 
 
-def play(make_place: Callable[[], StorePlace], examples: int) -> None:
+def play(make_place: Callable[[], StorePlace], most: int) -> None:
     Leases.make_place = staticmethod(make_place)  # type: ignore[method-assign]
     run_state_machine_as_test(
         Leases,
         settings=settings(
-            max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(most), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.errors import StoreError
 from batch_agent.job import AgentError
@@ -249,7 +250,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.floats(0, 1))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_prefix_of_the_log_holds_a_prefix_of_the_commits(killed: Path, share: float) -> None:
     log = killed.with_name("journal.db-wal").read_bytes()
     copy = killed.parent / "prefix.db"
@@ -268,7 +269,7 @@ def test_any_prefix_of_the_log_holds_a_prefix_of_the_commits(killed: Path, share
 
 
 @given(st.floats(0, 0.999))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_that_was_cut_off_is_refused_or_holds_true_answers(tmp_path: Path, share: float) -> None:
     path = tmp_path / "whole.db"
     if not path.exists():
@@ -328,7 +329,7 @@ def changed(path: Path, statement: str, *values: object) -> Path:
 
 
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_is_an_error_or_costs_one_row_that_is_named(
     recorded: Path, caplog: pytest.LogCaptureFixture, place: float, bit: int
 ) -> None:
@@ -406,7 +407,7 @@ def test_a_damaged_table_of_shares_is_an_error(recorded: Path) -> None:
 
 
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_in_the_log_of_a_killed_run_loses_the_last_commit_at_most(
     killed: Path, place: float, bit: int
 ) -> None:

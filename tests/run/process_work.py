@@ -1,12 +1,18 @@
-"""What worker processes import in ``test_processes``: a tool that writes, and a stage of a pipeline."""
+"""Worker processes that start at once, and what they import in tests: a tool that writes."""
 
 from __future__ import annotations
 
 import os
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
+from typing import cast
+
+from tests.warm import start
 
 from batch_agent import Tool
+from batch_agent.run.crew import ProcessCrew
 
+ROOT = Path(__file__).parents[2]
 NOTES = "BATCH_AGENT_TEST_NOTES"  # names the file of the notes
 
 
@@ -24,3 +30,19 @@ def note(row: str) -> str:
 def notes() -> list[str]:
     path = Path(os.environ[NOTES])
     return path.read_text().split() if path.exists() else []
+
+
+class WarmCrew(ProcessCrew):
+    """The worker processes of ``processes=2``, but copies of a process that has imported the package."""
+
+    def __init__(self, modules: Path = ROOT) -> None:
+        super().__init__(2)
+        self._modules = modules
+
+    async def _start(self) -> Process:
+        words = ("-m", "batch_agent", "work", self._place, "--import-from", str(self._modules))
+        return cast(Process, await start(*words, cwd=ROOT, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes.values()]

@@ -47,7 +47,7 @@ def test_a_hundred_rows_are_all_in_flight_at_once_or_nearly() -> None:
 
 def test_the_number_is_found_and_the_run_says_how() -> None:
     async def go() -> tuple[Statistics, list[Event]]:
-        _, statistics, events = await finish(SimulatedBackend(EngineModel(max_num_seqs=1024)), 3_000)
+        _, statistics, events = await finish(SimulatedBackend(EngineModel(max_num_seqs=1024)), 2_000)
         return statistics, events
 
     statistics, events = run_virtual(go())
@@ -88,7 +88,7 @@ def test_a_server_that_takes_few_is_found_out_and_no_row_is_lost() -> None:
         running -= 1
 
     retries = []
-    for _ in range(5):  # waits are random
+    for _ in range(3):  # waits are random
         running = 0
         results, statistics, _ = run_virtual(finish(ScriptedBackend(answer), 1_000))
         assert all(result.ok for result in results)
@@ -323,7 +323,7 @@ def test_the_knee_is_found_once_and_remembered(cache: Path) -> None:
 def test_another_model_is_another_entry(cache: Path) -> None:
     for name in ("a", "b"):
         engine = EngineModel(max_num_seqs=64, name=name)
-        run_virtual(finish(SimulatedBackend(engine), 1_500, calibrate_backend=True))
+        run_virtual(finish(SimulatedBackend(engine), 800, calibrate_backend=True))
     assert len(json.loads(cache.read_text())) == 2
 
 

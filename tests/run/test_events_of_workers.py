@@ -31,7 +31,6 @@ from tests.run.test_numbers import (
     until_second_turns,
     worker,
 )
-from tests.run.test_processes import workers_of
 
 from batch_agent import BatchAgent
 from batch_agent.events import (
@@ -173,12 +172,13 @@ async def test_a_continued_session_shows_only_what_it_has_done(shape: str, place
 async def test_no_event_of_a_killed_worker_comes_twice(shape: str, place: str) -> None:
     script, seen = Script(), Observed()
     async with at_work(script) as (server, extent):
-        running = asyncio.ensure_future(seen.work(options(server, shape, place)))
+        given = options(server, shape, place)
+        running = asyncio.ensure_future(seen.work(given))
         if shape == "Redis":
             victim = await extent.enter_async_context(worker(place, server))
         await until_second_turns(server, running)
         if shape == "processes":
-            victim = workers_of(os.getpid())[0]
+            victim = given["cluster"].pids[0]
         os.kill(victim, signal.SIGKILL)
         script.go_on.set()
         if shape == "Redis":

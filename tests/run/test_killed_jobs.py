@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests import warm
 from tests.record.redis_servers import RedisServer, needs_redis
-from tests.run.test_processes import workers_of
+from tests.run.process_work import WarmCrew
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.record.reader import look
@@ -117,9 +117,10 @@ async def test_a_run_in_redis_that_is_killed_and_stopped_buys_nothing_twice(redi
 
 async def test_the_job_of_a_killed_worker_process_is_found_by_the_worker_that_takes_its_rows() -> None:
     async with HeldServer(echo) as server:
-        running = asyncio.ensure_future(work({"backend": server.openai_url, "processes": 2, "lease": 2.0}))
+        crew = WarmCrew()
+        running = asyncio.ensure_future(work({"backend": server.openai_url, "cluster": crew, "lease": 2.0}))
         await server.is_asked(running.done)
-        os.kill(workers_of(os.getpid())[0], signal.SIGKILL)
+        os.kill(crew.pids[0], signal.SIGKILL)
         server.held = "nothing"
         await running
     assert server.bought == Counter(ROWS)
@@ -127,7 +128,7 @@ async def test_the_job_of_a_killed_worker_process_is_found_by_the_worker_that_ta
 
 async def test_without_a_record_that_lasts_the_job_of_a_stopped_run_is_cancelled() -> None:
     async with HeldServer(echo) as server:
-        running = asyncio.ensure_future(work({"backend": server.openai_url, "processes": 1}))
+        running = asyncio.ensure_future(work({"backend": server.openai_url, "cluster": WarmCrew()}))
         await server.is_asked(running.done)
         running.cancel()
         await asyncio.wait([running])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from tests.record.redis_servers import needs_redis
-from tests.run.process_work import NOTES, note
-from tests.run.test_processes import ROOT, looks_joined, process, row_of, workers_of
+from tests.run.process_work import NOTES, ROOT, WarmCrew, note
+from tests.run.test_processes import looks_joined, process, row_of, workers_of
 
 from batch_agent import BatchAgent, Pipeline
 from batch_agent.events import Event, TurnFinished
@@ -49,7 +49,9 @@ def place(shape: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
 
 def options(server: ScriptedServer, shape: str, place: str, **others: Any) -> dict[str, Any]:
     given = {"task": "Do {input}", "inputs": [f"row-{n}" for n in range(ROWS)], "backend": server.backend_url}
-    own = {"processes": {"processes": 2, "lease": 2.0}, "Redis": {"feed_only": True, "lease": 2.0}}.get(shape, {})
+    own = {"processes": {"cluster": WarmCrew(), "lease": 2.0}, "Redis": {"feed_only": True, "lease": 2.0}}.get(
+        shape, {}
+    )
     common = {"tools": [note], "max_turns": 3, "max_inflight": ROWS, "prices": PRICES}
     return {**given, **common, "model": "m", "run_dir": place, "progress": False, **own, **others}
 
@@ -134,12 +136,13 @@ async def test_what_a_killed_worker_recorded_is_in_the_sum_of_all_sessions(shape
     script = Script()
     async with AsyncExitStack() as extent:
         server = await extent.enter_async_context(ScriptedServer(script, models=["m"]))
-        running = asyncio.ensure_future(BatchAgent.run(**options(server, shape, place)))
+        given = options(server, shape, place)
+        running = asyncio.ensure_future(BatchAgent.run(**given))
         if shape == "Redis":
             victim = await extent.enter_async_context(worker(place, server))
         await until_second_turns(server, running)
         if shape == "processes":
-            victim = workers_of(os.getpid())[0]
+            victim = given["cluster"].pids[0]
         os.kill(victim, signal.SIGKILL)
         assert look(place).progress.tokens == ROWS * EACH
         script.go_on.set()
@@ -161,7 +164,8 @@ async def test_a_session_counts_only_what_it_paid_and_the_record_everything(shap
     script = Script()
     async with AsyncExitStack() as extent:
         server = await extent.enter_async_context(ScriptedServer(script, models=["m"]))
-        given = json.dumps({**options(server, shape, place), "tools": None})
+        own = {"cluster": None, "processes": 2} if shape == "processes" else {}
+        given = json.dumps({**options(server, shape, place), "tools": None, **own})
         fed = await extent.enter_async_context(process("-m", "tests.run.test_numbers", given))
         running = asyncio.ensure_future(fed.wait())
         victims = [fed.pid]

@@ -10,12 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
 
 import pytest
-from tests.run.process_work import NOTES, note, notes
+from tests.run.process_work import NOTES, ROOT, WarmCrew, note, notes
 from tests.warm import WarmProcess, start
 
 from batch_agent import BatchAgent, BatchSpec, Pipeline, SpecError, Tool
@@ -30,7 +31,6 @@ from batch_agent.run.recording import facts_for_workers, versions
 from batch_agent.run.trust import Trust
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse, virtual_clock
 
-ROOT = Path(__file__).parents[2]
 USAGE = Usage(60, completion_tokens=30)
 EACH = USAGE.prompt_tokens + USAGE.completion_tokens
 
@@ -113,7 +113,7 @@ async def test_two_processes_do_every_stage_of_a_pipeline(tmp_path: Path) -> Non
     async with ScriptedServer(echo, models=["m"]) as server:
         rows = Pipeline([f"row-{n}" for n in range(10)])
         stages = rows.map(name="first", task="Do {input}").map(name="second", task="Check {input}")
-        outcome = await stages.run(backend=server.backend_url, model="m", processes=2, run_dir=tmp_path / "run")
+        outcome = await stages.run(backend=server.backend_url, model="m", cluster=WarmCrew(), run_dir=tmp_path / "run")
     assert outcome.outputs == expected(10)
     assert server.received == 20
 
@@ -128,16 +128,16 @@ async def test_a_worker_process_that_is_killed_loses_no_row_and_no_write(tmp_pat
         await go_on.wait()
         return Say(f"said {row_of(request)}")
 
+    crew = WarmCrew()
     async with ScriptedServer(script, models=["m"]) as server:
-        given = options(server, 8, processes=2, tools=[note], max_turns=3, run_dir=tmp_path / "run", lease=2.0)
+        given = options(server, 8, cluster=crew, tools=[note], max_turns=3, run_dir=tmp_path / "run", lease=2.0)
         running = asyncio.ensure_future(BatchAgent.run(**given))
         waiting = asyncio.ensure_future(
             server.wait_until(lambda: sum(request.turn > 0 for request in server.requests) >= 8)
         )
         await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
-        victims = workers_of(os.getpid())
-        assert len(victims) == 2
-        os.kill(victims[0], signal.SIGKILL)
+        assert len(crew.pids) == 2
+        os.kill(crew.pids[0], signal.SIGKILL)
         go_on.set()
         results = await running
     assert [result.output for result in results] == expected(8)
@@ -166,13 +166,13 @@ async def test_a_function_that_workers_cannot_import_is_refused_by_name_before_a
 
 async def test_the_budget_is_one_for_all_processes(tmp_path: Path) -> None:
     async with ScriptedServer(echo, models=["m"]) as server:
-        limited = options(server, 60, processes=2, max_total_tokens=20 * EACH, max_tokens=40, run_dir=tmp_path / "run")
-        results = await BatchAgent.run(**limited)
+        limited = options(server, 60, max_total_tokens=20 * EACH, max_tokens=40, run_dir=tmp_path / "run")
+        results = await BatchAgent.run(**limited, cluster=WarmCrew())
         assert results.summary.statistics.ended == "out of budget"
         assert 0 < server.received * EACH <= 20 * EACH
         before = server.received
         assert look(tmp_path / "run").latest.tokens <= 20 * EACH
-        again = await BatchAgent.run(**{**limited, "max_total_tokens": None, "resume": True})
+        again = await BatchAgent.run(**{**limited, "max_total_tokens": None, "resume": True}, cluster=WarmCrew())
     assert [result.output for result in again] == expected(60)
     assert server.received == 60 and before < 60
 
@@ -238,7 +238,7 @@ async def test_after_a_kill_of_the_feeder_its_workers_leave_and_only_what_is_not
                 await asyncio.sleep(0.01)
         sent = server.received
         go_on.set()
-        again = await BatchAgent.run(**options(server, 20, processes=2, run_dir=run_dir, resume=True))
+        again = await BatchAgent.run(**options(server, 20, cluster=WarmCrew(), run_dir=run_dir, resume=True))
     assert [result.output for result in again] == expected(20)
     assert sum(result.resumed for result in again) == 10
     assert server.received == sent + 10
@@ -389,8 +389,8 @@ if __name__ == "__main__":
     asyncio.run(feed(*sys.argv[1:]))
 
 
+@pytest.mark.skipif(find_spec("openvino_genai") is None, reason="the embedded engine is not installed")
 def test_a_worker_has_the_embedded_model_that_the_feeder_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openvino_genai")
     monkeypatch.delenv("BATCH_AGENT_BACKEND", raising=False)
     feeders = with_model(prepare(BatchSpec(task="Sum up {input}", inputs=["a"])), "smollm2")
     facts = {"versions": versions(), "fingerprint": fingerprint_of(feeders).hex(), "model": feeders.model}

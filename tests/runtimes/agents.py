@@ -26,7 +26,7 @@ def runtime(kind: str, folder: Path, **options: Any) -> CommandLineRuntime:
     program = folder / "bin" / kind
     program.parent.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).with_name("fake_agent.py").read_text()
-    program.write_text(f"#!{sys.executable}\n{source}")
+    program.write_text(f"#!{sys.executable} -IS\n{source}")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return KINDS[kind](**{f"{kind}_bin": str(program), "timeout": 60.0, **options})
 

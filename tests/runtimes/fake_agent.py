@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tomllib
-import urllib.request
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 
-def sent(url: str, key: str, body: dict[str, Any]) -> Any:
+def sent(url: str, key: str, body: dict[str, Any]) -> bytes:
     head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head))
+    host, _, path = url.removeprefix("http://").partition("/")
+    connection = HTTPConnection(host)
+    connection.request("POST", f"/{path}", json.dumps(body).encode(), head)
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.status
+    return answer.read()
 
 
 def ask(url: str, key: str, body: dict[str, Any]) -> Any:
-    with sent(url, key, body) as answer:
-        return json.loads(answer.read())
+    return json.loads(sent(url, key, body))
 
 
 def opencode(prompt: str) -> str:
@@ -32,8 +34,8 @@ def opencode(prompt: str) -> str:
     model = sys.argv[sys.argv.index("--model") + 1].removeprefix("batch/")
     assert model in provider["models"]
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0, "stream": True}
-    with sent(options["baseURL"] + "/chat/completions", options["apiKey"], body) as answer:
-        lines = [line.removeprefix(b"data: ") for line in answer.read().splitlines() if line.startswith(b"data: {")]
+    answer = sent(options["baseURL"] + "/chat/completions", options["apiKey"], body)
+    lines = [line.removeprefix(b"data: ") for line in answer.splitlines() if line.startswith(b"data: {")]
     choices = [choice for line in lines for choice in json.loads(line)["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
@@ -49,6 +51,8 @@ def claude(prompt: str) -> str:
 def codex(prompt: str) -> str:
     if Path(os.environ["CODEX_HOME"], "auth.json").exists():
         return "env"
+    import tomllib
+
     config = tomllib.loads(Path(os.environ["CODEX_HOME"], "config.toml").read_text())
     provider = config["model_providers"][config["model_provider"]]
     body = {"model": config["model"], "input": prompt}
@@ -90,6 +94,8 @@ def main() -> int:
         sys.stdout.buffer.write(b"\xff\x00 {not json\n{}\n[1]\n")
         return 0
     elif what == "hang":
+        import subprocess
+
         # Detached from the group and the session, as daemons are.
         program = f"import os, pathlib, time; pathlib.Path({rest!r}).write_text(str(os.getpid())); time.sleep(600)"
         away = [sys.executable, "-c", program]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.examples import examples
 
 from batch_agent.errors import (
     BackendError,
@@ -409,7 +410,7 @@ class Judging(RuleBasedStateMachine):
 
 
 TestJudging = Judging.TestCase
-TestJudging.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestJudging.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(

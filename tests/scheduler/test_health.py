@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.server import LEARNT, LONGEST_PAUSE, Endpoint, Health, Terms
@@ -51,7 +52,7 @@ def test_the_pause_between_trials_grows_with_the_outage_and_is_bounded(lasted: f
     assert pause <= 0.5 + lasted / 300 + 1e-6
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from(["ask", "answer", "go down", "withdraw", "wait"]), st.integers(0, 20))))
 def test_in_any_order_of_events_a_server_that_is_down_gets_one_trial_a_pause(steps: list[tuple[str, int]]) -> None:
     endpoint, now = Endpoint(None, Terms(8)), 0.0

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.scheduler.ordering import LAST, PATIENCE, AgentForecast, Queue, TurnForecast
 
@@ -90,7 +91,7 @@ def test_an_agent_that_failed_in_its_first_turn_took_one() -> None:
 lives = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(lives)
 def test_what_is_expected_of_all_is_the_sum_of_what_is_expected_of_each(steps: list[tuple[int, bool]]) -> None:
     forecast = TurnForecast()
@@ -176,7 +177,7 @@ def test_an_old_waiter_is_not_starved_by_a_stream_of_agents_nearer_their_end() -
 steps = st.lists(st.tuples(st.sampled_from(["add", "take", "remove"]), st.integers(0, 5)), max_size=200)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(steps, st.one_of(st.none(), st.integers(0, 9)), st.one_of(st.none(), st.integers(1, 8)))
 def test_whoever_waits_is_taken_once_and_in_the_order_of_its_line(
     steps: list[tuple[str, int]], rows: int | None, slots: int | None

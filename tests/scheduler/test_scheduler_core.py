@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
@@ -150,7 +151,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(operations, st.one_of(st.none(), st.integers(1, 5)))
 def test_in_any_interleaving_the_limit_holds_and_no_slot_is_lost(
     steps: list[tuple[str, int]], limit: int | None

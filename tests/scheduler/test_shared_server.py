@@ -18,6 +18,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
 from batch_agent.scheduler.retry import retry_delay
@@ -151,11 +152,15 @@ def share(slots: int, processes: int, seed: int, wait: float = 0.0, late: float 
     )
 
 
+def soak(slots: int) -> object:
+    return pytest.param(slots, marks=pytest.mark.soak)
+
+
 WAITS = pytest.mark.parametrize("wait", [0.0, 1.0], ids=["no Retry-After", "Retry-After 1"])
 
 
 @WAITS
-@pytest.mark.parametrize("slots", [4, 8, 16, 50, 128])
+@pytest.mark.parametrize("slots", [4, soak(8), 16, 50, soak(128)])
 def test_no_process_gets_less_than_half_of_its_share(slots: int, wait: float) -> None:
     for processes in (2, 3):
         for late in (0.0, LATE):
@@ -165,7 +170,7 @@ def test_no_process_gets_less_than_half_of_its_share(slots: int, wait: float) ->
             assert min(outcome.used for outcome in outcomes) >= (0.82 if wait else 0.9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(st.integers(2, 100), st.integers(1, 3), st.integers(0, 10_000))
 def test_a_server_of_any_size_is_used_and_few_requests_are_refused(slots: int, processes: int, seed: int) -> None:
     outcome = share(slots, min(slots, processes), seed)

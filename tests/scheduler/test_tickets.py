@@ -9,6 +9,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.examples import examples
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.blame import SUSPECT
@@ -194,4 +195,4 @@ def test_a_pinned_ticket_that_was_set_aside_waits_with_the_others_when_an_endpoi
 
 
 TestTickets = Tickets.TestCase
-TestTickets.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTickets.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)

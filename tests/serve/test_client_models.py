@@ -5,11 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from anthropic.types import ModelInfo
-from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
-from openai.types import Batch, FileDeleted, FileObject, Model
-from openai.types.chat import ChatCompletion
-from openai.types.responses import Response
 from pydantic import BaseModel
 from tests.serve.served import CHAT, chat, serving
 from tests.serve.test_anthropic_batches import ROUTE, ask
@@ -22,7 +17,11 @@ def fits(model: type[BaseModel], document: Any, *extensions: str) -> bool:
     return document.keys() <= {*model.model_fields, *extensions}
 
 
-async def test_objects_of_openai(tmp_path: Path) -> None:
+async def test_objects_of_openai(tmp_path: Path, openai: Any) -> None:
+    from openai.types import Batch, FileDeleted, FileObject, Model
+    from openai.types.chat import ChatCompletion
+    from openai.types.responses import Response
+
     async with backend() as model, serving(tmp_path, model) as client:
         assert fits(FileObject, await client.upload([chat("a")]))
         created = await client.create([chat("a"), chat("b", "refuse this")])
@@ -44,7 +43,10 @@ async def test_objects_of_openai(tmp_path: Path) -> None:
         assert fits(FileDeleted, gone)
 
 
-async def test_objects_of_anthropic(tmp_path: Path) -> None:
+async def test_objects_of_anthropic(tmp_path: Path, anthropic: Any) -> None:
+    from anthropic.types import ModelInfo
+    from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
+
     async with backend() as model, serving(tmp_path, model) as client:
         created = await client.post(ROUTE, {"requests": [ask("a"), ask("b", "refuse")]})
         done = await client.wait_messages(created["id"])

@@ -14,7 +14,7 @@ from tests.simulation.process import Process
 from tests.simulation.shrink import shrink
 from tests.simulation.workload import SHAPES, Edition, Outcome, Workload
 
-SEEDS = (0, 1, 4, 5, 7, 8, 9, 10, 12, 13, 18, 28, 33, 36, 39, 1243)
+SEEDS = (8, 9, 10, 13, 14, 18, 28, 36, 57, 73, 77, 111, 113, 195)  # cheap ones; make soak plays the first thousand
 
 
 def test_the_fixed_seeds_play_every_shape_alone_with_processes_and_with_workers_that_join() -> None:
@@ -27,20 +27,20 @@ def test_the_fixed_seeds_play_every_shape_alone_with_processes_and_with_workers_
     }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS, pytest.param(1243, marks=pytest.mark.soak)])
 def test_nothing_is_lost_and_nothing_is_done_twice(seed: int) -> None:
     workload, faults, played = play(seed)
     assert not played.problems, f"make soak SEED={seed}\n{workload}\n{faults}\n" + "\n".join(played.problems)
 
 
-@pytest.mark.parametrize("seed", [*range(10), 518, 828])
+@pytest.mark.parametrize("seed", [*range(5), 518, 828])
 def test_bad_rows_and_bad_servers_are_told_apart_in_time_and_without_waste(seed: int) -> None:
     trial, played = play_evidence(seed)
     assert not played.problems, f"make soak SEED={seed}\n{trial}\n" + "\n".join(played.problems)
 
 
 def test_a_seed_plays_the_same_each_time() -> None:
-    first, second = (play(2) for _ in range(2))
+    first, second = (play(77) for _ in range(2))
     assert first == second
 
 

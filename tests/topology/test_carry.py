@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.run.process_work import WarmCrew
 
 from batch_agent import AgentContext, BatchAgent, Pipeline, SpecError
 from batch_agent.errors import InputError
@@ -123,7 +124,8 @@ async def test_an_id_from_an_earlier_stage_is_no_part_of_the_question(tmp_path: 
 
 async def test_worker_processes_name_rows_as_the_feeder_does(tmp_path: Path) -> None:
     async with ScriptedServer(answer, models=["m"]) as server:
-        known = {**OPTIONS, "backend": server.backend_url, "processes": 2, "run_dir": tmp_path / "run"}
+        crew = WarmCrew(Path(__file__).parent)
+        known = {**OPTIONS, "backend": server.backend_url, "cluster": crew, "run_dir": tmp_path / "run"}
         outcome = await mails().run(**known, progress=False)
     assert [(result.job_id, result.output) for result in outcome.results["check"] if result.ok] == [
         ("m7.0", "Check tea in m7"),

@@ -108,11 +108,10 @@ class ProcessCrew:
             if not run.wants_workers:
                 return
 
-    async def _run_one(self, number: int) -> tuple[int, str]:
-        """Run one process. Returns its exit status, and the last line of its messages."""
+    async def _start(self) -> asyncio.subprocess.Process:
         command = (sys.executable, "-m", "batch_agent", "work", self._place, "--import-from", _modules())
         paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *command,
             env={**os.environ, "PYTHONPATH": paths},
             stdin=asyncio.subprocess.DEVNULL,
@@ -120,7 +119,10 @@ class ProcessCrew:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # the feeder decides how a run ends, not Ctrl-C in the terminal
         )
-        self._processes[number] = process
+
+    async def _run_one(self, number: int) -> tuple[int, str]:
+        """Run one process. Returns its exit status, and the last line of its messages."""
+        process = self._processes[number] = await self._start()
         lines: deque[str] = deque(maxlen=LINES)
         try:
             assert process.stderr is not None

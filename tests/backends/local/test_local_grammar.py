@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, JsonValue, TypeAdapter
 from schema_strategies import schemas
+from tests.examples import examples
 
 from batch_agent.backends.local.grammar import Grammar
 from batch_agent.backends.schema.visitor import Inexpressible
@@ -32,7 +33,7 @@ def texts_of(schema: dict[str, JsonValue], number: int = 20) -> list[str]:
     return [sampler(grammar, seed).text() for seed in range(number)]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=schemas(), seed=st.integers(0, 10_000))
 def test_every_text_a_grammar_accepts_is_valid(schema: dict[str, JsonValue], seed: int) -> None:
     text = sampler(compile_schema(schema, max_tokens=256), seed).text()

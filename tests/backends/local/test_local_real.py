@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,6 @@ import pytest_asyncio
 from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import BaseModel, Field, JsonValue
 from schema_strategies import schemas
-from tests.backends.local.made_gguf import write_gguf
 
 from batch_agent import AgentResult, BatchAgent
 from batch_agent.backends.base import ModelRequest, RequestShape
@@ -28,8 +28,10 @@ from batch_agent.backends.local.backend import parse_url
 from batch_agent.errors import ContextOverflow, SpecError, Truncated
 from batch_agent.messages import Conversation, Message, ToolSpec, Usage
 
-pytest.importorskip("openvino_genai", reason="the embedded engine is not installed: pip install openvino-genai")
-pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+missing = pytest.mark.skipif(
+    find_spec("openvino_genai") is None, reason="the embedded engine is not installed: pip install openvino-genai"
+)
+pytestmark = [missing, pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 slow = pytest.mark.skipif(not os.environ.get("BATCH_AGENT_TEST_LOCAL"), reason="make test-local runs it")
 
 
@@ -62,6 +64,7 @@ async def engine() -> AsyncIterator[LocalBackend]:
         yield backend
 
 
+@slow
 async def test_every_constrained_agent_gives_a_valid_answer_and_the_prefix_is_computed_once(
     engine: LocalBackend,
 ) -> None:
@@ -99,6 +102,7 @@ async def test_a_batch_whose_process_is_killed_has_every_answer(engine: LocalBac
     assert [type(result.output) for result in results] == [Ticket] * 12, [result.error for result in results]
 
 
+@slow  # tests/backends/test_registry.py has the choice of the backend
 async def test_the_command_line_needs_no_backend(engine: LocalBackend, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(
         """
@@ -192,6 +196,7 @@ async def test_a_cancelled_request_gives_its_place_up(engine: LocalBackend) -> N
         assert hog.cancelled()
 
 
+@slow
 async def test_a_seed_repeats_a_sample_and_no_temperature_is_greedy(engine: LocalBackend) -> None:
     def sampled(seed: int | None) -> RequestShape:
         return RequestShape(
@@ -279,6 +284,8 @@ async def test_the_engine_dies_with_its_parent_in_the_middle_of_an_answer(engine
 async def test_the_engine_reads_the_architectures_of_the_models_that_can_be_fetched(
     tmp_path: Path, architecture: str
 ) -> None:
+    from tests.backends.local.made_gguf import write_gguf
+
     path = write_gguf(tmp_path / "tiny.gguf", architecture)
     shape = RequestShape(str(path), schema=Ticket.model_json_schema(), max_tokens=80)
     async with from_url(f"local://{path}") as backend:

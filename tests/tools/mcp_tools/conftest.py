@@ -12,6 +12,7 @@ import pytest
 # The package takes a second to import, so it is looked for and not imported.
 needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 SERVERS = str(Path(__file__).parent / "servers.py")
+PLAIN_SERVER = [sys.executable, "-I", "-S", str(Path(__file__).parent / "plain_server.py")]  # starts at once
 
 
 def command(*arguments: str) -> list[str]:

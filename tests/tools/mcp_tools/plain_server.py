@@ -54,14 +54,19 @@ def variables() -> str:
     return "\n".join(sorted(os.environ))
 
 
+def which_trace(**meta: str) -> str:
+    """The trace that the call belongs to, which comes beside the arguments."""
+    return meta["traceparent"]
+
+
 TOOLS: dict[str, Callable[..., str]] = {
-    tool.__name__: tool for tool in (look_up, die_writing, die_once, die_always, process_ids, variables)
+    tool.__name__: tool for tool in (look_up, die_writing, die_once, die_always, process_ids, variables, which_trace)
 }
 WRITES = {"die_writing"}
 
 
 def listed(name: str) -> dict[str, object]:
-    parameters = TOOLS[name].__annotations__.keys() - {"return"}
+    parameters = TOOLS[name].__annotations__.keys() - {"return", "meta"}
     schema = {"type": "object", "properties": {each: {"type": "string"} for each in parameters}}
     return {"name": name, "inputSchema": schema, "annotations": {"readOnlyHint": name not in WRITES}}
 
@@ -74,7 +79,7 @@ def result_of(method: str, params: dict[str, object]) -> dict[str, object] | Non
         return {"tools": [listed(name) for name in TOOLS]}
     if method != "tools/call":
         return None
-    arguments = params.get("arguments")
+    arguments = params.get("_meta") if params["name"] == "which_trace" else params.get("arguments")
     said = TOOLS[str(params["name"])](**arguments if isinstance(arguments, dict) else {})
     return {"content": [{"type": "text", "text": said}]}
 

@@ -56,13 +56,6 @@ def add_line(text: str) -> str:
     return f"added {text}"
 
 
-@server.tool()
-def which_trace(ctx: Context) -> str:
-    """The trace that the call belongs to."""
-    meta = ctx.request_context.meta
-    return str(dict(meta or {}).get("traceparent"))
-
-
 @server.tool(annotations=READS)
 def weather(city: str) -> Weather:
     """The weather."""

@@ -12,7 +12,6 @@ from tests.tools.tool_calls import call
 
 from batch_agent.errors import SpecError, ToolFailed
 from batch_agent.tools import Tool, resolve_tools
-from batch_agent.tools.mcp.connection import LONGEST_PAUSE, Restarts
 
 BAD_SERVER = str(Path(__file__).parent / "bad_server.py")
 
@@ -60,6 +59,8 @@ async def test_a_lie_costs_its_own_call(lie: str, words: str, notes: Path, open_
 
 
 def test_a_server_that_keeps_failing_is_started_ever_less_often() -> None:
+    from batch_agent.tools.mcp.connection import LONGEST_PAUSE, Restarts
+
     restarts = Restarts()
     assert restarts.pause(0.0) == 0.0
     restarts.answered()

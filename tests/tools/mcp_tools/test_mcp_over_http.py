@@ -13,27 +13,31 @@ from tests.tools.mcp_tools.conftest import http_server, needs_mcp
 from tests.tools.tool_calls import call
 
 from batch_agent.errors import SpecError
-from batch_agent.tools import Tool
+from batch_agent.tools import Tool, ToolPool
 
 pytestmark = needs_mcp
 
 
-@pytest.mark.parametrize("modes", [(), ("stateless", "json")])
-async def test_calls_go_over_http_at_once(modes: tuple[str, ...], notes: Path, open_pool: OpenPool) -> None:
-    with http_server(*modes, NOTES=str(notes)) as url:
-        tools = await asyncio.to_thread(Tool.mcp, url)
-        async with open_pool(tools) as pool:
-            calls = [pool.start(call("add_line", text=str(number))) for number in range(50)]
-            assert all([(await one.wait()).ok for one in calls])
-            assert (await pool.start(call("weather", city="Rome")).wait()).ok
-            assert "longer than" in (await pool.start(call("say_much", size=9_000_000)).wait()).text
+async def calls_go_at_once(pool: ToolPool) -> None:
+    calls = [pool.start(call("add_line", text="a")) for _ in range(50)]
+    assert all([(await one.wait()).ok for one in calls])
+    assert (await pool.start(call("weather", city="Rome")).wait()).ok
+    assert "longer than" in (await pool.start(call("say_much", size=9_000_000)).wait()).text
 
 
-async def test_a_server_that_comes_back_gets_a_new_session_and_no_write_twice(notes: Path, open_pool: OpenPool) -> None:
+async def test_calls_go_at_once_to_a_server_without_sessions_and_streams(notes: Path, open_pool: OpenPool) -> None:
+    with http_server("stateless", "json", NOTES=str(notes)) as url:
+        async with open_pool(await asyncio.to_thread(Tool.mcp, url)) as pool:
+            await calls_go_at_once(pool)
+
+
+async def test_calls_go_at_once_and_a_server_that_comes_back_gets_a_new_session_and_no_write_twice(
+    notes: Path, open_pool: OpenPool
+) -> None:
     with http_server(NOTES=str(notes)) as url:
         tools = await asyncio.to_thread(Tool.mcp, url)
         pool = open_pool(tools)
-        assert (await pool.start(call("add_line", text="a")).wait()).ok
+        await calls_go_at_once(pool)
         died = await pool.start(call("die_writing", text="x")).wait()
         assert "outcome is unknown" in died.text
     down = await pool.start(call("add_line", text="b")).wait()
@@ -42,7 +46,7 @@ async def test_a_server_that_comes_back_gets_a_new_session_and_no_write_twice(no
         back = await pool.start(call("add_line", text="c")).wait()
         assert back.ok, back.text
         await pool.close()
-    assert notes.read_text().splitlines() == ["add_line a", "die_writing x", "add_line c"]
+    assert notes.read_text().splitlines() == ["add_line a"] * 50 + ["die_writing x", "add_line c"]
 
 
 async def test_headers_are_sent_and_refusals_are_told(open_pool: OpenPool) -> None:

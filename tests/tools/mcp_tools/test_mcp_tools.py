@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from tests.tools.conftest import OpenPool
-from tests.tools.mcp_tools.conftest import command, needs_mcp
+from tests.tools.mcp_tools.conftest import PLAIN_SERVER, command, needs_mcp
 from tests.tools.mcp_tools.test_bad_mcp_servers import bad
 from tests.tools.tool_calls import call
 
@@ -42,8 +41,7 @@ def tools(listed: tuple[Path, list[Tool]], notes: Path) -> list[Tool]:
 @pytest.fixture
 def plain(notes: Path) -> list[Tool]:
     """The tools of a server that starts at once, for what is the same with any server."""
-    server = [sys.executable, "-I", "-S", str(Path(__file__).parent / "plain_server.py")]
-    return Tool.mcp(server, env={"NOTES": str(notes), "GIVEN": "x"})
+    return Tool.mcp(PLAIN_SERVER, env={"NOTES": str(notes), "GIVEN": "x"})
 
 
 def ran(notes: Path, kind: str) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 
 from batch_agent.errors import SpecError
 
@@ -18,6 +16,9 @@ def cluster_embeddings(
     embeddings: ArrayLike, similarity_threshold: float = 0.9, method: str = "average"
 ) -> NDArray[np.int64]:
     """Returns the cluster of each row, from 1. ``method`` is the linkage of hierarchical clustering."""
+    from scipy.cluster.hierarchy import fcluster, linkage  # they take half a second to import
+    from scipy.spatial.distance import squareform
+
     matrix = rows(embeddings)
     if len(matrix) < 2:
         return np.ones(len(matrix), dtype=np.int64)
