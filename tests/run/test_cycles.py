@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from batch_agent import BatchAgent, Tool
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
-FEW, MANY = 50, 400
+FEW, MANY = 50, 1_000
 
 
 class Verdict(BaseModel):
