@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "record"))
 from redis_servers import needs_redis
 from test_run_stores import RedisPlace, ServedDirectoryPlace, ServedMemoryPlace
 
