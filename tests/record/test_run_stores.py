@@ -28,9 +28,19 @@ from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import decode_result, encode_result
 from batch_agent.record.rundir import JOURNAL
 from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
-from batch_agent.record.store import RowLease, RunStore, WorkStore
+from batch_agent.record.store import Resuming, RowChange, RowLease, RunStore, WorkStore
 from batch_agent.testing.run_store_contract import RunStoreContract
-from batch_agent.testing.store_place import LEASE_SECONDS, StorePlace, begin, copied, new_row
+from batch_agent.testing.store_place import (
+    FRESH,
+    LEASE_SECONDS,
+    StorePlace,
+    begin,
+    bodies,
+    copied,
+    facts,
+    new_row,
+    turn,
+)
 
 NAMES = (f"run-{number}" for number in count())
 
@@ -252,6 +262,29 @@ def test_a_commit_that_is_repeated_while_the_first_is_being_written_is_applied_o
         store.may_write.set()
         assert first.result() == again.result() == set()
     assert len(now.delivered()) == 1
+
+
+@pytest.mark.parametrize("kept", ["memory", "directory"])
+def test_a_row_is_handed_on_with_the_steps_from_before_the_first_other_worker_came(kept: str, tmp_path: Path) -> None:
+    with closing(MemoryPlace() if kept == "memory" else DirectoryPlace(tmp_path)) as place:
+        row, store = new_row(place, 0), place.open()
+        for session, how in enumerate((FRESH,) if kept == "memory" else (FRESH, Resuming(resume=True))):
+            store = place.reopen(store) if session else store
+            store.open(how)
+            store.feed(store.open_feed(facts(), how).number, [row])
+            own = store.join({"feeder": True})
+            (held,) = store.take(own, 1, 0)
+            one, two = held.steps[0].agent if held.steps else 1, 7 + session  # the first goes on with its own record
+            steps = [turn(row, f"{session} {number}", agent) for number, agent in enumerate((one, two, one, two))]
+            store.commit(own, 1, [RowChange(held.lease, tuple(steps[:2]))])
+            other = store.join({})
+            store.commit(own, 2, [RowChange(held.lease, tuple(steps[2:]))])
+            store.hand_back(own, [held.lease])
+            (taken,) = store.take(other, 1, 0)
+            for agent in (one, two):
+                found = [step for step in taken.steps if step.agent == agent]
+                assert bodies(found)[-2:] == bodies([step for step in steps if step.agent == agent])
+            assert len(taken.steps) == len(held.steps) + len(steps)
 
 
 def test_no_row_is_taken_from_a_run_that_ends() -> None:

@@ -198,6 +198,10 @@ class DirectoryStore(MemoryStore):
 
     # Rows
 
+    def _read_steps(self, agent: int) -> Sequence[KeptStep]:
+        with self._disk:
+            return self._journal.kept_steps(agent)
+
     def _keeps_past(self) -> bool:
         return self._has_past
 

@@ -57,12 +57,13 @@ MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can s
 
 class WaitingRow:
     """A row that has not ended. ``until`` is the end of its lease, by the store's clock. ``steps`` is what earlier
-    agents of the row recorded, in this opening or before it."""
+    agents of the row recorded, in this opening or before it, except those of ``agents``, which are in the files."""
 
-    __slots__ = ("lease", "new", "order", "session", "steps", "until", "worker")
+    __slots__ = ("agents", "lease", "new", "order", "session", "steps", "until", "worker")
 
     def __init__(self, new: NewRow, order: int, session: int, steps: list[KeptStep]) -> None:
         self.new, self.order, self.session, self.steps = new, order, session, steps
+        self.agents: tuple[int, ...] = ()
         self.lease: RowLease | None = None
         self.worker = 0
         self.until = 0.0
@@ -149,6 +150,10 @@ class MemoryStore:
     ) -> Sequence[tuple[KeptStep, ...]]:
         """Write changes to the files, all of them or none. Returns the steps of each change as they were recorded."""
         return [change.steps for change in changes]
+
+    def _read_steps(self, agent: int) -> Sequence[KeptStep]:
+        """Return everything that the files have of an agent."""
+        return ()
 
     def _keeps_past(self) -> bool:
         """Whether ``claim`` may find something."""
@@ -363,6 +368,10 @@ class MemoryStore:
         self._held[lease.place] = queued
         resuming = self._resuming
         more, checks = self._keeps_past(), not resuming.force
+        if queued.agents:  # the row is taken over
+            later = [step for step in queued.steps if step.agent not in queued.agents]
+            queued.steps = [*(step for agent in queued.agents for step in self._read_steps(agent)), *later]
+            queued.agents = ()
         steps = tuple(queued.steps) if queued.steps else ()
         return LeasedRow(lease, new.value, steps, new.job, new.key, new.content, more, resuming.retry, checks)
 
@@ -463,8 +472,12 @@ class MemoryStore:
                 continue
             place += 1
             if change.result is None:
-                if not (own and self._is_alone):  # another worker may take the row over
+                if not (own and self._is_alone and self.writes):
                     queued.steps.extend(change.steps if recorded is None else recorded[place])
+                else:  # few of these rows are taken over by a worker that comes later
+                    for step in change.steps:
+                        if step.agent not in queued.agents:
+                            queued.agents += (step.agent,)
                 continue
             ended = True
             self._position += 1
