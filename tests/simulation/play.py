@@ -223,6 +223,8 @@ async def _look_again(workload: Workload, world: World, directory: Path, played:
 
 
 def _is_expected(error: BaseException, faults: Sequence[Fault]) -> bool:
+    if isinstance(error, RunRejected) and "the disk is full" in str(error):  # so every worker process has ended
+        return any(isinstance(fault, FullDisk) for fault in faults)
     kinds = {RunUnreachable: Outage, RunRejected: Outage, StoreError: FullDisk}
     return any(isinstance(error, kind) and any(isinstance(f, cause) for f in faults) for kind, cause in kinds.items())
 
