@@ -15,7 +15,7 @@ from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
 from batch_agent.scheduler.blame import Attempt, Step, Verdict, next_step
 from batch_agent.scheduler.core import Slot
-from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server import ALONE, Endpoint
 
 Found = Literal[
     "down",
@@ -82,7 +82,7 @@ class Decisions:
             alone = found == "up" and verdict.alone and self._few_rows()  # more rows may have arrived meanwhile
             if alone:
                 history.contradict(attempt)
-        while not endpoint.given_up:
+        while not endpoint.given_up and not self._is_excused(slot):
             step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
             if step == "wait" and alone:
                 if max_retries and not any(each.server.history.is_ripe(attempt) for each in self._endpoints):
@@ -91,6 +91,10 @@ class Decisions:
                     each.server.history.give_up_on(row)
                 return "fail"
             if step == "retry" or (step == "fail" and (alone or not self._is_unclear(slot))):
+                if step == "fail" and attempt.outcome == "denied" and not row.asked_again:
+                    # It may have been an outage, also if others were answered since: one more attempt tells.
+                    row.asked_again = row.denials >= ALONE
+                    return "retry" if row.asked_again else step
                 return step
             alone = await self._decided(slot)
             if alone and step == "wait":
@@ -141,12 +145,16 @@ class Decisions:
     def _is_unclear(self, slot: Slot) -> bool:
         return slot.endpoint.server.refusals.is_unclear(slot.ticket.progress)
 
+    def _is_excused(self, slot: Slot) -> bool:
+        """Return whether the row was denied by an endpoint that turned out to deny every row."""
+        return slot.endpoint.health.is_denied and self._is_unclear(slot)
+
     def wake(self) -> None:
         """Wake the rows whose failures were decided."""
         for slot, (decided, undecided) in tuple(self.waiting.items()):
             row = slot.ticket.row
             changed = row.undecided < undecided or not (row.undecided or self._is_unclear(slot))
-            if not decided.done() and (changed or slot.endpoint.given_up):
+            if not decided.done() and (changed or slot.endpoint.given_up or self._is_excused(slot)):
                 decided.set_result(False)
 
     def interrupt(self, over: Interrupted) -> None:

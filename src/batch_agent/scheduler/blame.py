@@ -101,6 +101,7 @@ class RowHistory:
     stale: bool = False  # a kept connection was closed when it was sent; the next time this counts as broken
     tested: bool = False  # a request of it has failed
     denials: int = 0  # in a row by one endpoint
+    asked_again: bool = False  # after as many as are its own fault, because they may have been an outage
     denied_by: EndpointHistory | None = None
     failures: int = 0  # since it was last forgiven; the delay grows with this number
 
