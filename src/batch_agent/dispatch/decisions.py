@@ -91,11 +91,10 @@ class Decisions:
                     each.server.history.give_up_on(row)
                 return "fail"
             if step == "retry" or (step == "fail" and (alone or not self._is_unclear(slot))):
-                if step == "fail" and attempt.outcome == "denied" and not row.asked_again:
-                    # It may have been an outage, also if others were answered since: one more attempt tells.
-                    row.asked_again = row.denials >= ALONE
-                    return "retry" if row.asked_again else step
-                return step
+                if step == "retry" or attempt.outcome != "denied" or row.denials < ALONE or row.asked_again:
+                    return step
+                row.asked_again = True  # it may have been an outage, also if others were answered since
+                return "retry"
             alone = await self._decided(slot)
             if alone and step == "wait":
                 open_at = [each for each in self._endpoints if row in each.server.history.open]

@@ -472,12 +472,12 @@ class MemoryStore:
                 continue
             place += 1
             if change.result is None:
-                if not (own and self._is_alone and self.writes):
-                    queued.steps.extend(change.steps if recorded is None else recorded[place])
-                else:  # few of these rows are taken over by a worker that comes later
+                if own and self._is_alone and self.writes:  # few of these rows are taken over by a worker to come
                     for step in change.steps:
                         if step.agent not in queued.agents:
                             queued.agents += (step.agent,)
+                else:
+                    queued.steps.extend(change.steps if recorded is None else recorded[place])
                 continue
             ended = True
             self._position += 1
