@@ -27,7 +27,7 @@ from batch_agent.record.redis.connection import connect
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.row_json import decode_result, encode_result
 from batch_agent.record.rundir import JOURNAL
-from batch_agent.record.served import ServedStore, StoreDesk, StoreServer, open_served
+from batch_agent.record.served import Answer, Call, Connections, ServedStore, StoreDesk, StoreServer, open_served
 from batch_agent.record.store import Resuming, RowChange, RowLease, RunStore, WorkStore
 from batch_agent.testing.run_store_contract import RunStoreContract
 from batch_agent.testing.store_place import (
@@ -318,6 +318,30 @@ def test_a_worker_never_reaches_the_run_that_listens_at_the_path_of_its_own(tmp_
         assert ended.wait(10)
         assert after.renew(number, [row.lease])[0] == set()
     worker.close()
+
+
+def test_a_connection_that_is_in_use_when_a_worker_closes_is_closed_after_its_answer(tmp_path: Path) -> None:
+    asked, go, opened = threading.Event(), threading.Event(), list[socket.socket]()
+
+    class SlowDesk(StoreDesk):
+        def answer(self, call: Call) -> Answer:
+            asked.set()
+            assert go.wait(10)
+            return super().answer(call)
+
+    class Counted(Connections):
+        def _connect(self) -> socket.socket:
+            opened.append(super()._connect())
+            return opened[-1]
+
+    with closing(StoreServer(SlowDesk(MemoryStore()), tmp_path)) as server, ThreadPoolExecutor(1) as threads:
+        connections = Counted(server.path)
+        calling = threads.submit(connections.exchange, ("", "standing", ()))
+        assert asked.wait(10)
+        connections.close()
+        go.set()
+        calling.result(10)
+    assert [each.fileno() for each in opened[1:]] == [-1]  # the first is closed by its own thread
 
 
 def test_directories_that_killed_processes_left_for_their_sockets_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,11 +189,13 @@ class StoreServer:
 
     def close(self) -> None:
         """Close all connections. Blocks for a moment."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            connections = tuple(self._open)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        for connection in tuple(self._open):
+        for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self.path.unlink(missing_ok=True)
@@ -201,12 +203,15 @@ class StoreServer:
             shutil.rmtree(self._made, ignore_errors=True)
 
     def _accept(self) -> None:
-        while not self._closed:
+        while True:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
             with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
                 self._open[connection] = set()
             threading.Thread(target=self._serve, args=(connection,), name="batch-agent-served", daemon=True).start()
 
@@ -345,15 +350,15 @@ class Connections:
             try:
                 connection = self._take()
                 _send(connection, data)
-                answer = _receive(connection)
-                if answer is not None:
-                    with self._lock:
-                        self._free.append(connection)
+                if (answer := _receive(connection)) is not None:
+                    self._give(connection)
+                    connection = None
                     return cast(Answer, load(answer))
-                connection.close()
             except (ConnectionRefusedError, FileNotFoundError):
                 self._closed = True
             except OSError:
+                pass  # tried again below
+            finally:
                 if connection is not None:
                     connection.close()
             if self._closed or time.monotonic() >= until:
@@ -375,6 +380,13 @@ class Connections:
             if self._free:
                 return self._free.pop()
         return self._connect()
+
+    def _give(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed:  # while this connection was in use
+                connection.close()
+            else:
+                self._free.append(connection)
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
