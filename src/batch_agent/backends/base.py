@@ -12,7 +12,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal, Protocol, Self, TypeAlias
 
 from pydantic import JsonValue
@@ -21,6 +20,7 @@ from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 from batch_agent.scheduler.engine_load import Load as Load
 from batch_agent.scheduler.server import Server
+from batch_agent.value_type import lazy_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +244,13 @@ class Backend(ABC):
         """Return what all dispatchers know about each server behind it, by the name in ``ModelRequest.endpoint``."""
         return {"": self._server}
 
-    @cached_property
+    @lazy_property
     def _server(self) -> Server:
         return Server(self.name)
 
     def lend(self, server: Server) -> None:
         """Set what is known about its only server, for a backend that is not a fleet."""
-        self.__dict__["_server"] = server
+        setattr(self, "_server", server)  # noqa: B010 -- a property for type checkers
 
     @property
     def is_fleet(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
 from types import TracebackType
@@ -23,6 +22,7 @@ from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
+from batch_agent.value_type import lazy_property
 
 # Time limits of many requests on one timer.
 #
@@ -98,7 +98,7 @@ class Deadlines:
         self._due = inf  # when the timer fires
         self._timer: asyncio.TimerHandle | None = None
 
-    @cached_property
+    @lazy_property
     def _loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
@@ -498,12 +498,12 @@ class Slots:
         self.refusal = ""  # reason why no slot is granted any more
         self._paused_by: set[str] = set()  # reasons why no slot is granted for now
 
-    @cached_property
+    @lazy_property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of all its requests. It is found at the first one: a run may be created outside of it."""
         return asyncio.get_running_loop()
 
-    @cached_property
+    @lazy_property
     def clock(self) -> Callable[[], float]:
         """The time of the event loop."""
         return clock_of(self.loop)

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -27,6 +26,7 @@ from batch_agent.backends.http.wire import Faults, Naming, object_of
 from batch_agent.backends.openai.chat import OpenAIBackend, Tail, read_answer
 from batch_agent.errors import BackendError, Truncated
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolSpec, Usage
+from batch_agent.value_type import lazy_property
 
 ABLE = Capabilities(native_schema=True, images=True, reports_load=True, reports_context=True)
 
@@ -67,7 +67,7 @@ class EngineBackend(OpenAIBackend):
             transport=address.transport,
         )
 
-    @cached_property
+    @lazy_property
     def _metrics(self) -> Route:
         return self._http.route("GET", "/metrics", beside=True)
 

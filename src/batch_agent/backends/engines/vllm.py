@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import orjson
 from pydantic import JsonValue
@@ -47,6 +46,7 @@ from batch_agent.backends.http.backend import Route
 from batch_agent.backends.openai.chat import ChatView, Tail, end_body, join_body
 from batch_agent.errors import Rejected
 from batch_agent.messages import JsonObject, Reply
+from batch_agent.value_type import lazy_property
 
 PORT = 8000
 # Conversations in one request. Measured on two cores: lists of 16 took 0.87 of the time of as many single requests, one
@@ -73,15 +73,15 @@ class VllmBackend(EngineBackend):
 
     # Created on first use: a fleet may have a thousand of these.
 
-    @cached_property
+    @lazy_property
     def _lists(self) -> Route:
         return self._http.route("POST", "/chat/completions/batch")
 
-    @cached_property
+    @lazy_property
     def _tokenize(self) -> Route:
         return self._http.route("POST", "/tokenize", beside=True)
 
-    @cached_property
+    @lazy_property
     def _server_info(self) -> Route:
         return self._http.route("GET", "/server_info?config_format=json", beside=True)
 

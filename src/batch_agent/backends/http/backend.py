@@ -13,7 +13,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -48,6 +47,7 @@ from batch_agent.http.failures import TransportError
 from batch_agent.http.origin import Origin, basic_authorization
 from batch_agent.http.transport import CONNECT_SECONDS, Transport, with_length, write_head, write_lines
 from batch_agent.messages import JsonObject, Reply, Sealed, Usage
+from batch_agent.value_type import lazy_property
 
 # HTTP client of the backends: a server's address, headers and proxy, and bytes in and out.
 #
@@ -247,7 +247,7 @@ class HttpBackend(Backend, Generic[Head]):
         self._name = name or http.base_url
         self._heads: WeakKeyDictionary[RequestShape, dict[bool, Head]] = WeakKeyDictionary()
 
-    @cached_property
+    @lazy_property
     def _bare(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
         """Each shape without its schema. Created on first use, because a fleet may have a thousand of these."""
         return WeakKeyDictionary()

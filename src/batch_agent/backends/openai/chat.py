@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from hashlib import blake2b
 from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
@@ -54,6 +53,7 @@ from batch_agent.messages import (
     content_text,
     images_of,
 )
+from batch_agent.value_type import lazy_property
 
 # Reads answers of ``/chat/completions``, whole or streamed, into a Reply. Pure, and tolerant of the many dialects.
 #
@@ -454,11 +454,11 @@ class OpenAIServer(HttpBackend[bytes]):
 
     # Facts about shapes, created on first use, because a fleet may have a thousand of these.
 
-    @cached_property
+    @lazy_property
     def _wraps(self) -> WeakKeyDictionary[RequestShape, bool]:
         return WeakKeyDictionary()
 
-    @cached_property
+    @lazy_property
     def _keys(self) -> WeakKeyDictionary[RequestShape, tuple[str, str]]:
         return WeakKeyDictionary()
 
