@@ -96,11 +96,11 @@ class HeldRow:
 class Leases:
     """``over`` is the reason why no more rows are taken, or "". ``source`` is the feeder in this process, if there is
     one. ``patience`` is the number of seconds to wait if the queue is empty and there is no feeder. ``on_lost`` is
-    called with the index of a row whose lease is lost. ``on_away`` is called with True when the store does not answer,
-    and with False when it answers again. ``on_need`` is called when slots may be needed: at the begin, and when rows
-    arrive after the queue was empty. ``on_leave`` is called when no more rows are taken. ``on_observed`` is called,
-    perhaps repeatedly, if the feeder has observers. ``failure`` is the error of a store that no longer answers, or of a
-    commit."""
+    called with the index of a row whose lease is lost, ``on_ended`` with that of a row whose result is recorded.
+    ``on_away`` is called with True when the store does not answer, and with False when it answers again. ``on_need`` is
+    called when slots may be needed: at the begin, and when rows arrive after the queue was empty. ``on_leave`` is
+    called when no more rows are taken. ``on_observed`` is called, perhaps repeatedly, if the feeder has observers.
+    ``failure`` is the error of a store that no longer answers, or of a commit."""
 
     def __init__(
         self,
@@ -119,6 +119,7 @@ class Leases:
         self.over: Over = ""
         self.alone = True  # no other process works on the run
         self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_ended: Callable[[int], object] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
         self.on_need: Callable[[], None] = lambda: None
         self.on_leave: Callable[[], None] = lambda: None
@@ -257,6 +258,7 @@ class Leases:
             self.finished += lease.place not in lost
             self.held.pop(lease.index, None)
             self.ending.discard(lease.index)
+            self.on_ended(lease.index)
 
     def lose(self, places: set[str]) -> None:
         """Drop the rows at these places of the queue: other workers have them."""
@@ -389,6 +391,7 @@ class Worker:
         self._following = asyncio.Semaphore(FOLLOWING)
         self._again: set[int] = set()  # rows that were stopped to start again
         leases.on_lost, leases.on_leave = self._drop, feed.wake
+        leases.on_ended = lambda index: self.live.pop(index, None)
 
     async def work(self, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each row when there is room, until no more rows are taken."""
@@ -540,7 +543,7 @@ class Worker:
     async def _begin(self, held: HeldRow, job: Job | AgentResult[object], agents: asyncio.TaskGroup) -> None:
         self._tell_start(job)
         if isinstance(job, AgentResult):
-            self._publish(held, job)
+            self._publish(held, None, job)
             return
         trail = await self._trail(held, job)
         if trail.ended:
@@ -562,7 +565,7 @@ class Worker:
             await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
 
     async def _accompany(self, held: HeldRow, agent: Agent, ticket: Ticket | None) -> None:
-        """Run one agent from its first turn until its result is recorded."""
+        """Run one agent from its first turn to its result, which the next commit records."""
         try:
             result = await agent.run(ticket)
             agent.record_end(result)
@@ -571,10 +574,7 @@ class Worker:
                 agent = self.live[agent.job.index] = agent.anew(self._r)
                 result = await agent.run(None)
                 agent.record_end(result)
-            self._publish(held, result)
-            await agent.settle()
-            if self.live.get(agent.job.index) is agent:
-                del self.live[agent.job.index]
+            self._publish(held, agent, result)
         finally:
             if self._r.prewarm is not None:
                 self._r.prewarm.end(agent.job.index)
@@ -618,10 +618,7 @@ class Worker:
             answers = row.merged([task.result() for task in tasks], schema)
             if len(answers) == 1:
                 break
-        result = row.result()
-        self._publish(held, result)
-        if self.live.get(row.job.index) is row:
-            del self.live[row.job.index]
+        self._publish(held, row, row.result())
 
     async def _work_on(self, agent: Agent, ticket: Ticket | None) -> AgentResult[object]:
         """Run an agent to its end, and wait until that is on disk."""
@@ -652,11 +649,13 @@ class Worker:
 
     # Results
 
-    def _publish(self, held: HeldRow, result: AgentResult[object]) -> None:
-        """Record a result. The feeder delivers it after the commit."""
+    def _publish(self, held: HeldRow, agent: Agent | Parts | None, result: AgentResult[object]) -> None:
+        """Record a result. After the commit the feeder delivers it, and its agent is no longer live."""
         if self._tells:
             self._tell(result)
         if is_interrupted(result):
+            if agent is not None and self.live.get(result.index) is agent:
+                del self.live[result.index]
             self.on_unfinished(result)
         else:
             self._leases.ending.add(held.lease.index)
