@@ -1,4 +1,4 @@
-"""A row leaves no reference cycles: the garbage collector has nothing to do while a run works."""
+"""A row leaves no reference cycles: the garbage collector has nothing to do while a run works. Nor is its agent kept."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import BatchAgent, Tool
+from batch_agent.agent.agent import Agent
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 FEW, MANY = 50, 1_000
@@ -66,6 +67,7 @@ def garbage(rows: int, run_dir: Path | None) -> Counter[str]:
         async with run:
             async for result in run.results():
                 assert result.ok
+            assert not any(isinstance(each, Agent) for each in gc.get_objects())
             gc.collect()
             return Counter(type(each).__qualname__ for each in gc.garbage)
 
