@@ -1,4 +1,4 @@
-"""A row leaves no reference cycles: the garbage collector has nothing to do while a run works. Nor is its agent kept."""
+"""A row leaves no reference cycles: the garbage collector has nothing to do while a run works. No agent is kept."""
 
 from __future__ import annotations
 
