@@ -18,7 +18,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import BackendError, Timeout
 from batch_agent.messages import Reply
-from batch_agent.scheduler.blame import SEVERAL
+from batch_agent.scheduler.blame import SEVERAL, SUSPECT
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.server import FRESH, Terms
@@ -225,6 +225,19 @@ def test_a_row_that_breaks_beside_one_that_crashes_the_server_is_answered_withou
     machine.teardown()
     assert isinstance(machine.rows[-1].result, Reply)
     assert isinstance(machine.rows[-2].result, BackendError)
+
+
+def test_of_two_suspects_that_break_together_neither_has_crashed_the_server_whichever_fails_first() -> None:
+    machine = Dispatching()
+    machine.start(servers=[True], ceiling=4, max_retries=3, hedge=None, dispatchers=1, all_heal=False)
+    machine.add(1, "crashes")
+    machine.add(1, "good")
+    for row in machine.rows[-2:]:
+        row.ticket.row.hits = SUSPECT
+    machine.wait(0.5)
+    assert [(len(row.asked), row.ticket.row.crashes) for row in machine.rows[-2:]] == [(1, [])] * 2
+    machine.teardown()
+    assert [isinstance(row.result, Reply) for row in machine.rows[-2:]] == [False, True]
 
 
 def test_rows_that_failed_at_one_server_go_back_to_it_if_the_other_is_silent() -> None:

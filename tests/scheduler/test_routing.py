@@ -8,6 +8,7 @@ import pytest
 from tests.scheduler.held import slot_of
 
 from batch_agent.messages import Usage
+from batch_agent.scheduler.blame import SUSPECT
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.routing import PrefixCost, Router
@@ -184,6 +185,23 @@ def test_turns_that_wait_for_an_endpoint_that_goes_down_go_elsewhere() -> None:
     scheduler.touch(home)
     assert granted(scheduler) == [waits]
     assert slot_of(waits).endpoint is not home
+
+
+def test_suspects_go_one_at_a_time_also_while_an_endpoint_waits_for_its_trial() -> None:
+    scheduler = fleet(3)
+    down = scheduler.endpoints[0]
+    for _ in range(3):
+        ask(scheduler)
+    for ticket in granted(scheduler):
+        slot = slot_of(ticket)
+        ticket.row.hits, ticket.avoid = SUSPECT, frozenset({down})
+        scheduler.give_back(slot)
+        scheduler.again(slot)
+    down.health.go_down(0.0)
+    down.health.ready = True
+    scheduler.touch(down)
+    scheduler.router.trials.append(down)
+    assert len(granted(scheduler)) == 1
 
 
 def test_agents_with_one_key_share_an_endpoint_and_keys_are_spread() -> None:

@@ -33,7 +33,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(seed: int) -> None:
     assert not played.problems, f"make soak SEED={seed}\n{workload}\n{faults}\n" + "\n".join(played.problems)
 
 
-@pytest.mark.parametrize("seed", [*range(5), 518, 828, 2904, 8334])
+@pytest.mark.parametrize("seed", [*range(5), 518, 828, 2904, 8334, 11137, 30481])
 def test_bad_rows_and_bad_servers_are_told_apart_in_time_and_without_waste(seed: int) -> None:
     trial, played = play_evidence(seed)
     assert not played.problems, f"make soak SEED={seed}\n{trial}\n" + "\n".join(played.problems)

@@ -269,7 +269,7 @@ class EndpointMonitor:
             outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
         excessive = self.is_excessive(endpoint, error)
         row = slot.ticket.row
-        beside = server.history.has_other_cause(row, slot.sent_at)
+        beside = server.history.has_other_cause(row, slot.sent_at) or self.flights.is_beside_suspect(slot)
         sent, trial, waits = slot.sent_at, slot.trial, bool(error.retry_after)
         attempt = Attempt(row, sent, now, outcome, trial, slot.sound, left, beside, control, waits, excessive)
         if outcome == "overloaded" and row.overloaded(attempt, server.answered_sent, server.control_sent):

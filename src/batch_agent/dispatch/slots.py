@@ -245,6 +245,13 @@ class Flights:
         """Return the requests in flight at the endpoint."""
         return tuple(self._at.get(endpoint, ()))
 
+    def is_beside_suspect(self, slot: Slot) -> bool:
+        """Return whether this is a suspect's request and that of another suspect is in flight there, whose failure may
+        follow."""
+        row = slot.ticket.row
+        others = (other.ticket for other in self._at.get(slot.endpoint, ()))
+        return row.suspect and any(other.suspect and other.row is not row for other in others)
+
     def has(self, slot: Slot) -> bool:
         """Return whether the request was sent and has not ended."""
         return slot in self._at.get(slot.endpoint, ())

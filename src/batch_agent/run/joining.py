@@ -151,12 +151,17 @@ class JoinedWorker:
 
     async def _facts(self) -> JsonObject | Over:
         """Wait for a run that has rows to take, and return its facts, or the reason why there is nothing to do."""
-        deadline, said = asyncio.get_running_loop().time() + self._wait, ""
+        clock, said, found = asyncio.get_running_loop().time, "", None
+        deadline = clock() + self._wait
+        is_served = isinstance(self._store, ServedStore)  # its process ends with the run: no new feeder can come
         while not self._leaving.is_set():
             what, facts = "there is no run", await in_thread(self._store.facts)
-            if facts is not None:
-                if facts.get("state") == "complete":
+            if facts is not None and facts.get("state") == "complete":
+                found = found or facts
+                if is_served or facts != found or clock() >= deadline:  # other facts: it was resumed, and is complete
                     return "done"
+                what = "the run is complete, and no process has resumed it"
+            elif facts is not None:
                 standing = await in_thread(self._store.standing)
                 left = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and (standing.feeder or left):
@@ -165,10 +170,10 @@ class JoinedWorker:
                     return "the run is draining"
                 what = "the run has no feeder"
                 if standing.phase == "ended":
-                    if isinstance(self._store, ServedStore):  # its process ends: no new feeder can come
+                    if is_served:
                         return "the run has ended"
                     what = f"the run has ended ({facts.get('state')}), and no process has resumed it"
-            if asyncio.get_running_loop().time() >= deadline:
+            if clock() >= deadline:
                 raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
             if what != said:
                 said = what

@@ -189,7 +189,7 @@ class Attempt:
     trial: bool = False  # the endpoint was down; this request tests it
     sound: bool = False  # the endpoint had just proved to be up when the request was sent
     left_in_flight: int = 0  # number of other requests at the endpoint
-    beside: bool = False  # a request of another row, which may have crashed the endpoint, failed meanwhile
+    beside: bool = False  # a request of another row, which may have crashed the endpoint, failed meanwhile or can
     control: bool = False  # a control request
     waits: bool = False  # refused for load, with a Retry-After
     excessive: bool = False  # refused for load for so long that it may concern only this row

@@ -205,7 +205,9 @@ class Scheduler:
         spare = self._spare()
         if self.aside and len(self.aside) >= MOST_ASIDE and not self.slots:
             trials = max(endpoint.health.trials for endpoint in self.endpoints)
-            if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE:
+            # The last rows of a batch start nevertheless: only they can tell a bad server from bad rows.
+            rows = inf if self.forecast.rows is None else self.forecast.rows
+            if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE and rows > len(self.aside):
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
@@ -342,12 +344,13 @@ class Scheduler:
         return ticket
 
     def again(self, slot: Slot) -> None:
-        """Queue a turn whose request failed before turns of equal rank, or set it aside."""
+        """Queue a turn whose request failed before turns of equal rank, or set it aside. While no endpoint works, it is
+        no good trial if its own trial failed, or if it has failed while others were answered."""
         ticket = slot.ticket
         if ticket.pinned is not None and len(self.endpoints) > 1:
             self._wait(ticket)
             self._lanes.add(ticket, ticket.pinned, first=not slot.trial)
-        elif ticket.suspect or (slot.trial and not self.router.working):
+        elif ticket.suspect or ((slot.trial or ticket.row.charges) and not self.router.working):
             ticket.state = "set aside"
             (self.suspects if ticket.suspect else self.aside).append(ticket)
         else:
@@ -488,7 +491,8 @@ class Scheduler:
 
     def _match_trial(self, trial: Endpoint, now: float) -> tuple[Ticket, Endpoint] | None:
         """Return the next ticket for a trial of this endpoint, or one that has to go elsewhere."""
-        while (ticket := self._next(trial=True)) is not None:
+        # While other endpoints work, the ticket may go there, where a suspect must be alone.
+        while (ticket := self._next(trial=not self.router.working)) is not None:
             # While other endpoints work, a turn that has failed is not used for a trial.
             again = ticket.avoid and self.router.working
             if ticket.pinned is None and not again and self.router.serves(trial, ticket.progress.model):
