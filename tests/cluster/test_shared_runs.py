@@ -141,7 +141,7 @@ async def test_a_resumed_run_asks_only_what_is_not_done_and_delivers_everything_
     assert server.received == asked + 2 + failed
 
 
-async def test_a_worker_waits_for_the_resume_of_a_complete_run_and_leaves_when_it_is_complete_again(
+async def test_a_worker_waits_for_the_resume_of_a_complete_run_with_failed_rows(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = {"row 3"}
@@ -150,22 +150,21 @@ async def test_a_worker_waits_for_the_resume_of_a_complete_run_and_leaves_when_i
         text = str(request.messages[-1]["content"])
         return Say("no", finish_reason="content_filter") if any(map(text.endswith, failing)) else Say("yes")
 
-    async def joins(server: ScriptedServer, **others: Any) -> tuple[int, WorkReport]:
-        """A worker that joins before the run is resumed."""
-        caplog.clear()
-        async with asyncio.TaskGroup() as tasks:
-            worker = tasks.create_task(join(url, import_from=HERE, wait=inf))
-            while "the run is complete, and no process has resumed it" not in caplog.text:
-                assert not worker.done()
-                await asyncio.sleep(0.01)
-            again = await BatchAgent.run(**options(server, url, 5, resume=True, **others), progress=False)
-        return sum(result.ok for result in again), worker.result()
-
     async with ScriptedServer(script, models=["m"]) as server:
         await BatchAgent.run(**options(server, url, 5), progress=False)
-        failing.clear()
-        assert await joins(server, feed_only=True) == (5, WorkReport(1, "done"))
-        assert await joins(server) == (5, WorkReport(0, "done")), "nothing was left to do"
+        for retries in (0, 1):  # a resumed run that retries nothing is complete again: the worker leaves
+            caplog.clear()
+            async with asyncio.TaskGroup() as tasks:
+                worker = tasks.create_task(join(url, import_from=HERE, wait=inf))
+                while "no process has resumed it to retry them" not in caplog.text:
+                    assert not worker.done()
+                    await asyncio.sleep(0.01)
+                if retries:
+                    failing.clear()
+                again = {"resume": True, "retry_failed": bool(retries), "feed_only": bool(retries)}
+                results = await BatchAgent.run(**options(server, url, 5, **again), progress=False)
+            assert (sum(result.ok for result in results), worker.result()) == (4 + retries, WorkReport(retries, "done"))
+        assert await join(url, import_from=HERE, wait=inf) == WorkReport(0, "done"), "nothing is left to retry"
 
 
 async def test_forced_rows_keep_their_answers_under_another_task_and_schema_and_the_old_ones_stay(url: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorePlace
         yield place
 
 
-async def why_it_left(store: WorkStore, wait: float = 0.0) -> Over:
-    """Why a worker leaves after ``wait`` seconds. Raises NoRunCame if it would wait longer for a run."""
-    report = await JoinedWorker(store, Trust(everything=True), wait=wait).work()
+async def why_it_left(store: WorkStore) -> Over:
+    """Why a worker leaves at once. Raises NoRunCame if it would wait for a run."""
+    report = await JoinedWorker(store, Trust(everything=True), wait=0.0).work()
     assert report.rows == 0
     return report.why
 
@@ -57,10 +56,11 @@ async def test_a_worker_that_joins_a_run_which_has_ended_leaves_unless_it_can_be
         assert await why_it_left(now.work) == "the run has ended"
 
 
-async def test_a_worker_that_joins_a_run_which_is_complete_is_done_if_no_process_resumes_it(place: StorePlace) -> None:
+@pytest.mark.parametrize("failed", [0, 1])
+async def test_a_worker_that_joins_a_run_which_is_complete_is_done(place: StorePlace, failed: int) -> None:
     now = begin(place, place.open())
-    now.store.close_feed(now.number, facts(state="complete"), "ended")
-    assert await why_it_left(now.work, wait=0.0 if place.shared else inf) == "done"
+    now.store.close_feed(now.number, facts(state="complete", summary={"rows": {"failed": failed}}), "ended")
+    assert await why_it_left(now.work) == "done"
 
 
 @needs_redis

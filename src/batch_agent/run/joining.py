@@ -158,9 +158,10 @@ class JoinedWorker:
             what, facts = "there is no run", await in_thread(self._store.facts)
             if facts is not None and facts.get("state") == "complete":
                 found = found or facts
-                if is_served or facts != found or clock() >= deadline:  # other facts: it was resumed, and is complete
+                # Other facts: it was resumed meanwhile, and is complete again.
+                if is_served or not _has_failed_rows(facts) or facts != found or clock() >= deadline:
                     return "done"
-                what = "the run is complete, and no process has resumed it"
+                what = "the run is complete with failed rows, and no process has resumed it to retry them"
             elif facts is not None:
                 standing = await in_thread(self._store.standing)
                 left = standing.counts.unstarted + standing.counts.leased
@@ -180,6 +181,12 @@ class JoinedWorker:
                 logger.warning("%s. This worker waits for %g s (--wait)", what, self._wait)
             await wait_event(self._leaving, LOOK)
         return "asked to leave"
+
+
+def _has_failed_rows(facts: JsonObject) -> bool:
+    summary = facts.get("summary")
+    rows = summary.get("rows") if isinstance(summary, dict) else None
+    return isinstance(rows, dict) and bool(rows.get("failed"))
 
 
 class WorkedStages:
