@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +30,11 @@ LONGEST = 200_000  # bytes of a message
 IMPORTS = (
     *("pytest", "batch_agent.cli.main", "batch_agent.cli.commands.run", "batch_agent.cli.commands.work"),
     *("batch_agent.run.run", "batch_agent.run.joining", "batch_agent.testing"),
-    *("batch_agent.backends.engines.vllm", "docstring_parser"),
+    *("batch_agent.backends.engines.vllm", "batch_agent.backends.openai.responses", "docstring_parser"),
+    *("pydantic.dataclasses", "encodings.idna", "tests.run.process_work", "redis.asyncio"),
 )
+# Of a server with the SDK of MCP, which takes a second and a half to import, and of ``batch-agent mcp``.
+MCP_IMPORTS = ("mcp.server.mcpserver", "mcp.server.stdio", "uvicorn", "batch_agent.cli.commands.mcp_server")
 
 
 class WarmProcess:
@@ -136,12 +140,17 @@ async def _reader(descriptor: int | None) -> asyncio.StreamReader | None:
 # The process that is copied
 
 
+def command(*words: str, imports: tuple[str, ...] = IMPORTS) -> list[str]:
+    """The command that does what ``python WORDS`` does, for what starts a process by its command."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("copied.py")), _parent(imports), *words]
+
+
 @functools.cache
-def _parent() -> str:
+def _parent(imports: tuple[str, ...] = IMPORTS) -> str:
     """Start the process that is copied, and return the path of its socket. It ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     path = f"{folder.name}/socket"
-    command = [sys.executable, "-m", "tests.warm", path]
+    command = [sys.executable, "-m", "tests.warm", path, *imports]
     root = Path(__file__).parents[1]
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
@@ -158,10 +167,12 @@ def _parent() -> str:
     return path
 
 
-def serve(path: str) -> list[str]:
-    """Make a copy for each order. Returns, in a copy alone, the words of its order."""
-    for name in IMPORTS:
-        __import__(name)
+def serve(path: str, imports: list[str]) -> list[str]:
+    """Make a copy for each order. A copy ends with the process that ordered it. Returns, in a copy alone, the words of
+    its order."""
+    for name in imports:
+        with contextlib.suppress(ImportError):  # an extra
+            __import__(name)
     gc.freeze()
     woken, wakes = socket.socketpair()
     for end in (woken, wakes):
@@ -176,7 +187,7 @@ def serve(path: str) -> list[str]:
     os.open(os.devnull, os.O_WRONLY)  # becomes descriptor 1
     copies: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([0, door, woken], [], [])
+        ready, _, _ = select.select([0, door, woken, *copies.values()], [], [])
         if 0 in ready:  # the tests have ended
             for pid in copies:
                 os.kill(pid, signal.SIGKILL)
@@ -187,8 +198,11 @@ def serve(path: str) -> list[str]:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                with copies.pop(pid) as connection:
+                with copies.pop(pid) as connection, contextlib.suppress(ConnectionError):
                     connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        for pid, connection in copies.items():
+            if connection in ready:
+                os.kill(pid, signal.SIGKILL)
         if door in ready:
             connection = door.accept()[0]
             text, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 3)
@@ -213,7 +227,27 @@ def serve(path: str) -> list[str]:
 
 
 def become(words: list[str]) -> None:
-    """Run what ``python WORDS`` runs."""
+    """Run what ``python WORDS`` runs. The memory is not taken apart at the end: it is that of the process that was
+    copied, so each page of it would be copied first."""
+    try:
+        run(words)
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            raise
+        status = error.code or 0
+    else:
+        status = 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # Python has a message and a status for a stream that is closed
+        sys.exit(status)
+    os._exit(status & 0xFF)
+
+
+def run(words: list[str]) -> None:
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     if words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
@@ -228,4 +262,4 @@ def become(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    become(serve(sys.argv[1]))
+    become(serve(sys.argv[1], sys.argv[2:]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests import warm
 from tests.tools.mcp_tools.conftest import needs_mcp
 
 from batch_agent.testing import Request, Say, ScriptedServer
@@ -27,9 +27,10 @@ async def coding_agent(directory: Path, *arguments: str) -> AsyncIterator[Client
     """A client of a server of its own."""
     from mcp import Client, StdioServerParameters
 
+    program, *words = warm.command("-m", "batch_agent", "mcp", *arguments, imports=warm.MCP_IMPORTS)
     server = StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "batch_agent", "mcp", *arguments],
+        command=program,
+        args=words,
         env={name: value for name, value in os.environ.items() if name in ("PYTHONPATH", "PATH")},
         cwd=directory,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.commandline import batch_agent, rows, serving, started
-from tests.tools.mcp_tools.conftest import command, needs_mcp
+from tests.tools.mcp_tools.conftest import SERVERS, needs_mcp
 from tests.tools.mcp_tools.test_bad_mcp_servers import BAD_SERVER
 
 from batch_agent.cli.spec.arguments import add_run_arguments
@@ -72,7 +72,8 @@ async def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
         seen.append(str(request.messages[-1]["content"]))
         return CallTools(ToolUse("sleep_long", {"label": "a"}))
 
-    tools = {"mcp": command("stdio"), "only": ["process_ids", "sleep_long"], "env": {"NOTES": str(tmp_path / "notes")}}
+    server = [sys.executable, SERVERS, "stdio"]
+    tools = {"mcp": server, "only": ["process_ids", "sleep_long"], "env": {"NOTES": str(tmp_path / "notes")}}
     (tmp_path / "notes").touch()
     rows(tmp_path, {"input": "one"})
     async with serving(tmp_path, script, f"tools: {json.dumps([tools])}\n"):

@@ -99,8 +99,9 @@ def feeder(directory: Path, server: ScriptedServer, rows: int, **others: object)
 @pytest.mark.parametrize("recorded", [False, True])
 async def test_two_processes_do_every_row_once(tmp_path: Path, recorded: bool) -> None:
     run_dir = tmp_path / "run" if recorded else None
+    crew = {"processes": 2} if recorded else {"cluster": WarmCrew()}
     async with ScriptedServer(echo, models=["m"]) as server:
-        results = await BatchAgent.run(**options(server, 40, processes=2, run_dir=run_dir))
+        results = await BatchAgent.run(**options(server, 40, run_dir=run_dir, **crew))
     assert [result.output for result in results] == expected(40)
     assert Counter(map(row_of, server.requests)) == Counter(f"row-{n}" for n in range(40))
     assert results.summary.statistics.usage.completion_tokens == 40 * USAGE.completion_tokens
@@ -362,7 +363,7 @@ async def test_the_reason_is_shown_when_every_worker_process_refuses(
     monkeypatch.delenv("ONLY_ONCE")
     async with ScriptedServer(echo, models=["m"]) as server:
         with pytest.raises(RunRejected, match=r"only_once:tool cannot be imported.*for the first process"):
-            await BatchAgent.run(**options(server, 2, processes=2, tools=[only_once.tool]))
+            await BatchAgent.run(**options(server, 2, cluster=WarmCrew(tmp_path), tools=[only_once.tool]))
     assert server.received == 0
 
 

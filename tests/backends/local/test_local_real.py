@@ -167,7 +167,7 @@ async def test_a_small_model_calls_a_tool_reads_its_result_and_answers(engine: L
     lookup = ToolSpec("get_order", "Looks up an order by its number.", parameters)
     shape = RequestShape(model="smollm2", tools=(lookup,), schema=Ticket.model_json_schema(), max_tokens=80)
     first = RequestShape(model="smollm2", tools=(lookup,), tool_choice="required", schema=shape.schema, max_tokens=80)
-    request = ticket(33, first)
+    request = say("Sort the ticket about order 1221. " * 8, first)
     call = await engine.infer(request)
     assert call.tool_calls[0].name == "get_order"
     assert jsonschema_rs.is_valid(parameters, json.loads(call.tool_calls[0].arguments))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 # The package takes a second to import, so it is looked for and not imported.
 needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
@@ -16,7 +17,7 @@ PLAIN_SERVER = [sys.executable, "-I", "-S", str(Path(__file__).parent / "plain_s
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, SERVERS, *arguments]
+    return warm.command(SERVERS, *arguments, imports=warm.MCP_IMPORTS)
 
 
 @contextmanager
