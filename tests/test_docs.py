@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import re
 import runpy
@@ -154,6 +155,7 @@ def links_of(page: Path) -> Iterator[str]:
                 yield str(child.attrGet("href"))
 
 
+@functools.cache
 def anchors_of(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)

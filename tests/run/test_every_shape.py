@@ -211,11 +211,11 @@ async def test_a_resumed_run_asks_only_what_is_not_done(scene: Scene) -> None:
 
 @pytest.mark.covers("retry-failed", "local", "processes", "Redis", "Ray", "pipeline", "reduction", "worker=", "runtime")
 async def test_failed_rows_are_tried_again_or_kept(scene: Scene) -> None:
-    scene.answer = lambda row, request: Fail(400) if row == "row-1" else Say(row)
+    scene.answer = lambda row, request: Fail(400) if row == "row-1" else Say(f"said {row}")
     first = await scene.run(2)
     kept = await scene.run(2, resume=True, retry_failed=False)
     asked = scene.asked["row-1"]
-    scene.answer = lambda row, request: Say(row)
+    scene.answer = lambda row, request: Say(f"said {row}")
     again = await scene.run(2, resume=True)
     assert [[result.ok for result in results] for results in (first, kept, again)] == [
         [True, False],

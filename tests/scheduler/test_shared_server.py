@@ -160,7 +160,7 @@ WAITS = pytest.mark.parametrize("wait", [0.0, 1.0], ids=["no Retry-After", "Retr
 
 
 @WAITS
-@pytest.mark.parametrize("slots", [4, soak(8), 16, 50, soak(128)])
+@pytest.mark.parametrize("slots", [4, soak(8), soak(16), 50, soak(128)])
 def test_no_process_gets_less_than_half_of_its_share(slots: int, wait: float) -> None:
     for processes in (2, 3):
         for late in (0.0, LATE):
