@@ -59,7 +59,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what was imported out of later garbage collections: it is most of the objects, and never garbage. Collect
-    rarely: Python's threshold costs an eighth of the CPU of all tests."""
+    rarely: 10,000 instead of Python's threshold saves a fifteenth of the CPU of all tests, and this as much again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
