@@ -184,8 +184,10 @@ def send(rate: LearntRate, now: float) -> int:
 
 def test_a_provider_that_refuses_everything_gets_what_it_took_in_a_minute() -> None:
     rate = learnt(60)
-    assert send(rate, 60.0 + SLACK + 1.0) == 60
-    assert rate.free_at(62.0) == 62.0 + MINUTE + SLACK
+    assert send(rate, 60.0 + SLACK + 1.0) == 61  # one to confirm it
+    rate.refused()
+    assert rate.is_spent(62.0, 62.0)
+    assert rate.free_at(62.0) == 61.0 + SLACK + MINUTE + SLACK
 
 
 def test_requests_that_were_not_counted_leave_the_count_as_slowly_as_they_were_sent() -> None:
@@ -200,16 +202,30 @@ def test_too_few_requests_do_not_show_a_limit() -> None:
     assert rate.free_at(10.0) <= 10.0
 
 
-def test_a_learnt_limit_is_raised_after_a_minute_and_lowered_to_what_was_taken() -> None:
+def test_a_learnt_limit_is_confirmed_by_one_request_and_then_raised_rarely() -> None:
     rate = learnt(100)
-    assert send(rate, 62.0) == 100
-    assert send(rate, 123.0 + SLACK) == 125, "nothing has confirmed the limit yet"
-    for _ in range(25):
-        rate.refused()
-        assert rate.is_spent(124.0, 124.1)
+    assert send(rate, 62.0) == 101, "one more request shows whether it is a limit"
+    rate.refused()
+    assert rate.is_spent(62.0, 62.1)
     assert rate.limit == 100
-    assert send(rate, 190.0) == 100
-    assert send(rate, 251.0) == 102, "two minutes after the refusal, and by less"
+    assert send(rate, 64.5) == 0
+    assert send(rate, 123.0 + SLACK) == 100
+    assert send(rate, 190.0) == 102, "two minutes after the refusal"
+    for _ in range(2):
+        rate.refused()
+        assert rate.is_spent(190.0, 190.1)
+    assert rate.limit == 100
+
+
+def test_a_limit_that_no_refusal_confirms_is_soon_none() -> None:
+    rate = learnt(100)
+    assert [send(rate, 62.0 + seconds) for seconds in (0, 1, 2, 4, 6)] == [101, 0, 26, 64, 191]
+
+
+def test_a_limit_whose_old_requests_may_still_count_is_not_tested_before_they_left() -> None:
+    rate = learnt(100, seconds=30.0)
+    assert send(rate, 75.0) < 60 and send(rate, 90.0) <= 52 and rate.limit == 100
+    assert send(rate, 91.0) > 0 and rate.limit == 101
 
 
 def test_a_refusal_far_below_the_learnt_limit_is_not_due_to_it() -> None:

@@ -188,23 +188,27 @@ class RateWindow:
             del self._reports[told]
 
 
-LEAST_DROUGHT = 5.0  # seconds in which every request is refused, also one alone: then a limit per minute is used up
+# Seconds in which every request is refused, also one alone, when a limit per minute is used up. It ends within a minute,
+# and trials are a third of that apart.
+LEAST_DROUGHT, LONGEST_DROUGHT = 5.0, 90.0
 NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
 LEAST_TAKEN = 10  # requests in a minute: a server that has taken fewer may be full of others' requests
 RAISED = 1 / 50  # part by which it is raised after a minute without a refusal; doubles each minute
-DOUBTED = 1 / 4  # the same until a refusal has confirmed it
+DOUBTED = 1 / 4  # the same until a refusal has confirmed it, after one more request and then every DOUBT seconds
+DOUBT = 2.0
 LONGEST_RAISE = 10 * MINUTE  # time between two raises, which doubles when one was too much
 
 
 class LearntRate:
-    """The requests per minute that a provider takes without saying so. ``limit`` is None until it is known. After a
-    minute at the limit it is raised a little, and a refusal lowers it to what the provider took."""
+    """The requests per minute that a provider takes without saying so. ``limit`` is None until it is known. It is in
+    doubt until a request beyond it was refused: an outage looks the same. After that it is raised a little after a
+    minute at the limit. A refusal lowers it to what the provider took."""
 
     def __init__(self) -> None:
         self.limit: int | None = None
         self._leave: deque[float] = deque()  # when each request that was not refused leaves the count
         self._estimate, self._spread = 0, 0.0
-        self._raised_by, self._raise_at, self._raise_after = DOUBTED, inf, MINUTE
+        self._doubted, self._raised_by, self._raise_at, self._raise_after = True, 0.0, inf, MINUTE
         self._lowered_at = -inf
 
     def take(self, now: float) -> None:
@@ -232,8 +236,9 @@ class LearntRate:
         """Take the estimate as the limit: the provider has refused everything for a while, and takes requests again
         from ``free_at`` on. If it counts in any minute, it takes them as slowly as it took those before."""
         self.limit, self._estimate = self._estimate or self.limit, 0
-        self._raised_by = DOUBTED
-        self._raise_at = free_at + self._raise_after
+        self._doubted, self._raised_by = True, 0.0
+        # Before that the count has requests that the provider may have forgotten.
+        self._raise_at = free_at + SLACK + (self._spread or MINUTE)
         if self._spread and self.limit is not None:
             pace, self._spread = self._spread / self.limit, 0.0
             self._leave.clear()
@@ -246,7 +251,7 @@ class LearntRate:
             return False
         if sent_at > self._lowered_at:  # requests that were in flight together tell the same
             self._raise_after = min(LONGEST_RAISE, 2 * self._raise_after)
-            self._raised_by = RAISED
+            self._doubted, self._raised_by = False, RAISED
         self.limit, self._lowered_at, self._raise_at = max(1, min(used, self.limit)), now, now + self._raise_after
         return True
 
@@ -255,10 +260,11 @@ class LearntRate:
         if self.limit is None or self.used(now) < self.limit:
             return now
         if now >= self._raise_at:
-            self.limit += ceil(self._raised_by * self.limit)
-            self._raised_by, self._raise_at = 2 * self._raised_by, now + self._raise_after
+            self.limit += ceil(self._raised_by * self.limit) or 1
+            self._raised_by = 2 * self._raised_by or DOUBTED
+            self._raise_at = now + (DOUBT if self._doubted else self._raise_after)
             return now
-        return self._leave[len(self._leave) - self.limit]
+        return min(self._leave[len(self._leave) - self.limit], self._raise_at)
 
 
 class Departure(NamedTuple):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from batch_agent.scheduler.blame import SEVERAL, EndpointHistory, RowHistory
 from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
-from batch_agent.scheduler.rates import LEAST_DROUGHT, MINUTE, LearntRate, Rates
+from batch_agent.scheduler.rates import LEAST_DROUGHT, LONGEST_DROUGHT, MINUTE, LearntRate, Rates
 
 if TYPE_CHECKING:
     from batch_agent.scheduler.core import Slot
@@ -186,8 +186,11 @@ class Health:
     def pause(self, now: float, since: float | None = None) -> float:
         """Return the seconds until the next trial, partly random so that many runs do not coincide."""
         lasted = now - (self.down_since if since is None else since)
-        share = LIMITED_SHARE if self.is_limited else DENIED_SHARE if self.is_denied else PAUSE_SHARE
+        is_limited = self.is_limited and lasted < MINUTE  # a limit per minute lets requests through again by then
+        share = LIMITED_SHARE if is_limited else DENIED_SHARE if self.is_denied else PAUSE_SHARE
         longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * share)
+        if is_limited:
+            longest = min(longest, FIRST_PAUSE + MINUTE - lasted)
         return longest * (1 - JITTER * self._chance())
 
     def trial_seconds(self, now: float) -> float | None:
@@ -491,7 +494,7 @@ class Server:
     def flows_again(self, sent_at: float) -> None:
         """Learn the rate limit of a server that has refused every request, and has answered one of this time."""
         learnt = None if self.rates is None else self.rates.learnt
-        if learnt is not None and sent_at - self.health.down_since >= LEAST_DROUGHT:
+        if learnt is not None and LEAST_DROUGHT <= sent_at - self.health.down_since <= LONGEST_DROUGHT:
             learnt.learn(sent_at)
 
     def go_down(self) -> None:
