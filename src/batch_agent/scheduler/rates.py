@@ -188,8 +188,8 @@ class RateWindow:
             del self._reports[told]
 
 
-# Seconds in which every request is refused, also one alone, if a limit per minute is used up. That ends within a minute,
-# but the trial that shows it may wait for a slot.
+# Seconds in which every request is refused, also one alone, if a limit per minute is used up. That ends within a
+# minute, but the trial that shows it may wait for a slot.
 LEAST_DROUGHT, LONGEST_DROUGHT = 5.0, 90.0
 NEARLY = 0.8  # part of the learnt limit: a refusal after that many requests is due to it
 LEAST_TAKEN = 10  # requests in a minute: a server that has taken fewer may be full of others' requests
