@@ -491,7 +491,7 @@ def lost_commits(log: bytes) -> int:
 
 
 def _connect(address: str, timeout: float = 5.0, **options: bool) -> sqlite3.Connection:
-    db = sqlite3.connect(address, timeout, isolation_level=None, cached_statements=64, uri=True, **options)
+    db = sqlite3.connect(address, timeout=timeout, isolation_level=None, cached_statements=64, uri=True, **options)
     db.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # it may be damaged
     return db
 
