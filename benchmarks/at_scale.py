@@ -32,7 +32,8 @@ from batch_agent.errors import BackendError, Unavailable
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
 from batch_agent.scheduler.ordering import AgentForecast
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report
 
@@ -171,7 +172,7 @@ class Played:
 async def play(endpoints: int, agents: int, slots: int) -> Played:
     """Play all agents; ``slots`` are those of each endpoint."""
     world = World(endpoints)
-    servers = {name: Server(name, default_inflight=slots) for name in world.servers}
+    servers = {name: ServerState(name, default_inflight=slots) for name in world.servers}
     dispatcher = Dispatcher(world, servers=servers, terms=Terms(), max_outage=inf)
     policy = Policy(timeout=REQUEST_TIMEOUT)
     gc.collect()
@@ -232,7 +233,7 @@ def ideal_seconds(world: World, slots: int) -> float:
 
 def decisions_per_cpu_second(endpoints: int, slots: int, turns: int) -> float:
     """Slots that the scheduler alone grants in a second of CPU: no event loop, no dispatcher."""
-    scheduler = Scheduler(endpoints=[Endpoint(Server(str(n)), Terms(slots)) for n in range(endpoints)])
+    scheduler = Scheduler(endpoints=[Endpoint(ServerState(str(n)), Terms(slots)) for n in range(endpoints)])
     running: deque[Slot] = deque()
     resting: deque[AgentForecast] = deque()
     usage = Usage(100, 0, 10)

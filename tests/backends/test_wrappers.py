@@ -20,7 +20,7 @@ from batch_agent.cli.output.request_log import LoggedBackend
 from batch_agent.errors import BackendError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import Conversation, Message, Reply
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 from batch_agent.testing import BatchServer, Say, ScriptedBackend, ScriptedServer
 
 SHAPE = RequestShape("m", temperature=0.0)
@@ -42,7 +42,7 @@ ARGUMENTS: dict[str, object] = {
     "model": "m",
     "endpoint": "",
     "listener": Listening(),
-    "server": Server(),
+    "server": ServerState(),
     "record": None,
     "outlasts": False,
     "on_tool_call": None,

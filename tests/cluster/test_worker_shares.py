@@ -20,7 +20,7 @@ from batch_agent.record.store import WorkStore
 from batch_agent.run.control import Controls
 from batch_agent.run.shared import Shared
 from batch_agent.run.sharing import Lending
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.share.table import SLOTS, Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import ScriptedBackend, virtual_clock
@@ -85,7 +85,7 @@ class Steerable:
 
 def worker(store: TableInMemory, seconds: float = 15.0) -> tuple[Lending, Shared, Dispatcher, Probed]:
     backend = Probed()
-    dispatcher = Dispatcher(cast(Any, backend), 8, servers={"backend": Server("backend")}, terms=Terms(8))
+    dispatcher = Dispatcher(cast(Any, backend), 8, servers={"backend": ServerState("backend")}, terms=Terms(8))
     spending = Spending(BatchSpec(inputs=["a"], task="{input}"), None, lambda _: None, lambda _: None)
     shared = SimpleNamespace(dispatchers={"backend": dispatcher}, spending=spending)
     return Lending(cast(WorkStore, store), "me", seconds), cast(Shared, shared), dispatcher, backend

@@ -18,10 +18,10 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy
 from batch_agent.errors import BackendError, Timeout
 from batch_agent.messages import Reply
-from batch_agent.scheduler.blame import SEVERAL, SUSPECT
 from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import AgentForecast
-from batch_agent.scheduler.server import FRESH, Terms
+from batch_agent.scheduler.server_state import Terms
 from batch_agent.testing import VirtualClockLoop
 from dispatch.world import MODES, Kind, Mode, Row, SimulatedServer, World
 
@@ -46,7 +46,7 @@ class Asked(Row):
         try:
             return await super().send(endpoint)
         except BackendError:
-            self.blamed += server.since > sent - FRESH
+            self.blamed += server.since > sent - N.fresh
             raise
 
     async def ask(self, policy: Policy) -> None:
@@ -107,7 +107,7 @@ class Dispatching(RuleBasedStateMachine):
         self.loop.run_until_complete(self._add(count, kind))
 
     async def _add(self, count: int, kind: Kind) -> None:
-        if kind == "breaks" and sum(row.kind == kind and row.result is None for row in self.rows) >= SEVERAL - 1:
+        if kind == "breaks" and sum(row.kind == kind and row.result is None for row in self.rows) >= N.several - 1:
             return  # several rows that break everywhere are an outage, as far as anybody can tell
         for _ in range(count if kind == "good" else 1):
             row = Asked(self, self.dispatchers[len(self.rows) % len(self.dispatchers)], kind)
@@ -171,7 +171,7 @@ class Dispatching(RuleBasedStateMachine):
         others = [other for other in self.rows if other.result is None and other.dispatcher is row.dispatcher]
         since = self.loop.time() - 2 * TIMEOUT
         hidden = any(server.is_hidden or server.hidden_at >= since for server in self.world.simulated.values())
-        few = sum(other.kind != "refused" for other in others) < SEVERAL
+        few = sum(other.kind != "refused" for other in others) < N.several
         alone = few or isinstance(error, Timeout) or not self.policy.max_retries
         if row.kind == "good" and not (hidden and alone) and not (len(row.ticket.row.crashes) >= 2 <= row.blamed):
             self.wrong.append(f"failed: {error}, asked {row.asked}, {row.ticket.row}")
@@ -233,7 +233,7 @@ def test_of_two_suspects_that_break_together_neither_has_crashed_the_server_whic
     machine.add(1, "crashes")
     machine.add(1, "good")
     for row in machine.rows[-2:]:
-        row.ticket.row.hits = SUSPECT
+        row.ticket.row.hits = N.suspect
     machine.wait(0.5)
     assert [(len(row.asked), row.ticket.row.crashes) for row in machine.rows[-2:]] == [(1, [])] * 2
     machine.teardown()

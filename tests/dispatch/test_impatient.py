@@ -13,7 +13,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, Unavailable, WorkerFailed
 from batch_agent.messages import Conversation, Message, Reply
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 from batch_agent.testing import Fail, ScriptedBackend, virtual_clock
 
 NOW = Policy(2, wait_out=False, timeout=60.0)
@@ -133,7 +133,7 @@ async def test_a_question_that_does_not_wait_fails_after_its_retries_whoever_is_
 
 @virtual_clock
 async def test_who_waits_for_a_slot_fails_when_the_last_server_leaves_the_fleet() -> None:
-    dispatcher = Dispatcher(None, 1, servers={"one": Server("one"), "two": Server("two")}, max_outage=inf)
+    dispatcher = Dispatcher(None, 1, servers={"one": ServerState("one"), "two": ServerState("two")}, max_outage=inf)
 
     class Hangs(Question):
         async def send(self, endpoint: str) -> Reply:
@@ -153,7 +153,7 @@ async def test_who_waits_for_a_slot_fails_when_the_last_server_leaves_the_fleet(
 
 
 async def test_dispatchers_of_two_threads_at_one_server_do_not_disturb_each_other() -> None:
-    server = Server("one")
+    server = ServerState("one")
     waits = Policy(2)
 
     async def finds_it_down() -> None:

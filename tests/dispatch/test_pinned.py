@@ -15,7 +15,8 @@ from batch_agent.errors import BackendError, Timeout, Unavailable
 from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import LAST, AgentForecast
-from batch_agent.scheduler.server import Endpoint, Server
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState
 from batch_agent.testing import virtual_clock
 
 Answer = Callable[[], Awaitable[Reply]]
@@ -43,7 +44,7 @@ class Probes:
 
 def two(max_inflight: int = 8, **options: object) -> tuple[Dispatcher, Endpoint, Endpoint, Probes]:
     probes = Probes()
-    servers = {name: Server(name) for name in ("first", "second")}
+    servers = {name: ServerState(name) for name in ("first", "second")}
     dispatcher = Dispatcher(probes, max_inflight, servers=servers, max_outage=inf, **options)  # type: ignore[arg-type]
     first, second = dispatcher.scheduler.endpoints
     return dispatcher, first, second, probes

@@ -11,7 +11,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy
 from batch_agent.job import AgentResult
 from batch_agent.scheduler.ordering import AgentForecast
-from batch_agent.scheduler.server import Terms
+from batch_agent.scheduler.server_state import Terms
 from batch_agent.testing import Cut, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
 from dispatch.world import Row, SimulatedServer, World

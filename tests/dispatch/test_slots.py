@@ -12,7 +12,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Slot
 from batch_agent.scheduler.ordering import AgentForecast
-from batch_agent.scheduler.server import Server, Terms
+from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.testing import virtual_clock
 
 
@@ -62,7 +62,7 @@ async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
 
 @virtual_clock
 async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_waits_for_a_slot_without_spinning() -> None:
-    servers = {name: Server(name) for name in ("own", "other")}
+    servers = {name: ServerState(name) for name in ("own", "other")}
     dispatcher = Dispatcher(None, 3, servers=servers, terms=Terms(2))
     own, other = dispatcher.scheduler.endpoints
     busy = [dispatcher.slots.claim(AgentForecast(), 0, pinned=endpoint) for endpoint in (own, own, other)]
@@ -97,7 +97,7 @@ async def test_a_paused_dispatcher_grants_nothing_until_resumed() -> None:
 
 @virtual_clock
 async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_rings_no_alarm_while_paused() -> None:
-    dispatcher = Dispatcher(None, servers={"a": Server("a"), "b": Server("b")}, terms=Terms(1))
+    dispatcher = Dispatcher(None, servers={"a": ServerState("a"), "b": ServerState("b")}, terms=Terms(1))
     home = dispatcher.scheduler.endpoints[0]
     progress = [AgentForecast(), AgentForecast()]
     for each in progress:

@@ -12,7 +12,7 @@ from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, Probe
 from batch_agent.dispatch.policy import Observer, Question
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, Unavailable
 from batch_agent.messages import Reply
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 
 Mode = Literal[
     "good",
@@ -38,7 +38,7 @@ class SimulatedServer:
 
     def __init__(self, name: str, *, has_probe: bool = True) -> None:
         self.name, self.has_probe = name, has_probe
-        self.known = Server(name)
+        self.known = ServerState(name)
         self.inflight = 0
         self.mode: Mode = "good"
         self.since = 0.0  # when the mode changed
@@ -122,7 +122,7 @@ class World(Backend):
         return "world://"
 
     @property
-    def servers(self) -> Mapping[str, Server]:
+    def servers(self) -> Mapping[str, ServerState]:
         return {name: server.known for name, server in self.simulated.items()}
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:

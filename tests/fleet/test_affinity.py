@@ -6,11 +6,12 @@ import json
 
 from batch_agent.fleet.proxy import Homes, read_ask
 from batch_agent.scheduler.routing import Router
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 
 
 def endpoints(*names: str) -> tuple[Router, Homes, list[Endpoint]]:
-    made = [Endpoint(Server(name), Terms(64), name) for name in names]
+    made = [Endpoint(ServerState(name), Terms(64), name) for name in names]
     router = Router(made)
     return router, Homes(router), made
 

@@ -13,7 +13,8 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import FIRST_REST, JUDGED, Admission, HoldWatch, kv_tokens_left
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.ordering import AgentForecast, KvParts
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.testing import run_virtual
 
 
@@ -241,11 +242,11 @@ def test_a_touch_is_sent_only_if_the_context_was_evicted_and_nobody_loses_one_fo
 def test_an_offload_tier_is_a_cache_of_unknown_size() -> None:
     told = Reported(1_000)
     told.offloads = True
-    assert kv_tokens_left(told, Server()) is None
+    assert kv_tokens_left(told, ServerState()) is None
 
 
 def test_what_other_clients_hold_of_a_cache_is_left_out() -> None:
-    server = Server()
+    server = ServerState()
     server.inflight = 4
     assert kv_tokens_left(Reported(None), server) is None
     assert kv_tokens_left(Reported(1_000, running=4, kv_usage=0.5), server) == 1_000

@@ -22,12 +22,9 @@ from batch_agent.errors import (
     Unavailable,
 )
 from batch_agent.scheduler.blame import (
-    CONTROL_PAUSE,
     LEAST_REFUSED,
     LEAST_TRYING,
     MOST_CONVICTED,
-    SEVERAL,
-    SUSPECT,
     Attempt,
     EndpointHistory,
     Outcome,
@@ -37,6 +34,7 @@ from batch_agent.scheduler.blame import (
     next_step,
     outcome_of,
 )
+from batch_agent.scheduler.numbers import N
 
 
 class Endpoint:
@@ -129,10 +127,10 @@ def test_a_hedge_that_fails_before_the_request_it_was_sent_beside_is_charged_in_
 
 
 def test_several_rows_that_break_put_the_endpoint_down_and_are_forgiven() -> None:
-    endpoint, rows = Endpoint(), [RowHistory() for _ in range(SEVERAL)]
+    endpoint, rows = Endpoint(), [RowHistory() for _ in range(N.several)]
     verdicts = [endpoint.ends(row, "broken").endpoint for row in rows]
-    assert verdicts == ["suspect"] * (SEVERAL - 1) + ["down"]
-    assert [(row.charges, row.undecided, row.hits) for row in rows] == [(0, 0, 1)] * SEVERAL
+    assert verdicts == ["suspect"] * (N.several - 1) + ["down"]
+    assert [(row.charges, row.undecided, row.hits) for row in rows] == [(0, 0, 1)] * N.several
 
 
 def test_failures_that_come_before_the_answers_put_nothing_down() -> None:
@@ -169,7 +167,7 @@ def test_a_refusal_for_load_beside_others_is_nothing_and_alone_it_counts_as_a_re
 
 def test_requests_in_flight_when_the_endpoint_went_down_are_forgiven_and_remembered() -> None:
     endpoint, row = Endpoint(), RowHistory()
-    for n in range(SUSPECT):
+    for n in range(N.suspect):
         endpoint.is_down = True
         assert not row.suspect
         assert endpoint.ends(row, "broken", float(n)).endpoint == "down"
@@ -251,20 +249,20 @@ def test_several_rows_that_break_are_judged_by_a_control_request(
 ) -> None:
     at = Endpoint()
     at.history.convicted = convicted
-    verdicts = [at.ends(RowHistory(), "broken", asks=asks, tested=tested).endpoint for _ in range(SEVERAL)]
+    verdicts = [at.ends(RowHistory(), "broken", asks=asks, tested=tested).endpoint for _ in range(N.several)]
     assert verdicts[-1] == endpoint
 
 
 def test_the_answer_of_a_control_request_charges_the_rows_that_failed_before_it() -> None:
-    endpoint, rows = Endpoint(), [RowHistory() for _ in range(SEVERAL)]
+    endpoint, rows = Endpoint(), [RowHistory() for _ in range(N.several)]
     for row in rows:
         endpoint.ends(row, "broken", 1.0, asks=True)
     late = RowHistory()
     endpoint.ends(late, "broken", 3.0, sent=2.5, left=99)
     endpoint.ends(RowHistory(), "answered", 4.0, sent=2.0, control=True)
-    assert [row.charges for row in rows] == [1] * SEVERAL
+    assert [row.charges for row in rows] == [1] * N.several
     assert (late.charges, late.undecided) == (0, 1), "it was sent after the control request"
-    assert endpoint.history.convicted == SEVERAL
+    assert endpoint.history.convicted == N.several
     endpoint.ends(RowHistory(), "answered", 5.0)
     assert endpoint.history.convicted == 0
 
@@ -304,20 +302,20 @@ def test_the_first_refusal_for_load_of_a_row_asks_for_no_control_request() -> No
     ("sound", "trial", "crashes"), [(True, False, [True]), (True, True, [False]), (False, False, [])]
 )
 def test_a_suspect_whose_server_was_up_before_has_crashed_it(sound: bool, trial: bool, crashes: list[bool]) -> None:
-    endpoint, row = Endpoint(), RowHistory(hits=SUSPECT)
+    endpoint, row = Endpoint(), RowHistory(hits=N.suspect)
     endpoint.history.open[row] = [Attempt(row, 1.0, 2.0, "broken", trial, sound)]
     endpoint.history.go_down()
     assert [crash.proven for crash in row.crashes] == crashes
-    assert row.hits == SUSPECT + (not crashes)
+    assert row.hits == N.suspect + (not crashes)
 
 
 @pytest.mark.parametrize(
     ("hits", "neighbour_hits", "neighbour_ended", "unclear"),
     [
         (0, 0, 2.0, True),  # both broke at the same time: either may be the cause
-        (0, SUSPECT, 2.0, True),
-        (SUSPECT, 0, 2.0, False),  # it has broken before, and its neighbour has not
-        (SUSPECT, SUSPECT, 2.0, True),
+        (0, N.suspect, 2.0, True),
+        (N.suspect, 0, 2.0, False),  # it has broken before, and its neighbour has not
+        (N.suspect, N.suspect, 2.0, True),
         (0, 0, 0.5, False),  # the neighbour had ended before this one was sent
     ],
 )
@@ -469,7 +467,7 @@ def test_rows_that_are_refused_together_start_anew_when_one_of_them_has_room() -
     assert (row.refused, row.is_too_much(3)) == (0, False)
 
 
-@pytest.mark.parametrize(("pause", "endpoint"), [(CONTROL_PAUSE - 1.0, ""), (CONTROL_PAUSE + 1.0, "doubted")])
+@pytest.mark.parametrize(("pause", "endpoint"), [(N.control_pause - 1.0, ""), (N.control_pause + 1.0, "doubted")])
 def test_refusals_for_load_ask_for_few_control_requests(pause: float, endpoint: str) -> None:
     there, row = Endpoint(), RowHistory(tested=True)
     there.ends(row, "overloaded", 0.0, few=True, asks=True)

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from batch_agent.scheduler.blame import SEVERAL
-from batch_agent.scheduler.server import LEARNT, LONGEST_PAUSE, Endpoint, Health, Terms
+from batch_agent.scheduler.health import Health
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import Terms
 
 
 def test_a_failure_makes_an_endpoint_suspect_and_an_answer_makes_it_healthy() -> None:
@@ -23,13 +25,13 @@ def test_a_failure_makes_an_endpoint_suspect_and_an_answer_makes_it_healthy() ->
 def test_silence_counts_when_the_server_is_known_and_several_wait() -> None:
     health = Health()
     assert not health.is_silent(10, 1e9), "it may be slow"
-    for n in range(LEARNT):
+    for n in range(N.learnt):
         health.answer(2.0, n - 2.0, float(n))
-    assert not health.is_silent(10, LEARNT + 5.0)
-    assert not health.is_silent(SEVERAL - 1, LEARNT + 1_000.0)
-    assert health.is_silent(SEVERAL, LEARNT + 1_000.0)
+    assert not health.is_silent(10, N.learnt + 5.0)
+    assert not health.is_silent(N.several - 1, N.learnt + 1_000.0)
+    assert health.is_silent(N.several, N.learnt + 1_000.0)
     health.patient = True
-    assert not health.is_silent(SEVERAL, LEARNT + 1_000.0)
+    assert not health.is_silent(N.several, N.learnt + 1_000.0)
 
 
 def test_an_answer_to_a_request_from_before_an_outage_ends_it_only_if_the_server_was_silent() -> None:
@@ -48,7 +50,7 @@ def test_the_pause_between_trials_grows_with_the_outage_and_is_bounded(lasted: f
     health.go_down(100.0)
     health.try_now(100.0 + lasted)
     pause = health.next_trial - (100.0 + lasted)
-    assert 0.3 <= pause <= LONGEST_PAUSE + 1e-6
+    assert 0.3 <= pause <= N.longest_pause + 1e-6
     assert pause <= 0.5 + lasted / 300 + 1e-6
 
 
@@ -132,7 +134,7 @@ def test_control_requests_before_the_first_answer_follow_each_other_with_growing
 
 def test_a_control_request_to_a_silent_server_that_is_known_has_little_time() -> None:
     health = Endpoint().health
-    for _ in range(LEARNT):
+    for _ in range(N.learnt):
         health.answer(3.0, 0.0, 1.0)
     assert health.control_seconds(1.0) == 10.0
     health.look(20.0)

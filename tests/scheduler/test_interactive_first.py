@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from batch_agent.scheduler.core import Scheduler
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 
 
 def endpoints(count: int) -> list[Endpoint]:
-    return [Endpoint(Server(str(number)), Terms(1), str(number)) for number in range(count)]
+    return [Endpoint(ServerState(str(number)), Terms(1), str(number)) for number in range(count)]
 
 
 def test_an_interactive_request_goes_although_every_slot_is_taken() -> None:

@@ -8,11 +8,12 @@ import pytest
 from tests.scheduler.held import slot_of
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.blame import SUSPECT
 from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import AgentForecast
 from batch_agent.scheduler.routing import PrefixCost, Router
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 
 
 def serving(
@@ -23,7 +24,7 @@ def serving(
     models: frozenset[str] | None = None,
     context: int | None = None,
 ) -> Endpoint:
-    return Endpoint(Server(name, weight=weight, models=models, context=context), Terms(ceiling), name)
+    return Endpoint(ServerState(name, weight=weight, models=models, context=context), Terms(ceiling), name)
 
 
 def fleet(count: int, ceiling: int | None = 4, **limits: int) -> Scheduler:
@@ -194,7 +195,7 @@ def test_suspects_go_one_at_a_time_also_while_an_endpoint_waits_for_its_trial() 
         ask(scheduler)
     for ticket in granted(scheduler):
         slot = slot_of(ticket)
-        ticket.row.hits, ticket.avoid = SUSPECT, frozenset({down})
+        ticket.row.hits, ticket.avoid = N.suspect, frozenset({down})
         scheduler.give_back(slot)
         scheduler.again(slot)
     down.health.go_down(0.0)

@@ -11,7 +11,8 @@ from random import Random
 import pytest
 
 from batch_agent.scheduler.capacity import FLEET_START, MOST, START
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 from batch_agent.share.table import SLOTS, Claim, Table
 
 POT, MEMBER = f"{SLOTS}gpu ", 15.0
@@ -23,7 +24,7 @@ class Worker:
     def __init__(self, name: str, by_clock: bool) -> None:
         self.name = name
         self.endpoint = Endpoint(
-            Server("gpu"), Terms(MOST, START if by_clock else FLEET_START, by_clock=by_clock), "gpu"
+            ServerState("gpu"), Terms(MOST, START if by_clock else FLEET_START, by_clock=by_clock), "gpu"
         )
         self.endpoint.server.allotted = 0
 

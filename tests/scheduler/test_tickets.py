@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.examples import examples
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.blame import SUSPECT
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import AgentForecast
-from batch_agent.scheduler.server import Endpoint, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 
 CEILING, MOST = 2, 5  # requests in flight: at one endpoint, and in all
 NUMBER = st.integers(0, 99)
@@ -39,7 +40,7 @@ class Tickets(RuleBasedStateMachine):
     def _endpoint(self, models: frozenset[str] | None) -> Endpoint:
         self.joined += 1
         name = f"e{self.joined}"
-        return Endpoint(Server(name, models=models), Terms(CEILING), name)
+        return Endpoint(ServerState(name, models=models), Terms(CEILING), name)
 
     def _one(self, number: int) -> Endpoint:
         return self.scheduler.endpoints[number % len(self.scheduler.endpoints)]
@@ -76,7 +77,7 @@ class Tickets(RuleBasedStateMachine):
     def fail(self, number: int, how: str, backs_off: bool) -> None:
         slot = self.held.pop(number % len(self.held))
         if how == "crash":
-            slot.ticket.row.hits = SUSPECT
+            slot.ticket.row.hits = N.suspect
         elif how == "move":
             slot.ticket.avoid |= {slot.endpoint}
         elif how == "down":

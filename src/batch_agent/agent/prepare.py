@@ -25,7 +25,6 @@ from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.endpoints import NEVER_REACHED
 from batch_agent.documents.content import read_document
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
@@ -38,8 +37,9 @@ from batch_agent.record.rundir import read_run, recorded_options
 from batch_agent.runtimes.base import LoginBackend
 from batch_agent.runtimes.named import runtime_of
 from batch_agent.scheduler.capacity import FLEET_START, START, TOOLS_START
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.retry import retry_delay
-from batch_agent.scheduler.server import Terms
+from batch_agent.scheduler.server_state import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
@@ -371,7 +371,7 @@ async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
     """Return the names of the models. A server that is just starting is asked again for a while."""
     failures = 0
     began = asyncio.get_running_loop().time()
-    patience = NEVER_REACHED if spec.max_outage is None else min(NEVER_REACHED, spec.max_outage)
+    patience = N.never_reached if spec.max_outage is None else min(N.never_reached, spec.max_outage)
     while True:
         limit = asyncio.timeout(spec.timeout_per_turn)
         try:

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 from batch_agent.scheduler.engine_load import Load as Load
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 from batch_agent.value_type import lazy_property
 
 
@@ -106,7 +106,7 @@ class ModelRequest:
     relay: Callable[[bytes], None] | None = field(default=None, compare=False, repr=False)
 
 
-def total_inflight(servers: Iterable[Server]) -> int | None:
+def total_inflight(servers: Iterable[ServerState]) -> int | None:
     """Return the concurrency limit of all servers together; None if one has no limit of its own."""
     numbers = [server.default_inflight for server in servers]
     return None if None in numbers else sum(number for number in numbers if number is not None)
@@ -240,15 +240,15 @@ class Backend(ABC):
     # Its servers
 
     @property
-    def servers(self) -> Mapping[str, Server]:
+    def servers(self) -> Mapping[str, ServerState]:
         """Return what all dispatchers know about each server behind it, by the name in ``ModelRequest.endpoint``."""
         return {"": self._server}
 
     @lazy_property
-    def _server(self) -> Server:
-        return Server(self.name)
+    def _server(self) -> ServerState:
+        return ServerState(self.name)
 
-    def lend(self, server: Server) -> None:
+    def lend(self, server: ServerState) -> None:
         """Set what is known about its only server, for a backend that is not a fleet."""
         setattr(self, "_server", server)  # noqa: B010 -- a property for type checkers
 

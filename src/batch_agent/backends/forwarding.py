@@ -19,7 +19,7 @@ from batch_agent.backends.base import (
     RequestShape,
 )
 from batch_agent.messages import Reply
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 
 
 class ForwardingBackend(Backend):
@@ -72,10 +72,10 @@ class ForwardingBackend(Backend):
         return await self.inner.probe(endpoint)
 
     @property
-    def servers(self) -> Mapping[str, Server]:
+    def servers(self) -> Mapping[str, ServerState]:
         return self.inner.servers
 
-    def lend(self, server: Server) -> None:
+    def lend(self, server: ServerState) -> None:
         self.inner.lend(server)
 
     def join(self, listener: Listener) -> None:

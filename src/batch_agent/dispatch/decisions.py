@@ -15,7 +15,8 @@ from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
 from batch_agent.scheduler.blame import Attempt, Step, Verdict, next_step
 from batch_agent.scheduler.core import Slot
-from batch_agent.scheduler.server import ALONE, Endpoint
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.server import Endpoint
 
 Found = Literal[
     "down",
@@ -91,7 +92,7 @@ class Decisions:
                     each.server.history.give_up_on(row)
                 return "fail"
             if step == "retry" or (step == "fail" and (alone or not self._is_unclear(slot))):
-                if step == "retry" or attempt.outcome != "denied" or row.denials < ALONE or row.asked_again:
+                if step == "retry" or attempt.outcome != "denied" or row.denials < N.own_denials or row.asked_again:
                     return step
                 row.asked_again = True  # it may have been an outage, also if others were answered since
                 return "retry"
@@ -142,7 +143,7 @@ class Decisions:
             self.waiting.pop(slot, None)
 
     def _is_unclear(self, slot: Slot) -> bool:
-        return slot.endpoint.server.refusals.is_unclear(slot.ticket.progress)
+        return slot.endpoint.server.denials.is_unclear(slot.ticket.progress)
 
     def _is_excused(self, slot: Slot) -> bool:
         """Return whether the row was denied by an endpoint that turned out to deny every row."""

@@ -32,11 +32,13 @@ from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Tru
 from batch_agent.events import Ended
 from batch_agent.foreign import drop_frames
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import PASSED_OVER, Verdict
+from batch_agent.scheduler.blame import Scope, Verdict
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.retry import retry_delay
-from batch_agent.scheduler.server import CONFIRM_AFTER, Endpoint, Scope, Server, Terms
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState, Terms
 
 if TYPE_CHECKING:
     from batch_agent.dispatch.members import Following
@@ -127,7 +129,7 @@ class Dispatcher:
         max_inflight: int | None = None,
         max_agents: int | None = None,
         *,
-        servers: Mapping[str, Server] | None = None,
+        servers: Mapping[str, ServerState] | None = None,
         terms: Terms | None = None,
         max_outage: float | None = None,
         trust_probes: bool = False,
@@ -166,10 +168,10 @@ class Dispatcher:
         self._cutting: asyncio.TimerHandle | None = None  # when requests in flight are cancelled
         self._cut_off = ""  # why they were
 
-    def _endpoint(self, name: str, server: Server) -> Endpoint:
+    def _endpoint(self, name: str, server: ServerState) -> Endpoint:
         return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
 
-    def terms_of(self, server: Server) -> Terms:
+    def terms_of(self, server: ServerState) -> Terms:
         """Return the terms for the server. Its own concurrency limit is kept unless the user set one."""
         if self.terms.given or server.default_inflight is None:
             return self.terms
@@ -214,8 +216,7 @@ class Dispatcher:
                 error, queued = failure, clock()
                 seconds = queued - sent
                 cost = None if spending is None else spending.fail(call, request, error)
-                attempt, verdict = self.endpoints.failed(slot, error, question.request)
-                scope = self.endpoints.scope(slot, error)
+                attempt, verdict, scope = self.endpoints.failed(slot, error, question.request)
             except Exception:
                 self.endpoints.not_sent(slot)
                 raise
@@ -353,11 +354,11 @@ class Dispatcher:
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":
-            return retry_delay(1, CONFIRM_AFTER, self._chance())
+            return retry_delay(1, N.confirm_after, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
             held = endpoint.server.held_until and endpoint.server.held_for == inf
-            wait = None if held or self.endpoints.is_excessive(endpoint, error) else error.retry_after
-            refused = max(row.refused, row.passed_over - PASSED_OVER)
+            wait = None if held or endpoint.server.is_excessive(error) else error.retry_after
+            refused = max(row.refused, row.passed_over - N.passed_over)
             delay = retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
             return min(delay, max(row.until_ripe(self.slots.loop.time()), wait or 0.0))
         if verdict.move and failures == 1:
@@ -503,7 +504,7 @@ class Dispatcher:
         self.scheduler.max_inflight = max_inflight
         self.slots.pump()
 
-    def add(self, name: str, server: Server) -> Endpoint:
+    def add(self, name: str, server: ServerState) -> Endpoint:
         """Add a server from now on."""
         endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)

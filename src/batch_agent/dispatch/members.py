@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from batch_agent.backends.base import Backend, total_inflight
 from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 
 
 class Following:
@@ -40,7 +40,7 @@ class Following:
             dispatcher.grow(total)
         dispatcher.slots.look_ahead()
 
-    def _useful(self, servers: Mapping[str, Server]) -> Mapping[str, Server]:
+    def _useful(self, servers: Mapping[str, ServerState]) -> Mapping[str, ServerState]:
         useful = {
             name: server for name, server in servers.items() if server.models is None or self._models & server.models
         }

@@ -86,14 +86,6 @@ class RateLimits:
         self.serve()
         self._arm(endpoint)
 
-    def is_spent(self, slot: Slot) -> bool:
-        """Return whether a refused request shows that a learnt limit is used up. It is not counted any more."""
-        rates = slot.endpoint.server.rates
-        if rates is None or rates.learnt is None:
-            return False
-        rates.learnt.refused()
-        return rates.learnt.is_spent(slot.sent_at, _now())
-
     def serve(self) -> None:
         for turn in self.short:
             if not turn.done():

@@ -17,8 +17,8 @@ from batch_agent.blocking import clock_of
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.policy import Observer, Policy, Question
 from batch_agent.errors import Interrupted, JobError
-from batch_agent.scheduler.blame import SEVERAL
 from batch_agent.scheduler.core import Scheduler, Slot, Ticket
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.scheduler.routing import Router
 from batch_agent.scheduler.server import Endpoint
@@ -640,7 +640,7 @@ class Slots:
     @property
     def few_rows(self) -> bool:
         """Return whether too few rows are left to tell a bad row from a bad endpoint."""
-        return self.scheduler.busy + self._watcher.deciding < SEVERAL and self.all_fed
+        return self.scheduler.busy + self._watcher.deciding < N.several and self.all_fed
 
     @property
     def has_untested(self) -> bool:

@@ -38,7 +38,7 @@ from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint, Hostfile, Select, Traits, changes, free_name
 from batch_agent.http.transport import Transport
 from batch_agent.messages import Reply
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 
 
 class OneLoop:
@@ -185,7 +185,7 @@ class Fleet(Backend):
         return [server for server in self._servers.values() if not server.leaving]
 
     @property
-    def servers(self) -> Mapping[str, Server]:
+    def servers(self) -> Mapping[str, ServerState]:
         return {server.name: server.known for server in self._present}
 
     def add(
@@ -485,7 +485,7 @@ class FleetServer:
         return self.found if self.traits.model is None else frozenset({self.traits.model})
 
     @property
-    def known(self) -> Server:
+    def known(self) -> ServerState:
         """Return what is known about the server, with the traits given to the fleet."""
         return self.traits.apply(self.backend.servers[""], self.backend.capabilities.default_inflight, self.found)
 

@@ -26,7 +26,7 @@ from typing import NoReturn, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from batch_agent.errors import SpecError
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 
 DEFAULT_PORT = 8000
 PORTS = {"http": 80, "https": 443, "vllm": DEFAULT_PORT, "sglang": 30000, "dynamo": DEFAULT_PORT}
@@ -68,7 +68,7 @@ class Traits:
             raise ValueError(f"weight must be a number above 0, not {weight!r}")
         return cls(None if model is None else str(model), None if context is None else int(str(context)), share)
 
-    def apply(self, server: Server, inflight: int | None, found: frozenset[str] | None) -> Server:
+    def apply(self, server: ServerState, inflight: int | None, found: frozenset[str] | None) -> ServerState:
         """Set what is stated about the server. ``inflight`` is for a weight of 1; ``found`` are the models it lists."""
         server.weight, server.context = self.weight, self.context
         server.default_inflight = None if inflight is None else max(1, round(inflight * self.weight))

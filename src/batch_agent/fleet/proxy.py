@@ -44,7 +44,8 @@ from batch_agent.observe.exposition import Counter, metrics_response, page
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import LAST, AgentForecast
 from batch_agent.scheduler.routing import Router
-from batch_agent.scheduler.server import Endpoint, Server
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState
 
 # The endpoints of a proxy: the hostfile's lines as servers of a dispatcher, and the probes that check them. The
 # dispatcher marks endpoints as down and grants slots. Each endpoint is probed here every few seconds, more often
@@ -100,7 +101,7 @@ class Upstreams:
         self._max_inflight = max_inflight
         self._prober = prober
         self._known: dict[str, Upstream] = {}  # by endpoint name, including those that are leaving
-        servers: dict[str, Server] = {}
+        servers: dict[str, ServerState] = {}
         for host in hosts:
             servers[free_name(host.address, servers)] = self._server(host)
         self.dispatcher = Dispatcher(
@@ -150,8 +151,8 @@ class Upstreams:
         if updated or new or gone:
             logger.warning("the hostfile has changed: %s endpoints", len(self.present))
 
-    def _server(self, host: AgentEndpoint) -> Server:
-        return Traits.read(host.tags).apply(Server(host.address), self._max_inflight, None)
+    def _server(self, host: AgentEndpoint) -> ServerState:
+        return Traits.read(host.tags).apply(ServerState(host.address), self._max_inflight, None)
 
     def _begin(self, host: AgentEndpoint, endpoint: Endpoint) -> None:
         self._known[endpoint.name] = Upstream(host, endpoint)

@@ -23,7 +23,8 @@ from batch_agent.scheduler.ordering import FIRST_GUESS, AgentForecast, TurnForec
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 if TYPE_CHECKING:
-    from batch_agent.scheduler.server import Endpoint, Server
+    from batch_agent.scheduler.server import Endpoint
+    from batch_agent.scheduler.server_state import ServerState
 
 # The agents whose contexts are in one engine's KV cache at the same time, and whether another one fits.
 #
@@ -437,7 +438,7 @@ EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the c
 Waiting = TypeVar("Waiting", bound=Hashable)
 
 
-def kv_tokens_left(load: Load, server: Server) -> int | None:
+def kv_tokens_left(load: Load, server: ServerState) -> int | None:
     """Return the tokens of an engine's KV cache that one dispatcher may use. None if the engine does not report its
     size, or keeps evicted blocks in a larger memory.
 

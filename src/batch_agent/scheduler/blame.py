@@ -12,14 +12,14 @@ A failure that either side may have caused is undecided until there is evidence:
   hit. A row with two hits is a suspect, and is tried last and alone.
 - If several rows fail and none is answered, or too few rows are left to decide, a control request decides: a few tokens
   that do not depend on any row. Its answer counts like the answer of a row. If it fails, the endpoint goes down.
-- A server may answer control requests and no row. If control requests alone have charged ``MOST_CONVICTED`` rows, and
+- A server may answer control requests and no row. If control requests alone have charged 100 rows, and
   no row was answered, the endpoint counts as down while rows are left that have not failed yet.
 - If the endpoint was up just before the row was sent and is down afterwards, the row may have crashed it. If each time
   another request had been answered since the last outage, the row fails after its retries, but not after the first
-  crash. If only a probe had found it up, the row fails after a few crashes, but not before ``LEAST_TRYING``: a server
+  crash. If only a probe had found it up, the row fails after a few crashes, but not before 20 s: a server
   with changing faults looks the same for a while.
 - Without control requests (they are off, or the server refuses them) a probe that finds the endpoint up charges the
-  row, also not before ``LEAST_TRYING``: a probe does not show every fault of a server.
+  row, also not before 20 s: a probe does not show every fault of a server.
 
 A refusal for load is never charged while other requests hold slots at the endpoint. A kept connection that the server
 closes before it answers is no evidence the first time: the row is sent again at once. If the endpoint turns out to be
@@ -28,12 +28,14 @@ down, this failure counts as one that may have crashed it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
 from batch_agent.errors import BackendError, EmptyAnswer, Rejected, Timeout, Truncated
+from batch_agent.scheduler.numbers import N
 
 Outcome = Literal[
     "answered",  # a complete, readable answer
@@ -48,15 +50,15 @@ Outcome = Literal[
     "recalled",  # withdrawn by the dispatcher; no evidence about either side
 ]
 
-SEVERAL = 3  # rows whose failures put an endpoint down without a probe; endpoints whose crashes fail a row at once
-MOST_CONVICTED = 100  # rows that are charged because of control requests alone, without the answer of a row
-SUSPECT = 2  # hits and crashes after which a row is tried last and alone
-PASSED_OVER = 2  # times that a row is refused for load while others are answered, until it counts as the cause
-LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of probes alone
-LEAST_REFUSED = 65.0  # seconds that a row is refused for load, alone, before it fails: rate limits count by the minute
-LONG_DELAY = 2.0  # seconds between two attempts during which a row keeps its place
-CONTROL_PAUSE = 5.0  # seconds between two control requests that find out whether refusals for load concern rows
-DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
+# What a refused status may concern beside its request: the key or its quota, the address, or the right to use it. This
+# table alone decides it, for runs and for ``serve``. A 429 here is the spent quota that providers raise as Rejected.
+# Any other status (400, 413, 422 …) concerns the request.
+Concern = Literal["key", "place", "access"]
+CONCERNS: dict[int, Concern] = {
+    **dict.fromkeys((401, 402, 407, 429), "key"),
+    **dict.fromkeys((301, 302, 303, 307, 308, 404, 405), "place"),
+    **dict.fromkeys((403, 409), "access"),
+}
 
 
 def outcome_of(error: BackendError) -> Outcome:
@@ -70,7 +72,7 @@ def outcome_of(error: BackendError) -> Outcome:
     if error.unreached:
         return "unreachable"
     if isinstance(error, Rejected):
-        return "denied" if error.status in DENIED else "refused"
+        return "denied" if error.status in CONCERNS else "refused"
     return "silent" if isinstance(error, Timeout) else "broken"
 
 
@@ -107,16 +109,16 @@ class RowHistory:
 
     @property
     def suspect(self) -> bool:
-        return self.hits + len(self.crashes) >= SUSPECT
+        return self.hits + len(self.crashes) >= N.suspect
 
     def is_poison(self, max_retries: int) -> bool:
         """Return whether the row crashes servers, and not the servers fail by themselves."""
         if sum(crash.proven for crash in self.crashes) > max(1, max_retries):  # one may be a coincidence
             return True
-        if len(self.crashes) <= max(1, max_retries - SUSPECT):
+        if len(self.crashes) <= max(1, max_retries - N.suspect):
             return False
         lasted = self.crashes[-1].at - self.crashes[0].at
-        return lasted >= LEAST_TRYING or len({crash.endpoint for crash in self.crashes}) >= SEVERAL
+        return lasted >= N.least_trying or len({crash.endpoint for crash in self.crashes}) >= N.several
 
     def crash(self, endpoint: EndpointHistory, attempt: Attempt) -> bool:
         """Record that this request has crashed the endpoint; once. Returns False if there is no evidence for it: the
@@ -140,28 +142,28 @@ class RowHistory:
     @property
     def is_alone_refused(self) -> bool:
         """Return whether refusals for load concern this row, and say nothing about the load: the server took others."""
-        return self.passed_over >= PASSED_OVER
+        return self.passed_over >= N.passed_over
 
     def gives_way(self, delay: float) -> bool:
         """Return whether another row may start while this one waits ``delay`` seconds for its next attempt. It keeps
         its place after one failure, which may be the begin of an outage, and while refusals for load may concern all
         rows; but not for long."""
-        if self.charges or self.is_alone_refused or delay > LONG_DELAY:
+        if self.charges or self.is_alone_refused or delay > N.long_delay:
             return True
         return self.failures > 1 and self.overloaded_at == inf
 
     def is_too_much(self, max_retries: int) -> bool:
         """Return whether the row alone is too much for its rate limits, however long it waits."""
-        return self.refused > max_retries and self.refused_until - self.refused_since >= LEAST_REFUSED
+        return self.refused > max_retries and self.refused_until - self.refused_since >= N.least_refused
 
     def may_be_too_much(self, max_retries: int) -> bool:
         """Return whether it is, if its unsettled refusals turn out to be its own."""
         lasted = self.unsettled_until - self.refused_since
-        return self.unsettled > 0 and self.refused + self.unsettled > max_retries and lasted >= LEAST_REFUSED
+        return self.unsettled > 0 and self.refused + self.unsettled > max_retries and lasted >= N.least_refused
 
     def until_ripe(self, now: float) -> float:
         """Return the seconds until a refusal may fail the row; infinite if that is not known, or over."""
-        left = self.refused_since + LEAST_REFUSED - now
+        left = self.refused_since + N.least_refused - now
         return left if left > 0 else inf
 
     def settle(self, number: int, *, charge: bool) -> None:
@@ -323,7 +325,7 @@ class EndpointHistory:
 
     def is_ripe(self, attempt: Attempt) -> bool:
         """Return whether the row has failed alone for long enough to be charged."""
-        return attempt.ended_at - self.alone.get(attempt.row, inf) >= LEAST_TRYING
+        return attempt.ended_at - self.alone.get(attempt.row, inf) >= N.least_trying
 
     def give_up_on(self, row: RowHistory) -> None:
         """Charge the row for all of its failures here."""
@@ -366,8 +368,8 @@ def judge(
     if outcome == "overloaded":
         row = attempt.row
         alone = not is_down and (attempt.left_in_flight == 0 or (row.is_alone_refused and all_tested))
-        ripe = attempt.ended_at - row.refused_since >= LEAST_REFUSED
-        due = ripe or attempt.sent_at >= history.controlled_at + CONTROL_PAUSE or history.refused_rows >= SEVERAL
+        ripe = attempt.ended_at - row.refused_since >= N.least_refused
+        due = ripe or attempt.sent_at >= history.controlled_at + N.control_pause or history.refused_rows >= N.several
         asks = alone and can_ask and due and (row.tested or (attempt.waits and not few_rows))
         decidable = alone or (attempt.excessive and not is_down)
         return Verdict("undecided" if decidable else "clear", "doubted" if asks else "", others_healthy, soon=True)
@@ -379,9 +381,9 @@ def judge(
         return Verdict("undecided", "down", move=others_healthy)
     witnesses = history.witnesses + (not row.charges and row not in history.open)
     if (
-        not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
+        not row.charges and witnesses >= N.several and attempt.left_in_flight <= 2 * witnesses
     ):  # requests in flight may still be answered
-        asks = can_ask and (all_tested or history.convicted < MOST_CONVICTED)
+        asks = can_ask and (all_tested or history.convicted < N.most_convicted)
         if not asks:
             return Verdict("undecided", "down", move=others_healthy)
         if attempt.left_in_flight <= witnesses:  # a doubt costs time: with more in flight, one of them will tell
@@ -406,3 +408,98 @@ def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool 
     if not row.undecided or row.charges + row.undecided <= max_retries:
         return "retry"
     return "retry" if move and row.failures == 1 else "wait"
+
+
+Scope = Literal["row", "confirm", "unclear", "all"]
+
+_VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
+
+
+class Denial(NamedTuple):
+    """``number`` is how often the row was denied, this denial included."""
+
+    sent_at: float
+    arrived_at: float
+    number: int = 1
+
+
+class Denials:
+    """Decides whether a denial (401, 403, 404 and similar) concerns one row, or every row of the run.
+
+    A wrong key concerns all rows. So does a path or a model that does not exist, if the server has never given a good
+    answer. After good answers a denial is first confirmed, because a gateway may deny requests by mistake, or for the
+    moment in which it loads its configuration. Only a request that was sent a while after the first denial arrived
+    confirms it: requests that were in flight together are denied together, by one mistake. If there is no good answer
+    in between, it concerns all rows. That is not the end: the endpoint counts as down, and is tried again
+    (``server_state``).
+
+    Anything else (a bad image, a prompt that a filter refuses) may concern only the row. It is unclear until a request
+    sent at the same time or later gets a good answer, or until other rows are denied too. The same denial of several
+    rows with no such answer between them concerns all rows, unless many more requests are in flight: a denial often
+    arrives sooner than an answer. The same holds for a forbidden or missing thing where no control request can be sent:
+    only such a request can tell, at the end of a batch, that the last row is at fault.
+    """
+
+    def __init__(self) -> None:
+        self._answered = False
+        self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
+        self._rows: dict[Hashable, float] = {}  # row → when its request was sent
+        self._denied_at: float | None = None  # arrival of the first denial that no answer has disproved
+
+    def answered(self, sent_at: float) -> None:
+        """Record a good answer to a request sent at ``sent_at``."""
+        self._answered = True
+        if self._rows:
+            unclear = {row: sent for row, sent in self._rows.items() if sent > sent_at}
+            if len(unclear) < len(self._rows) or (self._denied_at is not None and sent_at > self._denied_at):
+                self._denied_at = None
+            self._rows = unclear
+
+    @property
+    def has_answered(self) -> bool:
+        return self._answered
+
+    def is_unclear(self, row: Hashable) -> bool:
+        return row in self._rows
+
+    def scope(
+        self,
+        row: Hashable,
+        status: int | None,
+        message: str,
+        denial: Denial,
+        left_in_flight: int,
+        *,
+        can_ask: bool = False,
+    ) -> Scope:
+        """Return which rows a denial concerns. ``confirm``: send the same request again, a quarter of a second later at
+        the earliest. ``can_ask``: a control request can be sent."""
+        if status is None:  # a filter stopped the answer; the request itself was accepted
+            return "row"
+        concern = CONCERNS.get(status)
+        wrong_key, by_status = concern == "key", concern is not None
+        if concern in ("key", "place") and not self._answered:
+            return "all"
+        kind = (status, "" if by_status else _VARIABLE.sub("…", message))
+        if kind != self._kind:
+            self._kind = kind
+            self._rows.clear()
+        confirms = wrong_key or (can_ask and by_status and self._answered)
+        if confirms and denial.number >= N.own_denials and row not in self._rows:
+            return "row"  # other rows were answered meanwhile
+        if not self._rows or self._denied_at is None:
+            self._denied_at = denial.arrived_at
+        self._rows[row] = denial.sent_at
+        if confirms:
+            confirmed = sum(sent >= self._denied_at + N.confirm_after for sent in self._rows.values())
+            if confirmed >= N.confirmed or (confirmed and not left_in_flight):
+                return "all"
+            return "confirm" if denial.number < N.own_denials else "unclear"
+        refused = len(self._rows)
+        if by_status and not self._answered and refused >= N.few_denied and left_in_flight <= refused:
+            return "all"
+        return (
+            "all"
+            if refused >= (N.several_denied if by_status else N.many_denied) and left_in_flight <= 2 * refused
+            else "unclear"
+        )

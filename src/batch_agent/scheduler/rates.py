@@ -304,6 +304,13 @@ class Rates:
         self._arrived = 0  # all up to this number have left before that
         self.learnt: LearntRate | None = None  # once a provider has refused every request
 
+    def is_spent(self, sent_at: float, now: float) -> bool:
+        """Return whether a refused request shows that the learnt limit is used up. It is not counted any more."""
+        if self.learnt is None:
+            return False
+        self.learnt.refused()
+        return self.learnt.is_spent(sent_at, now)
+
     def limit(self, rpm: int | None, tpm: int | None) -> None:
         """Set or remove the user's limits per minute. The usage of the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):

@@ -19,7 +19,8 @@ from heapq import heapify, heappop, heappush
 from math import inf, log
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.server import SHORTEST_SILENCE, SILENCE_FACTOR, Endpoint
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.server import Endpoint
 
 LEARN = 0.1  # the weight of the latest first prompt in the mean
 LEARN_ALL = 0.05  # the weight of the latest answer in the mean seconds per turn of all
@@ -247,7 +248,7 @@ class Router:
     @property
     def longest_silence(self) -> float:
         """Seconds that an endpoint may be silent while others answer."""
-        return max(SHORTEST_SILENCE, SILENCE_FACTOR * self.usual) if self.usual else inf
+        return max(N.shortest_silence, N.silence_factor * self.usual) if self.usual else inf
 
     def answered(self, seconds: float) -> None:
         self._answers += 1

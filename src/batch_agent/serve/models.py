@@ -30,7 +30,7 @@ from batch_agent.backends.base import (
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.messages import Reply
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.server_state import ServerState
 
 LISTING_SECONDS = 5.0
 BETWEEN = "|"  # the name of a model, and the name of an endpoint of its backend
@@ -112,9 +112,9 @@ class ServedModels(Backend):
             self._extent = AsyncExitStack()
 
     @property
-    def servers(self) -> Mapping[str, Server]:
+    def servers(self) -> Mapping[str, ServerState]:
         """Return the servers of all backends. One that is used under several names serves all of them."""
-        found: dict[str, Server] = {}
+        found: dict[str, ServerState] = {}
         names: dict[int, set[str]] = {}
         for name, served in self._models.items():
             for endpoint, server in served.backend.servers.items():

@@ -36,7 +36,8 @@ from batch_agent.http.transport import Transport
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import LAST, AgentForecast
-from batch_agent.scheduler.server import Endpoint, Server
+from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_state import ServerState
 from batch_agent.swarm.options import Response, above_zero, whole
 
 ATTEMPTS = 5  # of one request, if the connection breaks or the server is overloaded
@@ -202,8 +203,8 @@ class Servers:
         self._loop.bind()
         if self._dispatcher is None:
             await self._transport.__aenter__()
-            servers = {str(place): Server(server.endpoint.url) for place, server in enumerate(self._all)}
-            self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": Server()}, max_outage=inf)
+            servers = {str(place): ServerState(server.endpoint.url) for place, server in enumerate(self._all)}
+            self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": ServerState()}, max_outage=inf)
             *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
             for server, endpoint in zip(self._all, endpoints, strict=True):
                 server.lane, server.context_lock = endpoint, asyncio.Lock()

@@ -45,7 +45,7 @@ from batch_agent.foreign import encodable
 from batch_agent.messages import Conversation, Message, Reply, Usage, content_text
 from batch_agent.option import check_kind, check_positive
 from batch_agent.scheduler.capacity import FLEET_START, START
-from batch_agent.scheduler.server import Terms
+from batch_agent.scheduler.server_state import Terms
 from batch_agent.ticks.agent import ActionSpace, AnswerForm, text_of_reply
 from batch_agent.ticks.plain import Arguments, GenerationResult, arguments_for, called, guarded, method_of, result_of
 from batch_agent.tools.threads import Threads

@@ -1,0 +1,201 @@
+"""The health of one server over time: healthy, suspect, down, on trial.
+
+    healthy ──── failure ───▶ suspect ──── several rows failed, or unreachable ───▶ down
+       ▲                         │                                                │  ▲
+       ├────── good answer ──────┘                                     pause over │  │ failed
+       │                                                                          ▼  │
+       └──────────────────────────────── answered ───────────────────────────── on trial
+
+A suspect server is in doubt while a control request finds out whether it or its rows are bad. It gets nothing else
+meanwhile.
+
+``blame`` says whose fault a failure is, and ``server_state`` decides the transitions; this module owns their timing. A
+server that is down gets one real request at a time, its trial. The pause between two trials grows with the outage, so
+that the time lost after the server's return stays a small share of the outage. A trial that is not answered in the
+usual time may be lost, or the server may have become slow. One such request continues beside the next trials, each time
+with twice the time limit.
+
+A server is silent if it sends nothing at all for much longer than its slowest answer took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from random import random
+from typing import Literal
+
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.rates import MINUTE
+
+State = Literal["healthy", "suspect", "down", "on trial"]
+
+
+class Health:
+    """``chance`` returns random numbers from 0 to 1."""
+
+    def __init__(self, chance: Callable[[], float] = random) -> None:
+        self.chance = chance
+        self._become("healthy")
+        self.is_denied = False  # it is down because it denies every row
+        self.is_limited = False  # it is down because it refuses every request for its rate limit
+        self.in_doubt = False  # nothing but a control request is sent
+        self.patient = False  # answers may take hours: silence is no evidence
+        self.answered = False  # at least once
+        self.reached = False  # it has answered something, even if only an error
+        self.down_since = 0.0
+        self.next_trial = 0.0
+        self.probing = False  # a probe replaces the trial, or precedes it
+        self.ready = False  # the probe is done, and a row may be the trial before the next probe
+        self.trials = 0  # number in this outage
+        self.trial_ends = 0.0  # when the latest trial times out
+        self.reason = ""  # text of the latest failure
+        self.heard = 0.0  # when the last request was sent or answered
+        self.up_at = -inf  # when an answer or a probe last showed that it is up; -inf after evidence that it is down
+        self._silent = False  # it is down because it was silent
+        self._patience = 0.0  # seconds that a trial was waited for
+        self._good = 0
+        self.slowest = 0.0  # seconds of the slowest answer
+        self.slowest_control = 0.0  # the same for control requests
+        self._unanswered = 0  # control requests before the first answer that were followed by another one
+        self.sounded = False  # a request was recalled to find out how long a row takes
+        self._looks = 0  # times that its silence was looked into since its last answer
+        self._looked_at = 0.0
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.is_down = state in ("down", "on trial")
+
+    def answer(self, seconds: float, sent_at: float, now: float) -> bool:
+        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage. With 0
+        ``seconds`` it says nothing about the time that others take."""
+        self.heard = self.up_at = now
+        self.answered = True
+        if seconds:
+            self._looks = 0
+            self._good += 1
+        if seconds > self.slowest:
+            self.slowest = seconds
+        if self.state == "healthy":
+            return False
+        was_down = self.is_down
+        if was_down and sent_at < self.down_since and not self._silent:
+            return False  # it finishes old requests, and may accept no new ones
+        self._become("healthy")
+        self.in_doubt = self.is_denied = self.is_limited = False
+        return was_down
+
+    def recover(self) -> None:
+        """End the outage because of a probe."""
+        self._become("healthy")
+
+    def fail(self, reason: str, now: float) -> None:
+        self.heard, self.up_at = now, -inf
+        self.reason = reason
+        if self.state == "healthy":
+            self._become("suspect")
+
+    def doubt(self, reason: str, now: float) -> None:
+        self.fail(reason, now)
+        self.in_doubt = True
+
+    def go_down(self, now: float, *, silent: bool = False) -> None:
+        self._become("down")
+        self.in_doubt = self.is_denied = self.is_limited = False
+        self.up_at, self.ready = -inf, False
+        self._silent = silent
+        self.down_since = now
+        self.trials = 0
+        self._patience = 0.0
+        self.next_trial = now + self.pause(now)
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether enough answers are known to tell how long one takes."""
+        return self._good >= N.learnt
+
+    def is_silent(self, in_flight: int, now: float) -> bool:
+        """Return whether it is silent for certain: many answers have shown how long one takes."""
+        return not self.is_down and in_flight >= N.several and self.is_learnt and now >= self.silent_at
+
+    @property
+    def silent_at(self) -> float:
+        """When its silence is looked into: the second time after twice as long, and so on."""
+        if self.patient:
+            return inf
+        wait = max(N.shortest_silence, N.silence_factor * self.slowest)
+        return max(self.heard, self._looked_at) + wait * 2.0 ** min(self._looks, N.most_doubled)
+
+    def look(self, now: float) -> int:
+        """Record that its silence is looked into, and return how often it was before."""
+        self._looks += 1
+        self._looked_at = now
+        return self._looks - 1
+
+    def is_sound(self, now: float) -> bool:
+        """Return whether it has recently proved to be up."""
+        return now - self.up_at <= N.fresh
+
+    @property
+    def grace(self) -> float:
+        """Seconds that requests from before an outage still get after its end."""
+        return max(N.shortest_grace, 2 * self.slowest)
+
+    # Trials
+
+    def try_now(self, now: float, *, probing: bool = False) -> None:
+        """Record that a trial is sent, or a probe in its place."""
+        self._become("on trial")
+        self.probing, self.ready = probing, False
+        self.trials += not probing
+        self.next_trial = now + self.pause(now)
+        self.trial_ends = now + (self.trial_seconds(now) or inf)
+
+    def pause(self, now: float, since: float | None = None) -> float:
+        """Return the seconds until the next trial, partly random so that many runs do not coincide."""
+        lasted = now - (self.down_since if since is None else since)
+        is_limited = self.is_limited and lasted < MINUTE  # a limit per minute lets requests through again by then
+        share = N.limited_share if is_limited else N.denied_share if self.is_denied else N.pause_share
+        longest = min(N.longest_pause, N.first_pause + lasted * share)
+        if is_limited:
+            longest = min(longest, N.first_pause + MINUTE - lasted)
+        return longest * (1 - N.jitter * self.chance())
+
+    def trial_seconds(self, now: float) -> float | None:
+        """Return the time limit of a trial; None if the server has never answered."""
+        if not self.answered or self.patient:
+            return None
+        return max(N.shortest_trial, 2 * self.slowest, (now - self.down_since) * N.trial_share)
+
+    def control_seconds(self, now: float) -> float:
+        """Return the time limit of a control request."""
+        if not self.answered:
+            return N.first_answer if self.is_down else N.first_controls[self._unanswered]
+        if self.is_learnt and self._looks and not self.is_down:  # it is silent
+            return max(N.shortest_trial, 2 * self.slowest, 4 * self.slowest_control)
+        return max(N.shortest_control, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
+
+    def asks_again(self) -> bool:
+        """Return whether a control request that was not answered in time proves nothing, and another one is sent."""
+        if self.answered or self._unanswered == len(N.first_controls) - 1:
+            return False
+        self._unanswered += 1
+        return True
+
+    def patient_seconds(self, now: float) -> float:
+        """Return the time limit of the one trial that continues beside the next ones."""
+        self._patience = 2 * max(self._patience, self.trial_seconds(now) or 0.0)
+        return self._patience
+
+    def trial_over(self) -> None:
+        """Record that the trial failed, or was withdrawn. It has no effect if the trial was answered."""
+        if self.state == "on trial":
+            self._become("down")
+            self.up_at = -inf
+
+    def what_was_tried(self, now: float, max_outage: float) -> str:
+        """Return the reason why the endpoint is given up, as a message."""
+        outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
+        if self.answered or self.reached:
+            return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"
+        return f"the server never answered, in {outage}: {self.reason}"

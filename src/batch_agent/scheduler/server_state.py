@@ -1,0 +1,754 @@
+"""All that is known of one server: one state, changed by events, which answers with effects.
+
+    endpoints.py ── Sent, Answered, Failed, Reading, Probed, Tick … ──▶ ServerState.on(event, now) ──▶ effects
+
+There is one object per server and process. The backend or fleet owns it and lends it to every dispatcher that uses the
+server, so that two runs at one server share one rate limit and see one outage. Each dispatcher uses it through an
+``Endpoint`` of its own.
+
+``on`` is pure: a recorded or simulated life of a server is a table of events. It decides an attempt's outcome once,
+from the error and this state, and then whether the server is up, doubted, held or down, whose fault the failure was,
+and how many requests the server may have. The dispatcher carries the effects out and decides nothing. ``why`` says
+which rule made each conclusion, from which evidence, and since when.
+
+The parts: ``health`` (up or down, trials, silence), ``blame`` (whose fault), ``capacity`` (requests at once), ``rates``
+(requests per minute). They never read each other; only this module does.
+
+A dispatcher with endless patience is that of a service. Its server is never given up: every refusal of all requests is
+an outage with trials, whatever the status, and the first good answer ends it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected
+from batch_agent.scheduler.blame import (
+    Attempt,
+    Denial,
+    Denials,
+    EndpointHistory,
+    Outcome,
+    RowHistory,
+    Scope,
+    Verdict,
+    judge,
+    outcome_of,
+)
+from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
+from batch_agent.scheduler.health import Health
+from batch_agent.scheduler.numbers import N
+from batch_agent.scheduler.rates import LEAST_DROUGHT, LONGEST_DROUGHT, MINUTE, LearntRate, Rates, is_spent
+from batch_agent.scheduler.server_events import (
+    About,
+    Answered,
+    Around,
+    CameUp,
+    Control,
+    Effects,
+    Failed,
+    GiveUp,
+    Judged,
+    Limit,
+    Probed,
+    Reading,
+    ReadingLost,
+    Ready,
+    Reason,
+    Recall,
+    SendProbe,
+    Sent,
+    ServerEvent,
+    Tick,
+    TrialEnded,
+    Unasked,
+    Wake,
+    WentDown,
+)
+
+if TYPE_CHECKING:
+    from batch_agent.scheduler.core import Slot
+    from batch_agent.scheduler.server import Endpoint
+
+ALL_REFUSED = "the run stopped because every row is refused: {error}"
+SAME_TIME = 1e-3  # seconds: two requests that were sent together
+LEARN = 0.1  # the weight of the latest answer in the seconds per turn
+LEARN_GAP = 0.05  # ... in the seconds between two answers
+NUDGE = 1.05  # factor by which an answer raises or lowers the median
+MOST_REASONS = 50  # that are remembered
+NONE: Effects = []
+WAKE, PROBE, CONTROL = Wake(), SendProbe(), Control()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a dispatcher knows about a server before its first request. ``start`` is where the search for the number of
+    requests in flight begins; None if the number is known, and is ``ceiling``."""
+
+    ceiling: int | None = None
+    start: int | None = None
+    rpm: int | None = None
+    tpm: int | None = None
+    by_clock: bool = True  # the search may take its first steps before there are answers
+    given: bool = False  # the user gave ``ceiling``, so the server's own number is ignored
+    timeout: float | None = None  # time limit of a request in seconds
+
+
+class ServerState:
+    """``weight``: its share; ``models``: those it serves (None: unknown), ``stated`` by the user or listed by the
+    server, which may serve others too; ``context``: in tokens.
+
+    Slots are not reserved: a dispatcher takes the next free one, but no more than an even share while another one
+    waits. When the last dispatcher leaves, everything learnt is dropped except stated rate limits, because the next one
+    may come an hour later."""
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        weight: float = 1.0,
+        models: frozenset[str] | None = None,
+        context: int | None = None,
+        default_inflight: int | None = None,
+    ) -> None:
+        self.name = name
+        self.weight, self.models, self.context = weight, models, context
+        self.stated = False
+        self.default_inflight = default_inflight  # requests in flight if the user gives no number; None: searched
+        self.rates: Rates | None = None  # None while no rate limit is known
+        self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
+        self._terms: list[Terms] = []
+        self._thread = 0  # thread of the dispatchers that use it now
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.rates is not None:
+            self.rates.learnt = None
+        self.capacity = Capacity(None)
+        self.health = Health()
+        self.history = EndpointHistory()
+        self.denials = Denials()
+        self.reasons: dict[str, Reason] = {}  # of the present conclusions, by what they are about
+        self.past: deque[Reason] = deque(maxlen=MOST_REASONS)
+        self.allotted: int | None = None  # slots that this process may use; None: all of them
+        self.inflight = 0  # of all dispatchers
+        self.most_in_flight = 0  # since the end of the last outage
+        self.held_until = 0.0  # the server asked to wait until this time
+        self.held_for = inf  # one refusal asked for that: the answer of a request sent no earlier than this ends it
+        # The row that it asked for a long wait, and when; None if it has answered a request that was sent since.
+        self.excessive: tuple[RowHistory, float] | None = None
+        self.refused_since: float | None = None  # it has refused every request for load since then
+        self.seconds = 0.0  # per turn; 0 until it has answered
+        self.usual = 0.0  # half of its answers take longer
+        self.controlled = False  # a control request waits for it or is in flight
+        self.control_sent = -inf  # when the newest control request that it has answered was sent
+        self.takes_controls = True  # it has not refused one
+        self.unanswered = 0.0  # longest time that a request waited here in vain before the first answer
+        self.gap = 0.0  # seconds between two answers
+        self.answered_at = -inf  # time of its latest answer
+        self.began_at = inf  # when the first request was sent
+        self.answers = 0
+        self.answered_sent = -inf  # when the newest of the requests that it has answered was sent
+        self._quiet: float | None = None  # when it was last heard, as seen at the first look into its silence
+        self._look_at = inf  # when it is looked at again
+
+    # Its dispatchers
+
+    def lent_to(self, thread: int) -> ServerState:
+        """Return this server; if dispatchers of another thread use it now, a new object for the same server. A
+        dispatcher can only be woken in its own thread."""
+        if self.endpoints and self._thread != thread:
+            weight, models, context, most = self.weight, self.models, self.context, self.default_inflight
+            return ServerState(self.name, weight=weight, models=models, context=context, default_inflight=most)
+        self._thread = thread
+        return self
+
+    def join(self, endpoint: Endpoint, terms: Terms) -> None:
+        if not self.endpoints:
+            self._forget()
+        self.endpoints.append(endpoint)
+        self._terms.append(terms)
+        self._set_rates()
+        self.capacity.patience = min(terms.timeout or inf for terms in self._terms)
+        if len(self.endpoints) == 1 and terms.start is not None:
+            most = MOST if terms.ceiling is None else min(MOST, terms.ceiling)
+            self.capacity.resize(most)
+            self.capacity.start_search(LimitSearch(terms.start, most=most, by_clock=terms.by_clock))
+        else:
+            self._set_ceiling()
+
+    def leave(self, endpoint: Endpoint) -> None:
+        place = self.endpoints.index(endpoint)
+        del self.endpoints[place], self._terms[place]
+        if self.endpoints:
+            self._set_ceiling()
+
+    def _set_ceiling(self) -> None:
+        """Set the ceiling to the sum of all dispatchers: each bounds its own requests."""
+        ceilings = [terms.ceiling for terms in self._terms]
+        total = None if None in ceilings else sum(ceiling for ceiling in ceilings if ceiling is not None)
+        if self.capacity.search is None and self.capacity.ceiling != total:
+            self.capacity.resize(total)
+
+    def _set_rates(self) -> None:
+        """Apply the strictest limits of all dispatchers to all of them together."""
+        rpm = min((terms.rpm for terms in self._terms if terms.rpm is not None), default=None)
+        tpm = min((terms.tpm for terms in self._terms if terms.tpm is not None), default=None)
+        if self.rates is None and (rpm is not None or tpm is not None):
+            self.rates = Rates()
+        if self.rates is not None:
+            self.rates.limit(rpm, tpm)
+
+    def share(self, endpoint: Endpoint) -> int | None:
+        """Return the most requests that one dispatcher may have in flight now; None: no limit."""
+        limit = self.capacity.limit
+        if self.allotted is not None:
+            limit = self.allotted if limit is None else min(limit, self.allotted)
+        if limit is None or len(self.endpoints) == 1:
+            return limit
+        hungry = sum(other.is_hungry() for other in self.endpoints if other is not endpoint)
+        fair = -(-limit // (1 + hungry))
+        return min(fair, limit - self.inflight + endpoint.inflight)
+
+    # Conclusions and their reasons
+
+    def why(self) -> list[Reason]:
+        """Return why it is down, held back or limited: rule, evidence, since when."""
+        return list(self.reasons.values())
+
+    def _conclude(self, about: About, rule: str, evidence: str, now: float) -> None:
+        self.reasons[about] = reason = Reason(about, rule, evidence, now)
+        self.past.append(reason)
+
+    def _limit(self, reason: str, now: float, effects: Effects) -> None:
+        if reason:
+            self._conclude("limit", reason, f"{self.capacity.limit} requests at once", now)
+            effects.append(Limit(reason))
+
+    def is_held(self, now: float) -> bool:
+        return now < self.held_until
+
+    def _hold(self, until: float, held_for: float, evidence: str, now: float) -> None:
+        self.held_until, self.held_for = until, held_for
+        self._conclude("hold", "the server asked to wait", evidence, now)
+
+    def _end_hold(self) -> None:
+        self.held_until = 0.0
+        self.reasons.pop("hold", None)
+
+    # Events
+
+    def on(self, event: ServerEvent, now: float) -> Effects:
+        """Learn from an event, and return what is to be done."""
+        if type(event) is Answered:
+            return self._answered(event, now)
+        effects: Effects = []
+        match event:
+            case Sent(slot):
+                search = self.capacity.search
+                if search is not None and search.ramp_at is None:
+                    self._limit(self.capacity.ramp(self.inflight, slot.sent_at), now, effects)
+            case Failed():
+                self._failed(event, now, effects)
+            case Reading(load):
+                self._limit(self.capacity.loaded(load, self.inflight), now, effects)
+            case ReadingLost():
+                self.capacity.unread()
+            case Probed():
+                self._probed(event, now, effects)
+            case Unasked(around):
+                self._unasked(around, now, effects)
+            case Tick():
+                self._tick(event, now, effects)
+        return effects
+
+    # Answers
+
+    def _answered(self, event: Answered, now: float) -> Effects:
+        slot, seconds, usage = event
+        control, effects = slot.ticket.control, NONE
+        self.refused_since = None
+        if control:
+            self.control_sent = max(self.control_sent, slot.sent_at)
+            self.health.slowest_control = max(self.health.slowest_control, seconds)
+            self.excessive, seconds = None, 0.0  # it says nothing about the time that rows take
+            effects = [WAKE]
+        else:
+            self._learn(seconds, now)
+            if slot.sent_at > self.answered_sent:
+                self.answered_sent = slot.sent_at
+            if self.excessive is not None and slot.sent_at >= self.excessive[1]:
+                self.excessive = None
+        if self.held_until and self.held_for <= slot.sent_at:
+            self._end_hold()
+            effects = [WAKE]
+        if self.health.state != "healthy":
+            effects = effects or []
+            self._is_alive(slot, seconds, now, effects)
+        else:
+            self.health.answer(seconds, slot.sent_at, now)
+        self.denials.answered(slot.sent_at)
+        history = self.history
+        if history.open or history.alone or control:
+            history.add(Attempt(slot.ticket.row, slot.sent_at, now, "answered", slot.trial, control=control), CLEAR)
+        if control or self.health.is_down:
+            return effects
+        if self.capacity.causes:
+            self.capacity.confirm(slot.ticket.row)
+        meanwhile = self.answers - slot.answers_before
+        reason = self.capacity.succeeded(slot.sent_at, seconds, usage.completion_tokens, now, meanwhile)
+        if reason:
+            effects = effects or []
+            self._limit(reason, now, effects)
+        return effects
+
+    def _learn(self, seconds: float, now: float) -> None:
+        """Learn the speed from an answer that took ``seconds``."""
+        self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
+        self.usual = seconds if not self.answers else self.usual * (NUDGE if seconds > self.usual else 1 / NUDGE)
+        self.answers += 1
+        self.gap += max(LEARN_GAP, 1 / self.answers) * (min(seconds, now - self.answered_at) - self.gap)
+        self.answered_at = now
+
+    def _is_alive(self, slot: Slot, seconds: float, now: float, effects: Effects) -> None:
+        """Learn from an answer, or a refusal that only a working server can send."""
+        health = self.health
+        learnt = None if self.rates is None else self.rates.learnt
+        lasted = slot.sent_at - health.down_since
+        if health.is_limited and learnt is not None and LEAST_DROUGHT <= lasted <= LONGEST_DROUGHT:
+            learnt.learn(slot.sent_at)
+        if health.answer(seconds, slot.sent_at, now):
+            self._end_hold()
+            effects.append(self._up(was_slow=slot.sent_at < health.down_since))
+        elif not health.is_down:
+            self.reasons.pop("health", None)
+
+    def _up(self, *, was_slow: bool = False) -> CameUp:
+        self.reasons.pop("health", None)
+        return CameUp(was_slow)
+
+    # Failures
+
+    def _failed(self, event: Failed, now: float, effects: Effects) -> None:
+        slot, error, around, beside = event
+        health, row, control = self.health, slot.ticket.row, slot.ticket.control
+        outcome = self._outcome(slot, error, now, effects)
+        excessive = self.is_excessive(error, around.patience)
+        beside = beside or self.history.has_other_cause(row, slot.sent_at)
+        attempt = Attempt(
+            row,
+            slot.sent_at,
+            now,
+            outcome,
+            trial=slot.trial,
+            sound=slot.sound,
+            left_in_flight=self.inflight - 1,
+            beside=beside,
+            control=control,
+            waits=bool(error.retry_after),
+            excessive=excessive,
+        )
+        if outcome == "overloaded" and row.overloaded(attempt, self.answered_sent, self.control_sent):
+            newest = max(self.answered_sent, self.control_sent)
+            self._limit(self.capacity.pardon(row, newest), now, effects)
+        verdict = judge(
+            attempt,
+            self.history,
+            is_down=health.is_down,
+            others_healthy=around.others_work and slot.ticket.pinned is None,
+            few_rows=around.few_rows,
+            can_ask=around.can_ask,
+            all_tested=not around.has_untested,
+        )
+        if not control:
+            self.history.add(attempt, verdict)
+        self._apply(event, outcome, verdict, now, effects)
+        effects.append(Judged(attempt, verdict, self._scope(event, now, effects)))
+
+    def _outcome(self, slot: Slot, error: BackendError, now: float, effects: Effects) -> Outcome:
+        """Return how the attempt ended. This is the only place that decides it. ``recalled``: neither side is at
+        fault."""
+        outcome, health, control = outcome_of(error), self.health, slot.ticket.control
+        if slot.recalled:
+            return "recalled"
+        if outcome == "stale":  # the second time, the row closes every connection
+            return "broken" if slot.ticket.row.stale or health.is_down else outcome
+        if outcome == "overloaded":
+            if is_spent(error.quota) or (self.rates is not None and self.rates.is_spent(slot.sent_at, now)):
+                return "recalled"  # a rate limit with a known end
+            # One request alone cannot be too many: the server or this row has another problem.
+            alone = self.inflight == 1 and not isinstance(error, RateLimited) and not error.retry_after
+            return "broken" if alone else outcome
+        if outcome != "silent" or health.is_down:
+            return outcome
+        if slot.trial:
+            return "recalled"  # the server is back; a trial's time limit is not the row's fault
+        if self.is_queued(slot):  # it waited behind others that were answered: too many were sent
+            if not control:  # whose time limit is shorter than that of rows
+                meanwhile = self.answers - slot.answers_before
+                self._limit(self.capacity.timed_out(meanwhile, now - slot.sent_at), now, effects)
+            outcome = "recalled"
+        if control and health.asks_again():
+            effects.append(Control(again=True))
+            outcome = "recalled"
+        return outcome
+
+    def is_queued(self, slot: Slot) -> bool:
+        """Return whether a request that timed out was in the server's queue: requests sent before it were answered
+        meanwhile, and none that was sent after it."""
+        return self.answers > slot.answers_before and self.answered_sent <= slot.sent_at + SAME_TIME
+
+    def _apply(self, event: Failed, outcome: Outcome, verdict: Verdict, now: float, effects: Effects) -> None:
+        """Apply the verdict to the server."""
+        slot, error, around, _ = event
+        health = self.health
+        if outcome == "recalled":
+            return
+        if outcome not in ("unreachable", "silent") or (outcome == "silent" and now - slot.sent_at > N.never_reached):
+            health.reached = True  # in the second case a connection was made
+        if outcome == "denied" and health.is_denied and health.is_down:
+            self._is_still_denied(event, now, effects)
+            return
+        if verdict.endpoint == "healthy":
+            self._is_alive(slot, now - slot.sent_at, now, effects)
+            return
+        health.is_denied = False
+        if outcome == "silent" and self.capacity.search is not None and not health.is_down:
+            # The limit that we found ourselves was too high: requests wait in the server's queue.
+            self._limit(self.capacity.overloaded(slot.generation, self.inflight), now, effects)
+        if verdict.endpoint == "doubted":
+            self._doubt(error, now, effects)
+            return
+        if outcome == "overloaded":
+            self._overloaded(event, now, effects)
+            if slot.ticket.control:  # it refuses every request, so no row is charged
+                self.history.go_down()
+                health.in_doubt = False
+                effects.append(WAKE)
+            if not slot.trial:
+                return
+        if not health.is_down:
+            health.fail(str(error), now)
+            if verdict.endpoint == "down":
+                rule = _RULES.get(outcome, "requests fail")
+                self._go_down(rule, str(error), now, effects, silent=outcome == "silent")
+        else:
+            health.reason, health.heard = str(error), now
+            self._trial_failed(slot, around, now, effects)
+        if verdict.probe:
+            effects.append(PROBE)
+
+    def _go_down(
+        self, rule: str, evidence: str, now: float, effects: Effects, *, silent: bool = False, denied: bool = False
+    ) -> None:
+        """``silent``: it may only be slow; any answer shows that it works. ``denied``: it denies every row, which says
+        nothing about how many requests it takes afterwards."""
+        health = self.health
+        health.reason = evidence
+        health.go_down(now, silent=silent)
+        health.is_denied = denied
+        self._conclude("health", rule, evidence, now)
+        self.history.go_down()
+        if not denied:
+            self.capacity.restart(self.most_in_flight)
+            self.most_in_flight = 0
+            self._limit("the server is down", now, effects)
+        effects.append(WentDown())
+
+    def _trial_failed(self, slot: Slot, around: Around, now: float, effects: Effects) -> None:
+        if slot.trial and not slot.overdue:
+            self.health.trial_over()
+            self._no_trial(around, now, effects)
+
+    def _no_trial(self, around: Around, now: float, effects: Effects) -> None:
+        """Wait for the next trial, unless the patience of the dispatcher is over."""
+        health = self.health
+        health.next_trial = max(health.next_trial, now + health.pause(now))
+        effects.append(TrialEnded())
+        if not health.is_denied and now >= self._patience_ends(around):
+            self._lose_patience(around, now, effects)
+
+    def _patience_ends(self, around: Around) -> float:
+        known = self.health.answered or self.health.reached
+        return self.health.down_since + (around.patience if known else around.first_patience)
+
+    def _lose_patience(self, around: Around, now: float, effects: Effects) -> None:
+        if not around.others_work:  # else it is tried from time to time
+            effects.append(GiveUp("unreachable", self.health.what_was_tried(now, around.patience)))
+
+    # Denials
+
+    def _scope(self, event: Failed, now: float, effects: Effects) -> Scope:
+        """Return which rows a denial concerns; ``confirm`` means: send the request again. If it concerns all, the
+        server counts as down: it may deny rows only for a while, as a gateway does while it restarts."""
+        slot, error, around, _ = event
+        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or slot.ticket.chore:
+            return "row"
+        if self.health.is_denied:
+            return "all"
+        denial = Denial(slot.sent_at, now, slot.ticket.row.denials)
+        left, progress = self.inflight - 1, slot.ticket.progress
+        scope = self.denials.scope(progress, error.status, str(error), denial, left, can_ask=around.can_ask)
+        if scope == "all" and not self.health.is_down:
+            self._go_down("every row is denied", str(error), now, effects, denied=True)
+        return scope
+
+    def _is_still_denied(self, event: Failed, now: float, effects: Effects) -> None:
+        """Apply a denial of a server that denies every row. It is given up at the second denial if it has never given
+        a good answer, else after a while, and only if no other one works."""
+        slot, error, around, _ = event
+        health = self.health
+        health.reason, health.heard = str(error), now
+        self._trial_failed(slot, around, now, effects)
+        is_over = now - health.down_since >= N.denied if self.denials.has_answered else slot.trial
+        if is_over and not around.others_work and around.first_patience < inf:
+            effects.append(GiveUp("failed", ALL_REFUSED.format(error=error)))
+
+    # Refusals for load
+
+    def is_excessive(self, error: BackendError, patience: float = inf) -> bool:
+        """Return whether a refusal for load that asks for a long wait may concern only its row."""
+        may_work = self.denials.has_answered or self.inflight > 1
+        return error.overload and (error.retry_after or 0.0) > min(N.excessive, patience) and may_work
+
+    def _is_confirmed(self, slot: Slot, around: Around, now: float) -> bool:
+        """Return whether a long wait concerns all rows: another row was asked for it, with no answer since the first.
+        A control request is another row; if none can be sent, the same row will do."""
+        row = slot.ticket.row
+        if self.excessive is None:
+            self.excessive = row, now
+        first, since = self.excessive
+        alone = around.few_rows and not around.can_ask
+        return slot.sent_at > since and (row is not first or alone)
+
+    def _overloaded(self, event: Failed, now: float, effects: Effects) -> None:
+        """Halve the limit, and send nothing until the server accepts requests again."""
+        slot, error, around, _ = event
+        wait, capacity, row, control = error.retry_after or 0.0, self.capacity, slot.ticket.row, slot.ticket.control
+        excessive = self.is_excessive(error, around.patience)
+        if excessive and not self._is_confirmed(slot, around, now):
+            return  # the next request shows whether it concerns all rows
+        others_tell = self.inflight > 1 or around.has_untested or around.can_ask
+        if row.is_alone_refused and others_tell:
+            return
+        if self.refused_since is None:
+            self.refused_since = now
+        if self.inflight > 1:
+            self._limit(capacity.overloaded(slot.generation, self.inflight, wait, now, cause=row), now, effects)
+            proven = self.answers >= N.proven_answers
+            if capacity.tolerates and not control and not excessive and (not wait or proven):
+                return  # the server takes other requests meanwhile; only this one waits
+            if wait > N.short_wait and proven and not self._is_confirmed(slot, around, now):
+                return  # the next request shows whether it concerns all rows
+            if wait > N.short_wait and not control and around.can_ask:
+                if slot.sent_at >= self.history.controlled_at + N.control_pause:
+                    self._doubt(error, now, effects)  # if it concerns all rows, the control request gets it too
+                return
+        elif not control and wait <= around.patience and around.can_ask:
+            return  # the row may be the cause; if it is refused again, or others are, a control request decides
+        elif wait or self.health.is_down:
+            # Even one request alone is refused: this says nothing about how many the server takes later.
+            capacity.restart(self.most_in_flight)
+        else:
+            self._go_down("every request is refused", str(error), now, effects)
+            self.health.is_limited = isinstance(error, RateLimited) and self._dry_up(now)
+        self.health.reason = str(error)
+        if wait > 0.0:
+            self._asked_to_wait(slot, error, wait, now, effects)
+        if max(now + wait, self.held_until) - self.refused_since > around.patience and not around.others_work:
+            limit = f"max_outage, {around.patience:g} s"
+            why = f"the server refuses every request for longer than {limit}: {error}"
+            effects.append(GiveUp("unreachable", why))
+
+    def _asked_to_wait(self, slot: Slot, error: BackendError, wait: float, now: float, effects: Effects) -> None:
+        """Send nothing for the time that the server asks for. A long one is an outage, which is tried again sooner."""
+        one = self.inflight > 1 and (self.capacity.tolerates or wait > N.short_wait)
+        if wait > N.longest_hold:
+            if not self.health.is_down:
+                self._go_down("the server asks for a long wait", str(error), now, effects)
+            wait = N.longest_hold * (1 - N.jitter * self.health.chance())
+        if now + wait <= self.held_until:
+            return
+        self._hold(now + wait, slot.sent_at if one else inf, str(error), now)
+        if isinstance(error, RateLimited) and (slot.ticket.control or not one):
+            self._dry_up(now, wait)
+        effects.append(WAKE)
+
+    def _dry_up(self, now: float, wait: float = 0.0) -> bool:
+        """Record that the server refuses every request. ``wait``: for how long, if it says so. Returns whether its rate
+        limit may be used up. The request that was refused is in flight."""
+        if self.rates is None:
+            self.rates = Rates()
+        learnt = self.rates.learnt = self.rates.learnt or LearntRate()
+        lasted = now - self.began_at
+        taken = (self.answers + self.inflight - 1) * MINUTE / max(MINUTE, lasted)
+        if not learnt.dry_up(round(taken), min(MINUTE, lasted), now):
+            return False
+        if LEAST_DROUGHT <= wait <= MINUTE:
+            learnt.learn(now + wait)
+        return True
+
+    # Doubt
+
+    def _doubt(self, error: BackendError, now: float, effects: Effects) -> None:
+        """Send nothing but a control request, which shows whether the server or its rows are bad."""
+        self.health.doubt(str(error), now)
+        self._conclude("health", "a control request decides between rows and server", str(error), now)
+        # A Retry-After of rows may concern these rows alone. If it concerns all, the control request gets it too.
+        self._end_hold()
+        effects += (WAKE, CONTROL)
+
+    def _unasked(self, around: Around, now: float, effects: Effects) -> None:
+        """Continue without control requests: a server in doubt counts as down, and rows are its trials."""
+        if self.health.in_doubt:
+            self._go_down("no control request can be sent", self.health.reason, now, effects)
+        elif self.health.is_down:
+            self._try_next(around, effects)
+
+    def _try_next(self, around: Around, effects: Effects) -> None:
+        """Make the next row the trial. If all rows have failed, every other trial is a control request: no row can show
+        that the server is back if all of them are bad. So is each trial while no row waits but suspects, and before the
+        first answer, when a row would have no time limit."""
+        health = self.health
+        health.trial_over()
+        health.ready = True
+        all_failed = around.few_rows or not around.has_untested or not health.answered
+        is_next = health.trials % 2 == 1 or not around.wants_slot or not health.answered
+        if all_failed and is_next and around.can_ask:
+            effects.append(CONTROL)
+        effects.append(Ready())
+
+    # Probes, silence, time
+
+    def _probed(self, event: Probed, now: float, effects: Effects) -> None:
+        found, around, trusted = event
+        health, is_up = self.health, found.state != "down"
+        health.reached = health.reached or found.state == "up"
+        if health.is_down and is_up and trusted:
+            health.reached = True
+            health.recover()
+            effects.append(self._up())
+        elif not health.is_down:
+            if not is_up:
+                self._is_silent(around, now, effects, f"a probe failed: {found.reason}")
+            elif health.is_silent(self.inflight, now) and around.others_work:
+                self._is_silent(around, now, effects)  # it answers probes, but not requests as others do
+            else:
+                health.heard = now  # it is slow
+        elif health.state == "on trial" and health.probing:
+            if not is_up and around.others_work:
+                health.reason = found.reason or health.reason
+                health.trials += 1
+                health.trial_over()
+                self._no_trial(around, now, effects)
+            else:
+                self._try_next(around, effects)
+        if not is_up and trusted:
+            health.reason = found.reason or health.reason
+            effects.append(Recall("all"))
+        health.up_at = now if is_up else -inf
+        effects.append(WAKE)
+
+    def _is_silent(self, around: Around, now: float, effects: Effects, why: str = "") -> None:
+        health = self.health
+        evidence = why or f"{self.inflight} requests are in flight, and no answer has arrived"
+        self._go_down("a probe failed" if why else "the server is silent", evidence, now, effects, silent=True)
+        if around.others_work:
+            effects.append(Recall("all"))
+        elif health.is_learnt or not around.can_ask:
+            effects.append(Recall("oldest"))
+        elif around.is_full:  # no slot is free for a control request
+            effects.append(Recall("oldest", once=True))
+
+    def _silent_at(self, silence: float) -> float:
+        """Return when it counts as silent, by its own answers; if too few, by those of the other servers."""
+        if self.health.is_learnt or self.health.patient or silence == inf:
+            return self.health.silent_at
+        return self.health.heard + silence
+
+    def due(self, inflight: int, patience: tuple[float, float], silence: float, now: float) -> float:
+        """Return when a dispatcher with ``inflight`` requests here wants the next Tick. ``patience``: its own, and that
+        before anything was heard of the server; ``silence``: what the other servers allow."""
+        health = self.health
+        free_at = inf if self.rates is None else self.rates.free_at(now)
+        if health.state == "on trial":
+            dues: Iterable[float] = (health.trial_ends,)
+        elif health.state == "down":
+            known = health.answered or health.reached
+            ends = health.down_since + patience[0 if known else 1]
+            dues = health.next_trial, self.held_until, ends, free_at
+        else:
+            search = self.capacity.search
+            ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
+            dues = self.held_until, ramp_at, free_at
+            if inflight:
+                dues = *dues, self._silent_at(silence), self._look_at
+        return min((due for due in dues if due > now), default=inf)
+
+    def _tick(self, event: Tick, now: float, effects: Effects) -> None:
+        around, health = event.around, self.health
+        if self.held_until and self.held_until <= now:
+            self._end_hold()
+        self._limit(self.capacity.ramp(self.inflight, now), now, effects)
+        if health.state == "on trial":
+            slot = event.patient
+            if now >= health.trial_ends and slot is not None and not slot.overdue:
+                slot.overdue = True  # it continues if allowed, while other rows are tried
+                health.trial_over()
+                effects.append(Recall("oldest"))
+                self._no_trial(around, now, effects)
+        elif health.state == "down":
+            # Nothing was tried before the first trial.
+            tried = (health.trials or self.held_until) and not health.is_denied
+            if tried and now >= self._patience_ends(around):
+                self._lose_patience(around, now, effects)
+            if now >= max(health.next_trial, self.held_until) and event.probes:
+                health.try_now(now, probing=True)
+                effects.append(PROBE)
+        elif event.inflight and now >= min(self._silent_at(around.silence), self._look_at):
+            self._look_into(event, now, effects)
+
+    def _look_into(self, event: Tick, now: float, effects: Effects) -> None:
+        """Find out why nothing arrives. A stream that sends is an answer on its way."""
+        around, health, self._look_at = event.around, self.health, inf
+        if event.heard > health.heard:
+            health.heard = event.heard
+        elif self._quiet != health.heard:  # after a stall of the loop, read pending answers first
+            self._quiet, self._look_at = health.heard, now + N.second_look
+        elif now < self._silent_at(around.silence):
+            return
+        elif around.others_work:
+            effects.append(PROBE)
+        elif health.is_silent(self.inflight, now) and not self._may_be_slow_rows(event):
+            self._is_silent(around, now, effects)
+        else:  # too few requests or answers to tell
+            looks, certain = health.look(now), health.is_learnt and self.inflight >= N.several
+            if not certain or around.is_full:
+                effects.append(PROBE)
+            # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
+            if (looks or (certain and not around.is_full)) and around.can_ask:
+                if around.is_full and health.sounded and not event.second:
+                    return
+                effects.append(CONTROL)
+                if around.is_full:
+                    effects.append(Recall("room"))
+
+    def _may_be_slow_rows(self, event: Tick) -> bool:
+        """Return whether the few requests in flight may be rows that take long, and a control request can tell."""
+        around = event.around
+        few = self.inflight <= N.few_slow or not (around.wants_slot or around.has_untested)
+        has_slot = not around.is_full or not self.health.sounded or event.second
+        return few and has_slot and around.can_ask
+
+
+CLEAR = Verdict("clear", "healthy")
+_RULES: dict[Outcome, str] = {
+    "unreachable": "the server is unreachable",
+    "silent": "the server is silent",
+    "broken": "requests break",
+    "overloaded": "every request is refused",
+}
