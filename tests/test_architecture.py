@@ -96,9 +96,12 @@ STARTERS = {"create_task", "ensure_future", "gather", "TaskGroup"}
 SAME_NAME = {
     "Agent": "the vocabulary of ticks, for users",
     "AnswerStream": "the same role in two wires",
+    "Answered": "an event of a server's state; in conformance, what a server answered",
     "Cut": "the vocabulary of testing, for users",
     "Exchange": "the vocabulary of testing, for users",
+    "Failed": "an event of a server's state; in a record, how a row ended",
     "Hang": "the vocabulary of testing, for users",
+    "Reading": "an event of a server's state; in files, how a table is read",
     "Reduced": "the vocabulary of swarm, for users",
     "Say": "the vocabulary of testing, for users",
     "Request": "the vocabulary of testing, for users",

@@ -11,6 +11,7 @@ import pytest
 from batch_agent import BatchAgent
 from batch_agent.job import AgentResult
 from batch_agent.observe.statistics import Statistics
+from batch_agent.scheduler.numbers import N
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
 
 TWO_HOURS = 7_200
@@ -36,16 +37,28 @@ def busy_from(second: float, until: float, status: int) -> ScriptedBackend:
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize(("rows", "begins"), [(200, 1.0), (1, 0.0), (2, 0.0)])
-def test_two_hours_of_retry_after_are_waited_for(rows: int, begins: float, status: int) -> None:
+def test_a_server_that_asks_for_two_hours_is_tried_every_few_minutes(rows: int, begins: float, status: int) -> None:
     @virtual_clock
     async def scenario() -> None:
-        backend = busy_from(begins, begins + 60, status)
+        backend = busy_from(begins, begins + 900, status)
         _, statistics = await finish(backend, rows, max_outage=3 * TWO_HOURS, timeout_per_turn=60)
         assert (statistics.ok, statistics.ended) == (rows, "complete")
-        assert len(backend.requests) < rows + 2 * 8 + 8, "nobody asks meanwhile"
-        assert asyncio.get_running_loop().time() >= TWO_HOURS
+        assert len(backend.requests) < rows + 2 * 8 + 8, "few trials are sent meanwhile"
+        assert begins + 900 < asyncio.get_running_loop().time() < begins + 900 + 1.5 * N.longest_hold
 
     scenario()
+
+
+@virtual_clock
+async def test_two_hours_for_one_row_alone_do_not_hold_the_run() -> None:
+    def script(request: Request) -> Any:
+        refused = Fail(429, headers={"Retry-After": str(TWO_HOURS)})
+        return refused if request.text == "7" else Say("ok", latency=0.1)
+
+    results, statistics = await finish(ScriptedBackend(script), 100)
+    assert (statistics.ok, statistics.failed, statistics.ended) == (99, 1, "complete")
+    assert [result.index for result in results if not result.ok] == [7]
+    assert asyncio.get_running_loop().time() < 4 * N.longest_hold
 
 
 @virtual_clock

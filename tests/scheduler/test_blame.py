@@ -22,9 +22,6 @@ from batch_agent.errors import (
     Unavailable,
 )
 from batch_agent.scheduler.blame import (
-    LEAST_REFUSED,
-    LEAST_TRYING,
-    MOST_CONVICTED,
     Attempt,
     EndpointHistory,
     Outcome,
@@ -184,7 +181,7 @@ def test_trials_that_fail_charge_nobody_while_several_rows_are_tried() -> None:
 
 def test_a_row_that_fails_alone_is_charged_on_the_word_of_the_probe_but_not_soon() -> None:
     history, row = EndpointHistory(), RowHistory()
-    for at, charges in ((0.0, 0), (LEAST_TRYING - 1.0, 0), (LEAST_TRYING, 1), (LEAST_TRYING + 1.0, 2)):
+    for at, charges in ((0.0, 0), (N.least_trying - 1.0, 0), (N.least_trying, 1), (N.least_trying + 1.0, 2)):
         history.contradict(Attempt(row, at, at, "broken", trial=True))
         assert row.charges == charges
 
@@ -193,7 +190,7 @@ def test_an_outage_that_shows_starts_the_time_of_trying_anew() -> None:
     endpoint, row = Endpoint(), RowHistory()
     endpoint.history.contradict(Attempt(row, 0.0, 0.0, "broken", trial=True))
     endpoint.ends(row, "unreachable", 10.0)
-    endpoint.history.contradict(Attempt(row, LEAST_TRYING, LEAST_TRYING, "broken", trial=True))
+    endpoint.history.contradict(Attempt(row, N.least_trying, N.least_trying, "broken", trial=True))
     assert not row.charges
 
 
@@ -239,8 +236,8 @@ def test_a_stale_connection_counts_as_a_hit_if_the_server_is_gone_afterwards() -
         (False, True, 0, "down"),
         (True, True, 0, "doubted"),
         (True, False, 0, "doubted"),
-        (True, False, MOST_CONVICTED, "down"),
-        (True, True, MOST_CONVICTED, "doubted"),
+        (True, False, N.most_convicted, "down"),
+        (True, True, N.most_convicted, "doubted"),
     ],
     ids=["no control requests", "all failed", "others left", "too many convicted", "too many, but all failed"],
 )
@@ -277,7 +274,7 @@ def test_a_control_request_that_fails_puts_the_endpoint_down_and_charges_nobody(
 
 @pytest.mark.parametrize(
     ("seconds", "refusals", "step"),
-    [(LEAST_REFUSED, 4, "fail"), (LEAST_REFUSED - 1.0, 4, "retry"), (LEAST_REFUSED, 3, "retry")],
+    [(N.least_refused, 4, "fail"), (N.least_refused - 1.0, 4, "retry"), (N.least_refused, 3, "retry")],
 )
 def test_a_row_that_alone_is_too_much_fails_after_its_retries_and_a_minute(
     seconds: float, refusals: int, step: str
@@ -442,15 +439,15 @@ def refused_together(seconds: float, times: int, *, tested: bool = True) -> tupl
 
 
 def test_rows_that_are_refused_together_wait_for_the_last_control_request_and_then_fail() -> None:
-    endpoint, row = refused_together(LEAST_REFUSED, 4)
+    endpoint, row = refused_together(N.least_refused, 4)
     assert next_step(row, 3, retryable=True) == "wait"
-    endpoint.ends(RowHistory(), "answered", LEAST_REFUSED + 0.1, control=True)
+    endpoint.ends(RowHistory(), "answered", N.least_refused + 0.1, control=True)
     assert next_step(row, 3, retryable=True) == "fail"
 
 
 @pytest.mark.parametrize(
     ("seconds", "times", "tested"),
-    [(LEAST_REFUSED - 1.0, 4, True), (LEAST_REFUSED, 3, True), (LEAST_REFUSED, 4, False)],
+    [(N.least_refused - 1.0, 4, True), (N.least_refused, 3, True), (N.least_refused, 4, False)],
     ids=["too soon", "too few", "others are left"],
 )
 def test_rows_that_are_refused_together_are_tried_again_before_that(seconds: float, times: int, tested: bool) -> None:
@@ -461,9 +458,9 @@ def test_rows_that_are_refused_together_are_tried_again_before_that(seconds: flo
 
 def test_rows_that_are_refused_together_start_anew_when_one_of_them_has_room() -> None:
     """Large rows that share a number of tokens per minute: each minute some of them are taken."""
-    _, row = refused_together(LEAST_REFUSED, 4)
-    later = Attempt(row, LEAST_REFUSED + 1.0, LEAST_REFUSED + 1.0, "overloaded", left_in_flight=5)
-    row.overloaded(later, answered_sent=LEAST_REFUSED / 2)
+    _, row = refused_together(N.least_refused, 4)
+    later = Attempt(row, N.least_refused + 1.0, N.least_refused + 1.0, "overloaded", left_in_flight=5)
+    row.overloaded(later, answered_sent=N.least_refused / 2)
     assert (row.refused, row.is_too_much(3)) == (0, False)
 
 

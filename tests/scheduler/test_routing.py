@@ -182,7 +182,6 @@ def test_turns_that_wait_for_an_endpoint_that_goes_down_go_elsewhere() -> None:
     home = slot_of(last).endpoint
     assert home is not None
     home.health.go_down(0.0)
-    home.server.go_down()
     scheduler.touch(home)
     assert granted(scheduler) == [waits]
     assert slot_of(waits).endpoint is not home

@@ -348,22 +348,22 @@ class Dispatcher:
     def _delay(self, slot: Slot, verdict: Verdict, error: BackendError, scope: Scope) -> float:
         """Return the seconds until the request joins the queue again."""
         endpoint, row = slot.endpoint, slot.ticket.row
-        failures = max(1, row.failures)
+        failures, asked = max(1, row.failures), min(error.retry_after or 0.0, N.longest_hold)
         if row.crashes and not endpoint.given_up:  # few crashes over a long time, unless a few are enough
-            return retry_delay(len(row.crashes) + (0 if row.crashes[-1].proven else 2), None, self._chance())
+            return retry_delay(len(row.crashes) + (0 if row.crashes[-1].proven else 2), 0.0, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if scope == "confirm":
             return retry_delay(1, N.confirm_after, self._chance())
         if verdict.soon:  # the endpoint holds back all requests after a Retry-After, or else this one waits alone
             held = endpoint.server.held_until and endpoint.server.held_for == inf
-            wait = None if held or endpoint.server.is_excessive(error) else error.retry_after
+            wait = 0.0 if held or endpoint.server.is_excessive(error) else asked
             refused = max(row.refused, row.passed_over - N.passed_over)
             delay = retry_delay(1 + min(refused, MOST_DOUBLED), wait, self._chance())
-            return min(delay, max(row.until_ripe(self.slots.loop.time()), wait or 0.0))
+            return min(delay, max(row.until_ripe(self.slots.loop.time()), wait))
         if verdict.move and failures == 1:
             return 0.0
-        return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
+        return retry_delay(failures, 0.0 if verdict.move else asked, self._chance())
 
     @property
     def name(self) -> str:

@@ -227,7 +227,7 @@ class EndpointMonitor:
 
     def found(self, endpoint: Endpoint, found: Probe) -> None:
         """Apply the result of a probe."""
-        event = events.Probed(found, self._around(endpoint), self.trust_probes)
+        event = events.ProbeEnded(found.state, found.reason, self._around(endpoint), self.trust_probes)
         self._tell(endpoint, event, self._slots.loop.time())
         self.arm(endpoint)
 

@@ -12,7 +12,6 @@ from batch_agent.scheduler.blame import Attempt, Scope, Verdict
 from batch_agent.scheduler.engine_load import Load
 
 if TYPE_CHECKING:
-    from batch_agent.backends.base import Probe
     from batch_agent.events import Ended
     from batch_agent.scheduler.core import Slot
 
@@ -59,10 +58,11 @@ class ReadingLost(NamedTuple):
     """The server does not report its load any more."""
 
 
-class Probed(NamedTuple):
-    """``trusted``: a probe alone ends an outage."""
+class ProbeEnded(NamedTuple):
+    """``reason``: why it is down or unknown. ``trusted``: a probe alone ends an outage."""
 
-    found: Probe
+    state: Literal["up", "down", "unknown"]
+    reason: str
     around: Around
     trusted: bool = False
 
@@ -85,7 +85,7 @@ class Tick(NamedTuple):
     probes: bool = True  # an outage is looked into by probes
 
 
-ServerEvent = Sent | Answered | Failed | Reading | ReadingLost | Probed | Unasked | Tick
+ServerEvent = Sent | Answered | Failed | Reading | ReadingLost | ProbeEnded | Unasked | Tick
 
 
 class Judged(NamedTuple):

@@ -1,6 +1,6 @@
 """All that is known of one server: one state, changed by events, which answers with effects.
 
-    endpoints.py ── Sent, Answered, Failed, Reading, Probed, Tick … ──▶ ServerState.on(event, now) ──▶ effects
+    endpoints.py ── Sent, Answered, Failed, Reading, ProbeEnded, Tick … ──▶ ServerState.on(event, now) ──▶ effects
 
 There is one object per server and process. The backend or fleet owns it and lends it to every dispatcher that uses the
 server, so that two runs at one server share one rate limit and see one outage. Each dispatcher uses it through an
@@ -54,7 +54,7 @@ from batch_agent.scheduler.server_events import (
     GiveUp,
     Judged,
     Limit,
-    Probed,
+    ProbeEnded,
     Reading,
     ReadingLost,
     Ready,
@@ -258,7 +258,7 @@ class ServerState:
                 self._limit(self.capacity.loaded(load, self.inflight), now, effects)
             case ReadingLost():
                 self.capacity.unread()
-            case Probed():
+            case ProbeEnded():
                 self._probed(event, now, effects)
             case Unasked(around):
                 self._unasked(around, now, effects)
@@ -278,7 +278,7 @@ class ServerState:
             self.excessive, seconds = None, 0.0  # it says nothing about the time that rows take
             effects = [WAKE]
         else:
-            self._learn(seconds, now)
+            self.learn(seconds, now)
             if slot.sent_at > self.answered_sent:
                 self.answered_sent = slot.sent_at
             if self.excessive is not None and slot.sent_at >= self.excessive[1]:
@@ -306,7 +306,7 @@ class ServerState:
             self._limit(reason, now, effects)
         return effects
 
-    def _learn(self, seconds: float, now: float) -> None:
+    def learn(self, seconds: float, now: float) -> None:
         """Learn the speed from an answer that took ``seconds``."""
         self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
         self.usual = seconds if not self.answers else self.usual * (NUDGE if seconds > self.usual else 1 / NUDGE)
@@ -624,31 +624,31 @@ class ServerState:
 
     # Probes, silence, time
 
-    def _probed(self, event: Probed, now: float, effects: Effects) -> None:
-        found, around, trusted = event
-        health, is_up = self.health, found.state != "down"
-        health.reached = health.reached or found.state == "up"
+    def _probed(self, event: ProbeEnded, now: float, effects: Effects) -> None:
+        state, reason, around, trusted = event
+        health, is_up = self.health, state != "down"
+        health.reached = health.reached or state == "up"
         if health.is_down and is_up and trusted:
             health.reached = True
             health.recover()
             effects.append(self._up())
         elif not health.is_down:
             if not is_up:
-                self._is_silent(around, now, effects, f"a probe failed: {found.reason}")
+                self._is_silent(around, now, effects, f"a probe failed: {reason}")
             elif health.is_silent(self.inflight, now) and around.others_work:
                 self._is_silent(around, now, effects)  # it answers probes, but not requests as others do
             else:
                 health.heard = now  # it is slow
         elif health.state == "on trial" and health.probing:
             if not is_up and around.others_work:
-                health.reason = found.reason or health.reason
+                health.reason = reason or health.reason
                 health.trials += 1
                 health.trial_over()
                 self._no_trial(around, now, effects)
             else:
                 self._try_next(around, effects)
         if not is_up and trusted:
-            health.reason = found.reason or health.reason
+            health.reason = reason or health.reason
             effects.append(Recall("all"))
         health.up_at = now if is_up else -inf
         effects.append(WAKE)
