@@ -7,7 +7,6 @@ the scripts which the prompts carry (``benchmarks/gpu.py`` says how). Parts:
 - *schema*: output schemas by the engine's grammar; *metrics*: names and load while requests run
 - *priority*: which sign goes first; *cancel*: how soon a cancelled run has left the server
 - *outage*: the server is killed and started again in the middle of a run (``--kill GROUP --restart COMMAND``)
-- *kv*: contexts that do not fit the cache (``--work``): all at once, static numbers (``--static``), ours
 - *fleet*: the servers of several ``--url`` as one backend, against each alone
 - *doctor*: ``doctor --thorough``, whose report is written beside the results
 
@@ -35,8 +34,8 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.engines.engine import EngineBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.conformance.examination import examine
-from batch_agent.messages import Conversation, Message, Usage
-from benchmarks import gpu, kv, report
+from batch_agent.messages import Conversation, Message
+from benchmarks import gpu, report
 from benchmarks.agent_loop import StreamedMessage
 from benchmarks.gpu import CLOSE, OPEN, SYSTEM, Finding, Work, result_of
 
@@ -285,55 +284,6 @@ async def outage(options: argparse.Namespace) -> object:
     return {"rows": len(answers), "down_s": round(back - killed, 1), "after_restart_s": round(ended - back, 1)}
 
 
-async def kv_part(options: argparse.Namespace) -> object:
-    """Contexts that do not fit: the plain loop with all agents, with static numbers, and ours."""
-    [url] = options.url
-    found: dict[str, object] = {}
-    for name in options.work:
-        work = kv.WORKS[name]
-        seconds: dict[str, float] = {}
-        counted: dict[str, object] = {}
-        loops = [] if options.ours_only else [f"loop {work.agents}", *(f"loop {number}" for number in options.static)]
-        for variant in [*loops[:1], "ours", *loops[1:]]:
-            seed = int(time.time() * 1_000) % 1_000_000
-            counts = kv.Counts()
-            began = time.perf_counter()
-            if variant == "ours":
-                answers, _ = await kv.ours(work, seed, url, kv.parts_of("ours"), counts)
-            else:
-                answers = await _kv_loop(work, seed, base_url(url), int(variant.split()[1]), counts)
-            seconds[variant] = round(time.perf_counter() - began, 2)
-            counted[variant] = counts.to_dict()
-            if answers != [work.script(agent)[-1] for agent in range(work.agents)]:
-                raise SystemExit(f"{variant}: the answers are not those of the rows: {answers[:2]}")
-            print(name, variant, seconds[variant], counts.to_dict(), flush=True)
-        mine = seconds["ours"]
-        static = [wall for variant, wall in seconds.items() if variant not in ("ours", f"loop {work.agents}")]
-        found[name] = {
-            "seconds": seconds,
-            "all_at_once_over_ours": round(seconds[loops[0]] / mine, 3) if loops else None,
-            "best_static_over_ours": round(min(static) / mine, 3) if static else None,
-            "counts": counted,
-        }
-    return found
-
-
-async def _kv_loop(work: kv.Work, seed: int, url: str, at_once: int, counts: kv.Counts) -> list[str]:
-    described = {"name": kv.READ.name, "description": kv.READ.description, "parameters": kv.READ.parameters}
-    timeout = aiohttp.ClientTimeout()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-
-        async def ask(agent: int, messages: list[dict[str, object]]) -> tuple[dict[str, object], Usage]:
-            body = {"model": "m", "messages": messages, "tools": [{"type": "function", "function": described}]}
-            async with session.post(f"{url}/chat/completions", json=body) as response:
-                answer = await response.json()
-            told = answer["usage"]
-            cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            return answer["choices"][0]["message"], Usage(told["prompt_tokens"], cached, told["completion_tokens"])
-
-        return await kv.loop_of(work, seed, ask, at_once, counts)
-
-
 async def fleet(options: argparse.Namespace) -> object:
     """All servers as one backend, and each alone, with no number given."""
     work = Work(300, 64, 0.8)
@@ -389,7 +339,6 @@ PARTS: dict[str, Part] = {
     "priority": priority,
     "cancel": cancel,
     "outage": outage,
-    "kv": kv_part,
     "fleet": fleet,
     "doctor": doctor,
 }
@@ -401,9 +350,6 @@ def main() -> int:
     parser.add_argument("--url", action="append", required=True, help="sglang://host:port or vllm://host:port")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--agents", action="append", choices=[*WORKS], help="of the part loop")
-    parser.add_argument("--work", action="append", choices=[*kv.WORKS], help="of the part kv")
-    parser.add_argument("--static", type=int, nargs="*", default=[], help="static numbers of agents, of the part kv")
-    parser.add_argument("--ours-only", action="store_true", help="no loops, of the part kv")
     parser.add_argument("--fill", type=int, default=600, help="requests that fill the server, of the part priority")
     parser.add_argument("--kill", type=int, help="process group of the server, of the part outage")
     parser.add_argument("--restart", help="command that starts it again and returns when it is healthy")
@@ -412,7 +358,6 @@ def main() -> int:
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
     parser.add_argument("--out", type=Path, help="append the results to this file, one line of JSON per part")
     options = parser.parse_args()
-    options.work = options.work or ["growing"]
     failed = 0
     for part in options.parts:
         began = time.perf_counter()

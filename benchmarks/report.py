@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -41,8 +42,29 @@ class Bar:
         }
 
 
-def environment() -> dict[str, object]:
+SOURCE = Path(__file__).parent.parent / "src" / "batch_agent"
+CORE = ("scheduler", "dispatch", "agent", "backends/base.py", "backends/http", "backends/openai", "http")
+# What each results file measures: a change of these files makes its numbers old.
+MEASURES: dict[str, tuple[str, ...]] = {
+    "kv": ("scheduler", "dispatch", "backends/engines"),
+    "kv-simulated": ("scheduler", "dispatch", "backends/simulated"),
+}
+
+
+def digest_of(name: str) -> str:
+    """Return a digest of the files that the benchmark measures."""
+    found = hashlib.sha256()
+    for part in MEASURES[name]:
+        place = SOURCE / part
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            found.update(path.relative_to(SOURCE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def environment(measures: str = "") -> dict[str, object]:
+    """``measures``: the name of the results file, whose code is recorded by its digest."""
     return {
+        **({"measures": digest_of(measures)} if measures else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -221,8 +221,14 @@ class EndpointMonitor:
         """Apply a load reading of the server."""
         now = self._slots.loop.time()
         self._tell(endpoint, events.Reading(load), now)
-        self._scheduler.admission.read(endpoint, load)
+        self._scheduler.admission.read(endpoint)
         self.flights.loaded(endpoint, load.waiting, now)
+        self._wake(endpoint)
+
+    def unread(self, endpoint: Endpoint) -> None:
+        """Continue without load readings of the server."""
+        self._tell(endpoint, events.ReadingLost(), self._slots.loop.time())
+        self._scheduler.admission.read(endpoint)
         self._wake(endpoint)
 
     def found(self, endpoint: Endpoint, found: Probe) -> None:

@@ -118,8 +118,7 @@ class LoadPoller:
         failures = self._failures[endpoint.name] = self._failures.get(endpoint.name, 0) + 1
         if failures < FAILURES:
             return
-        endpoint.capacity.unread()
-        self._dispatcher.scheduler.admission.unread(endpoint)
+        self._dispatcher.endpoints.unread(endpoint)
         if not self._warned:
             self._warned = True
             logger.warning("%s does not report its load: %s", self._backend.name, describe(error))

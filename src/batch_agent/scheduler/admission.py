@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf, log2
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.engine_load import Load
+from batch_agent.scheduler.memory import Memory
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import FIRST_GUESS, AgentForecast, TurnForecast
-from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
+from batch_agent.scheduler.residency import Residency
 
 if TYPE_CHECKING:
     from batch_agent.scheduler.server import Endpoint
@@ -39,16 +40,9 @@ LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a co
 SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens per second, in seconds and in turns
 QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
 WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
-MEMBERS_A_CHANGE = 16  # a projection is computed again when one member in this number has changed,
+MEMBERS_A_CHANGE = 32  # a projection is computed again when one member in this number has changed,
 MEASURED = 16  # answers after which the size of contexts is computed again while they fit by far
 REFRESH_SECONDS = 1.0  # and after this time, because contexts of waiting agents count less and less
-SHARE_STEP = 0.2  # weight of a turn in the share of evictions
-JUDGED, MOST_LOST = 12, 0.75  # turns until holding is judged, and the share of evictions that it may leave
-FIRST_REST = 512  # turns without holding after it did not help; doubled each time
-OVERBOOKED = 1.3  # part of a reported capacity that is used until an eviction confirms it
-CONFIRMS = 2  # contradictions that one eviction outweighs
-WRONG, CONTRADICTED = 1.1, 6  # hits at this part of a reported capacity contradict it; this number of them is enough
-LESS, MORE, LEAST = 0.95, 0.002, 0.6  # factor of the margin after an eviction, what a hit adds to it, and its minimum
 
 
 class ContextGrowth:
@@ -125,32 +119,6 @@ class EnginePace:
         return self._late or self._early
 
 
-class HoldWatch:
-    """Judges by the answers whether holding agents back helps. If many contexts are evicted nevertheless, the reason
-    is another one (another client, a balancer that sends each turn elsewhere), and no agent is held for a long time."""
-
-    def __init__(self) -> None:
-        self.tells = False  # answers tell how many tokens were cached
-        self._lost = 0.0  # share of later turns whose context was evicted, over the last turns
-        self._turns = 0  # later turns since agents may be held back
-        self._rest, self._next_rest = 0, FIRST_REST  # later turns before that
-
-    @property
-    def helps(self) -> bool:
-        return self._rest <= 0
-
-    def saw(self, *, evicted: bool, held: bool) -> None:
-        """Count a later turn. ``held``: agents are held back now."""
-        if self._rest > 0:
-            self._rest -= 1
-            return
-        self._lost += SHARE_STEP * (evicted - self._lost)
-        self._turns = self._turns + 1 if held else 0
-        if self._turns >= JUDGED and self._lost > MOST_LOST:
-            self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
-            self._turns, self._lost = 0, 0.0
-
-
 def _context(progress: AgentForecast) -> tuple[int, int]:
     """Return the turns that an agent has taken, and the tokens of its context."""
     if progress.answered_at is not None:
@@ -164,76 +132,53 @@ class _Projection:
     def __init__(self) -> None:
         self.needed: list[float] = []
         self.fresh: list[float] = []  # the same for one agent that has not started
+        self.ages: list[int] = []  # number of members by turns taken
         self.least_turns = 0  # the fewest turns of a member that was counted
         self.at = -inf
         self.changes = 0  # of the members until then
 
 
+class _Life(NamedTuple):
+    """What an agent is expected to need: the turns after which it goes on, the sum of its contexts over them, the last
+    context, and the sum over all turns."""
+
+    turns: float
+    contexts: float
+    last: float
+    whole: float
+
+
 class WorkingSet:
     """The admitted agents of one endpoint."""
 
-    def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
-        self._growth, self._forecast = growth, forecast
-        self.reported: int | None = None  # capacity of the cache in tokens, reported by the engine; None: not reported
-        self._trusts = False  # in the reported capacity
-        self._contradictions = 0  # contexts that were found in the cache although they should not fit
-        self._confirmed = False  # a context was evicted
+    def __init__(self, server: ServerState, growth: ContextGrowth, forecast: TurnForecast) -> None:
+        self._server, self._growth, self._forecast = server, growth, forecast
         self.ample = MOST_AGENTS  # number of members that fit with contexts of any size (``measure``)
         self._measured_for = 0  # tokens of the largest context then
         self.unmeasured = 0  # answers since then
         self.uncounted = 0  # prompt tokens that were computed since then
-        self.queue = 0  # requests in the engine's queue at the last reading
-        self._preemptions: int | None = None  # at the last reading
-        self.learnt = LearntCapacity()
         self.residency = Residency()
         self.tracks = False  # the order in which contexts are used is followed; not needed while they fit by far
         self.pace = EnginePace()
-        self.watch = HoldWatch()
-        self.margin = 1.0  # the part of the capacity that is used
         self.members: dict[AgentForecast, None] = {}  # in the order of admission
         self.changes = 0  # turns that began or ended, and agents that joined or left
         self._all, self._near = _Projection(), _Projection()
 
     @property
+    def memory(self) -> Memory:
+        return self._server.memory
+
+    @property
     def capacity(self) -> int | None:
-        """Capacity of the cache in tokens, reported by the engine or inferred from evictions; None: unknown."""
-        return self.reported if self._trusts else self.learnt.tokens
+        """Tokens of the cache that one dispatcher may use; None: unknown."""
+        capacity = self.memory.capacity
+        return None if capacity is None else capacity // max(1, len(self._server.endpoints))
 
     @property
     def room(self) -> float:
         """Tokens of the cache for contexts, without the part that agents share."""
         capacity = self.capacity
-        return inf if capacity is None else capacity * self.margin - self._growth.shared
-
-    @property
-    def _allowed(self) -> float:
-        """Tokens that the members may need. A reported capacity is exceeded a little until an eviction confirms it: it
-        may be that of one of several replicas, and hits beyond it show that."""
-        over = OVERBOOKED if self._trusts and self.watch.tells and not self._confirmed else 1.0
-        return self.room * over
-
-    def report(self, tokens: int | None) -> None:
-        """Set the capacity that the engine reports. None: it does not, or not any more."""
-        if tokens is None and self.reported is not None:
-            self.learnt, self.margin = LearntCapacity(), 1.0
-        self.reported = tokens
-        self._judge_report()
-        self.measure()
-
-    def _judge_report(self) -> None:
-        self._trusts = self.reported is not None and self._contradictions < CONTRADICTED
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """Tokens of the contexts of requests in flight, without the part that agents share."""
-        shared = self._growth.shared
-        return sum(max(0, _context(each)[1] - shared) for each in self.members if each.answered_at is None)
-
-    def contradict(self) -> None:
-        """Count evidence that the reported capacity is not that of the whole server."""
-        self._contradictions += CONTRADICTED // 2 if self.reported is not None else 0
-        self._judge_report()
-        self.measure()
+        return inf if capacity is None else capacity * self.memory.margin - self._growth.shared
 
     @property
     def is_wide(self) -> bool:
@@ -248,24 +193,18 @@ class WorkingSet:
         """Return whether the agent's context is probably in the cache."""
         return not self.tracks or self.residency.holds(progress, self.room)
 
-    def expects(self, progress: AgentForecast) -> bool:
-        """Return whether an eviction of the agent's context, as it was looked up, has another cause than a full cache:
-        the context should fit, or the reported capacity is not that of the whole server."""
-        if self.reported is not None and not self._trusts:
-            return True
-        return progress.distance is not None and progress.distance < FULL * self.room
-
     def look_up(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         self.changes += 1
         progress.distance = None
         if not self.tracks:
-            if 2 * len(self.members) <= self.ample or not self._trusts:
+            if 2 * len(self.members) <= self.ample or not self.memory.is_believed:
                 return
             self._track()
         residency = self.residency
-        if progress.turns and (not self._trusts or residency.is_tight(self.room)):
+        if progress.turns and (not self.memory.is_believed or residency.is_tight(self.room)):
             progress.distance = residency.distance(progress)
+            progress.certain_distance = residency.certain_distance(progress)
         tokens = tokens if progress.turns else round(self._growth.after(1))
         residency.sent(progress, max(0, tokens - self._growth.shared))
 
@@ -284,28 +223,19 @@ class WorkingSet:
 
     def answered(self, progress: AgentForecast, tokens: int, evicted: bool) -> bool:
         """Record an answer, with the context's ``tokens``. Returns whether the capacity changed."""
-        distance = progress.distance
         self.changes += 1
         if evicted and not self.tracks:
             self._track()
-        if distance is None:
+        if progress.distance is None:
             self.use(progress, tokens)
             if tokens > self._measured_for or self.unmeasured >= MEASURED or 2 * len(self.members) > self.ample:
                 self.measure()
             return False
-        before = self.capacity
-        if not self._trusts:
-            self.learnt.learn(distance + self._growth.shared, evicted=evicted)
-        elif not evicted:
-            self.margin = min(1.0, self.margin + MORE)
-            if distance + self._growth.shared > WRONG * (self.capacity or 0):
-                self._contradictions += 1
+        before, shared = self.capacity, self._growth.shared
+        if evicted:
+            self.memory.evicted(progress.distance + shared)
         else:
-            self._confirmed = True
-            self._contradictions = max(0, self._contradictions - CONFIRMS)
-            if distance < FULL * self.room:  # the cache holds less than the engine reports: others use the rest
-                self.shrink()
-        self._judge_report()
+            self.memory.found(progress.distance + shared, progress.certain_distance + shared)
         self.use(progress, tokens)
         self.measure()
         return self.capacity != before
@@ -315,15 +245,6 @@ class WorkingSet:
         if self.tracks:
             self.residency.answered(progress, max(0, tokens - self._growth.shared))
 
-    def shrink(self) -> None:
-        self.margin = max(LEAST, self.margin * LESS)
-
-    def preempted(self, total: int | None) -> None:
-        """Shrink the margin if the engine preempted requests: they need more memory than it has."""
-        if self._preemptions is not None and total is not None and total > self._preemptions:
-            self.shrink()
-        self._preemptions = total
-
     def measure(self) -> None:
         """Compute how many contexts of the largest size fit. With fewer members, no projection is needed."""
         growth, capacity = self._growth, self.capacity
@@ -331,26 +252,55 @@ class WorkingSet:
         if capacity is None or not growth.is_known:
             self.ample = MOST_AGENTS
             return
-        room = capacity * self.margin - growth.shared
+        room = capacity * self.memory.margin - growth.shared
         most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
         self.ample = int(room / max(1.0, most))
 
     def keeps(self, progress: AgentForecast, now: float) -> bool:
         """Return whether a member may continue: the contexts in the cache fit for the next turns, or another member
         with a cached context is less advanced."""
-        if self._fits_anyway or not self.watch.helps:
+        if self._fits_anyway:
             return True
         near = self._projected(self._near, now, NEAR)
-        if max(near.needed, default=0.0) <= self._allowed:
+        if max(near.needed, default=0.0) <= self.room:
             return True
         return self.is_cached(progress) and progress.turns > near.least_turns
+
+    def _is_bunched(self, ages: list[int]) -> bool:
+        """Return whether as many agents are within their first turns, for some number of turns, as fit if agents start
+        at a steady pace. Agents that start together reach their longest contexts together; at a steady pace half as
+        many again fit."""
+        whole = self._life().whole
+        if not whole:
+            return False
+        pace, young = self.room / whole, 0  # agents that may start per turn
+        for taken, number in enumerate(ages):
+            young += number
+            if young >= max(1.0, pace * (taken + 1)):
+                return True
+        return False
+
+    def _life(self) -> _Life:
+        turns = contexts = last = whole = 0.0
+        chance = 1.0
+        for taken in range(FARTHEST):
+            last = self._growth.after(taken + 1) - self._growth.shared
+            whole += chance * last
+            chance *= self._forecast.goes_on(taken)
+            if chance < 0.01:
+                break
+            turns += chance
+            contexts += chance * last
+        return _Life(turns, contexts, last, whole)
 
     def fits(self, now: float, turns: int, tokens: int = 0) -> bool:
         """Return whether the members' contexts fit for the turns ahead, with one more agent that has taken
         ``turns``."""
         if self._fits_anyway:
             return True
-        projection, room = self._projected(self._all, now, FARTHEST), self._allowed
+        projection, room = self._projected(self._all, now, FARTHEST), self.room
+        if not turns and self._is_bunched(projection.ages):
+            return False
         more = projection.fresh if not turns and not tokens else self._project({turns: [1.0, float(tokens)]}, FARTHEST)
         needed = projection.needed
         for ahead in range(max(len(needed), len(more))):
@@ -372,6 +322,7 @@ class WorkingSet:
         groups: dict[int, list[float]] = {}
         cached = self.residency.cached(self.room) if horizon == NEAR and self.tracks else None
         least = MOST_AGENTS
+        ages = [0] * (FARTHEST + 1)
         for progress in self.members:
             if cached is not None and progress not in cached:
                 continue
@@ -382,8 +333,10 @@ class WorkingSet:
             group[0] += weight
             group[1] += weight * size
             least = min(least, taken)
+            ages[min(taken, FARTHEST)] += 1
         projection.needed, projection.least_turns = self._project(groups, horizon), least
         projection.fresh = self._project({0: [1.0, 0.0]}, horizon)
+        projection.ages = ages
         projection.at, projection.changes = now, self.changes
         return projection
 
@@ -408,19 +361,11 @@ class WorkingSet:
     def pays(self, agents: float) -> bool:
         """Return whether the members alone take more turns per second than all ``agents`` would, whose contexts would
         be evicted and recomputed."""
-        pace, shared = self.pace, self._growth.shared
+        pace = self.pace
         cycle, rate = self._forecast.seconds_between_turns + pace.quick, pace.rate
         if self.capacity is None or not cycle or not rate:
             return False
-        turns = contexts = last = 0.0
-        chance = 1.0
-        for taken in range(FARTHEST):
-            chance *= self._forecast.goes_on(taken)
-            if chance < 0.01:
-                break
-            last = self._growth.after(taken + 1) - shared
-            turns += chance
-            contexts += chance * last
+        turns, contexts, last, _ = self._life()
         if not contexts or not last:
             return True
         fitting = self.room * turns / contexts
@@ -431,33 +376,10 @@ class WorkingSet:
 
 GONE = 0.5  # an agent whose context has less weight than this must be admitted again
 RECHECK_SECONDS = 1.0  # between two checks of the context weights while an agent is held back
-MANY, COVERED = 8, 0.5  # requests in flight, and the part of them that a reading must show to be about the whole server
 RETRIED = 64  # turns that are checked again at a time
 EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the context was evicted
 
 Waiting = TypeVar("Waiting", bound=Hashable)
-
-
-def kv_tokens_left(load: Load, server: ServerState) -> int | None:
-    """Return the tokens of an engine's KV cache that one dispatcher may use. None if the engine does not report its
-    size, or keeps evicted blocks in a larger memory.
-
-    The part that requests of other clients hold is subtracted: their share of the running requests, times the part in
-    use.
-    """
-    if not load.kv_tokens or load.offloads:
-        return None
-    others = max(0, load.running - server.inflight) / load.running if load.running else 0.0
-    return round(load.kv_tokens * (1.0 - others * (load.kv_usage or 0.0)) / max(1, len(server.endpoints)))
-
-
-def is_partial(load: Load, inflight: int, tokens: int) -> bool:
-    """Return whether a reading is not about the whole server: it shows far fewer requests than ``inflight``, or its
-    cache holds fewer tokens than the ``tokens`` of these requests, which are in it now."""
-    if inflight >= MANY and load.running + load.waiting < COVERED * inflight:
-        return True
-    held = (load.kv_usage or 0.0) * (load.kv_tokens or 0)
-    return held > 0 and load.running >= inflight and not load.waiting and held < COVERED * tokens
 
 
 @dataclass(slots=True)
@@ -490,27 +412,14 @@ class Admission(Generic[Waiting]):
         self.is_on = False  # the capacity of at least one endpoint is known
         self.counts = KvCounts()
 
-    def read(self, endpoint: Endpoint, load: Load) -> None:
-        """Update the working set from the engine's load report."""
+    def read(self, endpoint: Endpoint) -> None:
+        """Follow what is known of the server's memory, after a reading or the loss of readings."""
         if self.enabled:
-            self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
-            working_set = self._sets[endpoint]
-            working_set.queue = load.waiting
-            working_set.preempted(load.preemptions)
-            if is_partial(load, endpoint.server.inflight, working_set.tokens_in_flight):
-                working_set.contradict()
+            working_set = self._set_of(endpoint)
+            before = working_set.ample
+            working_set.measure()
+            if working_set.ample != before or not self.is_on:
                 self._capacity_changed()
-
-    def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
-        working_set = self._set_of(endpoint)
-        if working_set.reported != tokens:
-            working_set.report(tokens)
-            self._capacity_changed()
-
-    def unread(self, endpoint: Endpoint) -> None:
-        """Forget what the engine reported: it does not report any more."""
-        if self.enabled and endpoint in self._sets:
-            self.set_capacity(endpoint, None)
 
     def _capacity_changed(self) -> None:
         self.is_on = any(each.capacity is not None for each in self._sets.values())
@@ -535,7 +444,7 @@ class Admission(Generic[Waiting]):
     def _set_of(self, endpoint: Endpoint) -> WorkingSet:
         found = self._sets.get(endpoint)
         if found is None:
-            found = self._sets[endpoint] = WorkingSet(self._growth, self._forecast)
+            found = self._sets[endpoint] = WorkingSet(endpoint.server, self._growth, self._forecast)
         return found
 
     def has_room(self, now: float) -> bool:
@@ -551,7 +460,7 @@ class Admission(Generic[Waiting]):
         return False
 
     def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
-        if not self.holds or not working_set.watch.helps or not working_set.members:
+        if not self.holds or not working_set.members:
             return True
         if working_set.fits(now, turns, tokens):
             return True
@@ -600,11 +509,11 @@ class Admission(Generic[Waiting]):
         """Return whether to send a request that recomputes the agent's context while its tool runs. True if the context
         was evicted, no turn waits here or in the engine, and no other agent's context would be evicted for it."""
         home = self._home.get(progress)
-        if home is None or waiting or home.queue or self.held or not self.is_evicted(progress):
+        if home is None or waiting or home.memory.queue or self.held or not self.is_evicted(progress):
             return False
         shared = self._growth.shared
         others = sum(max(0, _context(each)[1] - shared) for each in home.members if home.is_cached(each))
-        return others + progress.tokens <= FULL * home.room
+        return others + progress.tokens <= N.full * home.room
 
     def seconds_to_compute(self, progress: AgentForecast) -> float:
         """Return the seconds that the engine needs to compute the agent's context, plus those of a turn."""
@@ -639,19 +548,17 @@ class Admission(Generic[Waiting]):
         if not prompt:
             return
         working_set, evicted = self._sets.get(endpoint) or self._set_of(endpoint), False
-        watch, wide = working_set.watch, working_set.is_wide
+        memory, wide = working_set.memory, working_set.is_wide
         if cached:
-            watch.tells = True
+            memory.tells_cached = True
             if not progress.turns:
                 growth.shared = min(growth.shared, cached) if growth.shared else cached
-        if progress.turns and watch.tells and before:
+        if progress.turns and memory.tells_cached and before:
             if (again := min(before, prompt) - cached) > 0:
                 self.counts.recomputed += again
                 if rate := working_set.pace.rate:
                     self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
-            if (evicted or not wide) and working_set.expects(progress):
-                watch.saw(evicted=evicted, held=self.holding or bool(self.held))
         progress.tokens = tokens = prompt + usage.completion_tokens
         working_set.uncounted += prompt - cached
         working_set.unmeasured += 1

@@ -35,6 +35,7 @@ class Load:
     preemptions: int | None = None  # since it started
     prefix_queries: int | None = None  # prompt tokens looked up in its cache, since it started
     prefix_hits: int | None = None  # ... and found there
+    finished: int | None = None  # requests that have ended since it started
     first_token_count: int | None = None  # answers started since it started
     first_token_seconds: float | None = None  # ... and the sum of their times to first token
     offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size

@@ -42,7 +42,18 @@ LEARN_AGAIN = 8  # estimates are updated when another eighth of the agents has e
 class AgentForecast:
     """The state of one agent."""
 
-    __slots__ = ("answered_at", "distance", "expected", "home", "key", "live", "model", "tokens", "turns")
+    __slots__ = (
+        "answered_at",
+        "certain_distance",
+        "distance",
+        "expected",
+        "home",
+        "key",
+        "live",
+        "model",
+        "tokens",
+        "turns",
+    )
 
     def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
         self.turns = turns  # turns taken when it last requested another
@@ -52,6 +63,7 @@ class AgentForecast:
         self.tokens = 0  # of that prefix
         self.expected = 0  # estimated tokens of its next prompt
         self.distance: int | None = None  # tokens of other contexts used between its last turn and this one
+        self.certain_distance = 0  # ... without those of requests in flight
         self.live = False  # between the start and the end of an agent
         self.answered_at: float | None = None  # time of its last answer, until it requests the next turn
 

@@ -3,21 +3,17 @@
 Engines evict the least recently used blocks. So an agent's context is still cached if it fits the cache together with
 all contexts used since its last turn. The part that all agents share is counted once. The tokens used since a turn are
 a sum over the end of a list, which two trees of partial sums answer in logarithmic time.
-
-``LearntCapacity`` reverses this for an engine that does not report the size of its cache: an agent whose context was
-evicted, or was not, gives an upper or a lower bound of the capacity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import AgentForecast
 
 MOST = 4_096  # number of contexts that are remembered
 PLACES = 2 * MOST  # in the order of use, before they are numbered again
-FULL = 0.9  # part of the capacity; below it nothing is evicted
-SMALLER, LARGER = 0.8, 1.01  # largest change of the estimate after one eviction, and after one hit near the capacity
 
 
 class _Sums:
@@ -54,7 +50,7 @@ class Residency:
 
     def is_tight(self, room: float) -> bool:
         """Return whether contexts are being evicted, or soon will be. ``room`` is the capacity in tokens."""
-        return self._sizes.total > FULL * room
+        return self._sizes.total > N.full * room
 
     def sent(self, progress: AgentForecast, tokens: int) -> None:
         """Record that a turn of the agent is sent; ``tokens`` is the agent's own part of the prompt."""
@@ -101,6 +97,16 @@ class Residency:
         place = context[0]
         return self._sizes.total - self._sizes.before(place) + self._in_flight.before(place)
 
+    def certain_distance(self, progress: AgentForecast) -> int:
+        """Return ``distance`` without the contexts of requests in flight: those that are surely newer in the cache. A
+        request in flight may wait in the engine's queue."""
+        context = self._contexts.get(progress)
+        if context is None:
+            return 0
+        place = context[0]
+        later = self._sizes.total - self._sizes.before(place)
+        return later - (self._in_flight.total - self._in_flight.before(place))
+
     def _forget(self, progress: AgentForecast) -> None:
         context = self._contexts.pop(progress, None)
         if context is not None:
@@ -131,19 +137,3 @@ class Residency:
         self._sizes, self._in_flight = _Sums(), _Sums()
         for progress, (_, tokens) in kept:
             self._put(progress, tokens)
-
-
-class LearntCapacity:
-    """The capacity inferred from evictions; None before the first."""
-
-    def __init__(self) -> None:
-        self.tokens: int | None = None
-
-    def learn(self, distance: int, *, evicted: bool) -> bool:
-        """Learn from a context that was looked up at this distance. Returns whether the capacity changed."""
-        before = self.tokens
-        if evicted:
-            self.tokens = distance if before is None else max(min(before, distance), round(SMALLER * before))
-        elif before is not None and distance > FULL * before:
-            self.tokens = max(distance, round(LARGER * before))
-        return self.tokens != before

@@ -292,7 +292,8 @@ class VllmMetrics:
 
 
 def engine_metrics(engine: SimulatedEngine) -> str:
-    model, counters, load = engine.model, engine.counters, engine_load(engine)
+    now = asyncio.get_running_loop().time()
+    model, counters, load = engine.model, engine.reading(now).counters, engine_load(engine, now)
     source, ended = "Prompt tokens by where their KV came from", "Requests that ended, by reason"
     told = VllmMetrics(model.name, "simulated")
     told.put("num_requests_running", "Requests in the running batch", load.running)

@@ -42,8 +42,9 @@ RUNNING, WAITING, USAGE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "s
 PROMPT, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
 FIRST_TOKEN = "sglang:time_to_first_token_seconds"
 GENERATED, HOST = "sglang:generation_tokens_total", "sglang:hicache_host_total_tokens"
+FINISHED = "sglang:num_requests_total"
 FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
-NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, *FIRST_TOKENS, GENERATED, HOST])
+NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, *FIRST_TOKENS, GENERATED, FINISHED, HOST])
 
 
 class SglangBackend(EngineBackend):
@@ -120,6 +121,7 @@ class SglangBackend(EngineBackend):
             kv_usage=told.mean(USAGE),
             kv_tokens=max(told.count(HOST) or 0, self._kv_tokens or 0) or None,
             offloads=self._offloads and not told.count(HOST),
+            finished=told.count(FINISHED),
             generated=told.count(GENERATED),
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),

@@ -59,8 +59,10 @@ QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_tot
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 CACHE, GENERATED = "vllm:cache_config_info", "vllm:generation_tokens_total"
+FINISHED = "vllm:request_success_total"
 FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
-NAMES = frozenset([RUNNING, WAITING, *KV_USAGE, PREEMPTIONS, *QUERIES, *HITS, *FIRST_TOKENS, CACHE, GENERATED])
+COUNTS = (PREEMPTIONS, *QUERIES, *HITS, *FIRST_TOKENS, GENERATED, FINISHED)
+NAMES = frozenset([RUNNING, WAITING, *KV_USAGE, CACHE, *COUNTS])
 
 
 class VllmBackend(EngineBackend):
@@ -176,6 +178,7 @@ def read_load(told: Exposition) -> Load:
         kv_usage=told.mean(*KV_USAGE),
         kv_tokens=sum(map(_cache_tokens, caches)) or None,
         offloads=any(labels.get("kv_offloading_size", "None") != "None" for labels in caches),
+        finished=told.count(FINISHED),
         generated=told.count(GENERATED),
         preemptions=told.count(PREEMPTIONS),
         prefix_queries=told.count(*QUERIES),

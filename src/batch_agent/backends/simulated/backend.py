@@ -122,7 +122,7 @@ class SimulatedBackend(Backend):
         return Probe("up", models=(self.model.name,))
 
     async def load(self, endpoint: str = "") -> Load:
-        return engine_load(self.runner.engine)
+        return engine_load(self.runner.engine, asyncio.get_running_loop().time())
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
@@ -194,14 +194,16 @@ class SimulatedBackend(Backend):
         return tokens
 
 
-def engine_load(engine: SimulatedEngine) -> Load:
-    counters, pool = engine.counters, engine.pool
+def engine_load(engine: SimulatedEngine, now: float) -> Load:
+    reading, model = engine.reading(now), engine.model
+    counters = reading.counters
     return Load(
-        running=len(engine.running),
-        waiting=engine.waiting,
-        kv_usage=pool.held / pool.num_gpu_blocks,
-        kv_tokens=pool.num_gpu_blocks * engine.model.block_size,
+        running=reading.running,
+        waiting=reading.waiting,
+        kv_usage=reading.held / model.blocks,
+        kv_tokens=model.blocks * model.block_size,
         offloads=bool(engine.offload.size),
+        finished=counters.finished,
         generated=counters.generated_tokens,
         preemptions=counters.preemptions,
         prefix_queries=counters.prefix_queries,

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
@@ -179,9 +180,24 @@ class Counters:
     aborted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the engine's metrics show: counts at the end of a step. ``waiting`` are those that waited when the step
+    began; a request that arrived during it is in no number, as in vLLM."""
+
+    running: int = 0
+    waiting: int = 0
+    held: int = 0  # blocks
+    counters: Counters = field(default_factory=Counters)
+
+
 class SimulatedEngine:
     def __init__(self, model: EngineModel) -> None:
         self.model = model
+        self._began: float | None = None  # when the first request arrived
+        self._newest = self._published = Reading()  # of the last step that has ended; what metrics show
+        self._published_at = -math.inf
+        self._waited = 0  # requests that were left waiting when the current step began
         self.pool = BlockPool(model.blocks)
         self.offload = OffloadTier(model.offload_tokens // model.block_size)
         self.counters = Counters()
@@ -195,6 +211,13 @@ class SimulatedEngine:
     @property
     def waiting(self) -> int:
         return self._waiting
+
+    def reading(self, now: float) -> Reading:
+        """Return what metrics show at this time: late, as on real engines (``EngineModel.reading_seconds``)."""
+        is_cold = self._began is None or now < self._began + self.model.first_reading_seconds
+        if not is_cold and now >= self._published_at + self.model.reading_seconds:
+            self._published, self._published_at = self._newest, now
+        return self._published
 
     def check(self, prompt: bytes, output: bytes, count: int = 1) -> None:
         """Raise what a server would answer to ``count`` requests of this size now."""
@@ -213,6 +236,8 @@ class SimulatedEngine:
     def add(self, prompt: bytes, output: bytes, priority: int = 0, order: Order | None = None) -> Sequence:
         self.check(prompt, output)
         sequence = Sequence(prompt, output, self._arrivals, priority, order=order)
+        if self._began is None:
+            self._began = self.now
         if order is not None:
             for key in order.release:
                 self.pins.release(key)
@@ -248,6 +273,7 @@ class SimulatedEngine:
             loaded = self._admit(room, shares)
         if not shares:
             return None
+        self._waited = self._waiting
         prefill = sum(tokens for sequence, tokens in shares.items() if sequence.computed < sequence.known - 1)
         decoding = sum(1 for sequence in shares if sequence.computed == sequence.known - 1)
         seconds = (
@@ -276,6 +302,7 @@ class SimulatedEngine:
                 if sequence.generated == sequence.output_tokens:
                     self.counters.finished += 1
                     self._end(sequence)
+        self._newest = Reading(len(self.running), self._waited, self.pool.held, replace(self.counters))
         return advanced
 
     def _make_room(self) -> None:

@@ -42,6 +42,8 @@ class EngineModel:
     prefix_caching: Annotated[bool, Doc("keep finished requests' blocks and find them again")] = True
     context_tokens: Annotated[int, Doc("prompt and answer of one request; more is refused with 400")] = 32_768
     max_queued: Annotated[int | None, Doc("requests waiting; one more is refused with 503. None: no limit")] = None
+    reading_seconds: Annotated[float, Doc("age that a reading of the engine's metrics may have; 0: never late")] = 2.0
+    first_reading_seconds: Annotated[float, Doc("seconds after the first request in which metrics stay at 0")] = 18.0
     policy: Annotated[Literal["fcfs", "priority"], Doc("priority: requests with a lower number run first")] = "fcfs"
     answer_tokens: Annotated[int, Doc("length of a plain text answer, unless max_tokens is smaller")] = 64
     tool_calls_per_agent: Annotated[int, Doc("turns in which an agent that has tools calls one before it answers")] = 1
@@ -49,7 +51,8 @@ class EngineModel:
     name: Annotated[str, Doc("the model's name on the wire")] = "simulated"
 
     def __post_init__(self) -> None:
-        for field in ("step_seconds", "sequence_seconds", "prefill_step_seconds"):
+        times = ("step_seconds", "sequence_seconds", "prefill_step_seconds", "reading_seconds", "first_reading_seconds")
+        for field in times:
             if not (0 <= getattr(self, field) < math.inf):
                 raise SpecError(f"{field} must be 0 or more seconds, not {getattr(self, field)}")
         for field in ("prefill_tokens_per_second", "offload_tokens_per_second"):
