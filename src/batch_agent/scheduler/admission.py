@@ -18,7 +18,7 @@ from math import inf, log2
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.memory import Memory
+from batch_agent.scheduler.cache_size import CacheSize
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.ordering import FIRST_GUESS, AgentForecast, TurnForecast
 from batch_agent.scheduler.residency import Residency
@@ -165,7 +165,7 @@ class WorkingSet:
         self._all, self._near = _Projection(), _Projection()
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> CacheSize:
         return self._server.memory
 
     @property

@@ -18,9 +18,7 @@ class Numbers:
     denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
     limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit
     jitter: float = 0.3  # random part of a pause, so that many runs do not try together
-    longest_hold: float = (
-        300.0  # between two trials, whatever a server asks for: one asked a service for a day
-    )
+    longest_hold: float = 300.0  # between two trials, whatever a server asks for: one asked a service for a day
     shortest_trial: float = 2.0  # that a trial may take
     trial_share: float = 1 / 240  # ... of the outage so far: a server that starts cold answers more slowly
     shortest_grace: float = 1.0  # for requests from before an outage, after its end
@@ -70,7 +68,9 @@ class Numbers:
     longest_lag: float = 20.0  # of an engine's count; vLLM's stood at 0 for 18 s after a cold start
     least_counted: int = 16  # requests of ours that an engine must have counted before their share says anything
     counted_share: float = 0.5  # of our requests; an engine that counts fewer is one of several replicas
-    beyond: float = 1.2  # of the reported size; prompts are predicted to a few per cent, so a context beyond it is proof
+    beyond: float = (
+        1.2  # of the reported size; prompts are predicted to a few per cent, so a context beyond it proves more
+    )
     larger: int = 4  # such contexts, after which the report is not believed
     full: float = 0.9  # part of the size below which nothing is evicted
     margin_loss: float = 0.95  # factor of the margin after an eviction that others must have caused

@@ -12,7 +12,7 @@ and how many requests the server may have. The dispatcher carries the effects ou
 which rule made each conclusion, from which evidence, and since when.
 
 The parts: ``health`` (up or down, trials, silence), ``blame`` (whose fault), ``capacity`` (requests at once), ``rates``
-(requests per minute), ``memory`` (tokens of the KV cache). They never read each other; only this module does.
+(requests per minute), ``cache_size`` (tokens of the KV cache). They never read each other; only this module does.
 
 A dispatcher with endless patience is that of a service. Its server is never given up: every refusal of all requests is
 an outage with trials, whatever the status, and the first good answer ends it.
@@ -39,9 +39,9 @@ from batch_agent.scheduler.blame import (
     judge,
     outcome_of,
 )
+from batch_agent.scheduler.cache_size import CacheSize
 from batch_agent.scheduler.capacity import MOST, Capacity, LimitSearch
 from batch_agent.scheduler.health import Health
-from batch_agent.scheduler.memory import Memory
 from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.rates import LEAST_DROUGHT, LONGEST_DROUGHT, MINUTE, LearntRate, Rates, is_spent
 from batch_agent.scheduler.server_events import (
@@ -130,7 +130,7 @@ class ServerState:
         if self.rates is not None:
             self.rates.learnt = None
         self.capacity = Capacity(None)
-        self.memory = Memory()
+        self.memory = CacheSize()
         self.health = Health()
         self.history = EndpointHistory()
         self.denials = Denials()

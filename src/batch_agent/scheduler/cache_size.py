@@ -30,7 +30,7 @@ class _Mark(NamedTuple):
     counted: int
 
 
-class Memory:
+class CacheSize:
     """``capacity``: tokens; None if unknown. ``margin``: the part of it that is ours."""
 
     def __init__(self) -> None:
