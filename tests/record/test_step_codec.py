@@ -17,6 +17,7 @@ from batch_agent.record.codec import (
     BEGUN,
     CALL_BEGUN,
     CALL_ENDED,
+    CALL_WITHDRAWN,
     COMPACTED,
     DONE,
     ENDED,
@@ -33,6 +34,7 @@ from batch_agent.record.steps import (
     Begun,
     CallBegun,
     CallEnded,
+    CallWithdrawn,
     Compacted,
     Done,
     Ended,
@@ -67,6 +69,7 @@ steps = st.one_of(
     st.builds(CallEnded, st.just(""), positions, st.just(""), st.just(""), st.booleans(), texts, images),
     st.builds(Ended, spents, st.none() | texts, texts, st.none() | replies, texts, st.booleans()),
     st.builds(CallBegun, texts, positions, texts, texts),
+    st.builds(CallWithdrawn, texts, positions),
     st.builds(CallEnded, texts, positions, texts, texts, st.booleans(), texts, images),
     st.builds(Begun, st.lists(positions).map(tuple)),
     st.builds(Outcome, positions, texts),
@@ -98,7 +101,7 @@ def test_what_was_never_encoded_is_an_error_and_never_a_step(kind: int, body: by
 
 def test_a_record_of_another_form_is_a_value_error() -> None:
     for body in (b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"):
-        for kind in (TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED):
+        for kind in (TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_WITHDRAWN, CALL_ENDED):
             with pytest.raises(ValueError, match=r"form|expected"):
                 decode(kind, body)
 

@@ -27,6 +27,12 @@ def note(row: str) -> str:
     return "written"
 
 
+@Tool.define(effect="write")
+async def note_at_once(row: str) -> str:
+    """Write down that a row was worked on, without a point at which this call could be cancelled."""
+    return note.function(row)
+
+
 def notes() -> list[str]:
     path = Path(os.environ[NOTES])
     return path.read_text().split() if path.exists() else []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ async def test_a_worker_that_takes_over_the_record_of_the_tool_loop_learns_that_
     assert (result.output, ran) == (["ToolFailed", "OutcomeUnknown"], ["nobody", "x"])
 
 
-@pytest.mark.parametrize("format", range(1, 8))
+@pytest.mark.parametrize("format", range(1, 9))
 async def test_kept_answers_of_every_format_are_used_in_their_order(tmp_path: Path, format: int) -> None:
     shutil.copy(JOURNALS / f"format-{format}.db", tmp_path / "journal.db")
     backend = ScriptedBackend(lambda request: Fail(400) if request.turn == 0 else Say('{"word": "new"}'))
@@ -248,3 +249,54 @@ async def test_kept_answers_of_every_format_are_used_in_their_order(tmp_path: Pa
     )
     assert [result.output for result in results] == [{"word": "done"}, {"word": "mended"}, {"word": "new"}]
     assert [request.turn for request in backend.requests] == [1]
+
+
+@pytest.mark.parametrize("milliseconds", [0, 3, 6, 9, 12, 15])
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_write_that_was_cancelled_before_it_started_is_made_by_the_next_session(
+    tmp_path: Path, milliseconds: int, waits: bool
+) -> None:
+    """The run is cancelled between the model's answer and the call: while the call is being recorded, or while it
+    ``waits`` for the tool's rate limit."""
+
+    @Tool.define(effect="write", rate_limit="1/hour" if waits else None)
+    async def send(to: str) -> str:
+        ran.append(to)
+        return "sent"
+
+    def script(request: Request) -> Any:
+        row = str(request.messages[-1]["content"])
+        return CallTools(ToolUse("send", {"to": row})) if request.turn == 0 else Say(row)
+
+    rows = [f"row-{n}" for n in range(8)]
+    given: dict[str, Any] = {"task": "{input}", "inputs": rows, "tools": [send], "run_dir": tmp_path}
+    first = ScriptedBackend(script)
+    async with BatchAgent.open(backend=first, **given) as running:
+        while len(first.requests) < len(rows):
+            await asyncio.sleep(0)
+        await asyncio.sleep(milliseconds / 1000)
+        running.cancel()
+    made = list(ran)
+    assert len(made) <= 1 or not waits
+    again = replace(send, rate_limit=None)
+    results = await BatchAgent.run(**{**given, "tools": [again]}, backend=ScriptedBackend(script), resume=True)
+    assert [result.output for result in results] == ["sent"] * len(rows)
+    assert sorted(ran) == rows
+
+
+async def test_a_worker_may_make_a_write_again_that_it_cancelled_before_it_started(tmp_path: Path) -> None:
+    @Tool.define(effect="write", rate_limit="10/s")
+    async def send(to: str) -> str:
+        ran.append(to)
+        return "sent"
+
+    async def work(row: str, ctx: AgentContext) -> object:
+        for number in range(10):
+            await ctx.call("send", to=f"before {number}")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await ctx.call("send", to="x")
+        return await ctx.call("send", to="x")
+
+    result, _ = await run(tmp_path, Say, tools=[send], worker=work)
+    assert (result.output, ran.count("x")) == ("sent", 1)

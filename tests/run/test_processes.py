@@ -16,7 +16,7 @@ from stat import S_IMODE
 from typing import Any
 
 import pytest
-from tests.run.process_work import NOTES, ROOT, WarmCrew, note, notes
+from tests.run.process_work import NOTES, ROOT, WarmCrew, note, note_at_once, notes
 from tests.warm import WarmProcess, start
 
 from batch_agent import BatchAgent, BatchSpec, Pipeline, SpecError, Tool
@@ -143,6 +143,28 @@ async def test_a_worker_process_that_is_killed_loses_no_row_and_no_write(tmp_pat
         results = await running
     assert [result.output for result in results] == expected(8)
     assert Counter(notes()) == Counter(f"row-{n}" for n in range(8))
+
+
+async def test_a_rolling_restart_makes_every_write_once_and_leaves_no_outcome_unknown(tmp_path: Path) -> None:
+    crew = WarmCrew()
+
+    def script(request: Request) -> Say:
+        if request.turn == 0:
+            return CallTools(ToolUse("note_at_once", {"row": row_of(request)}))
+        return Say(str(request.messages[-1]["content"]))
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        given = options(server, 200, cluster=crew, tools=[note_at_once], run_dir=tmp_path / "run", lease=10)
+        running = asyncio.ensure_future(BatchAgent.run(**given))
+        for answered in (20, 120, 220):
+            await server.wait_requests(answered)
+            for pid in crew.pids:
+                os.kill(pid, signal.SIGTERM)
+            while not running.done() and len(crew.pids) < 2:
+                await asyncio.sleep(0.01)
+        results = await running
+    assert [result.output for result in results] == ["written"] * 200
+    assert Counter(notes()) == Counter(f"row-{n}" for n in range(200))
 
 
 async def test_a_function_that_workers_cannot_import_is_refused_by_name_before_anything_starts(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from batch_agent.record.steps import (
     Asked,
     CallBegun,
     CallEnded,
+    CallWithdrawn,
     Ended,
     Failed,
     Spent,
@@ -58,7 +59,7 @@ from batch_agent.record.steps import (
 )
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import AgentForecast
-from batch_agent.tools.pool import ToolOutcome
+from batch_agent.tools.pool import PendingCall, ToolOutcome
 from batch_agent.value_type import value_type
 
 if TYPE_CHECKING:
@@ -270,14 +271,19 @@ class Work:
         if not new:
             return
         trail.fresh = True
-        if writes and trail.records:
-            # A begun write must never be mistaken for one that did not start.
-            for place in writes:
-                self._record(place, calls[place], keys[place])
-            await trail.settle()
+        pending: dict[int, PendingCall] = {}
         try:
-            await self._run_calls(new, known, keys, early, writes=bool(writes))
+            if writes and trail.records:
+                # A begun write must never be mistaken for one that did not start.
+                for place in writes:
+                    self._record(place, calls[place], keys[place])
+                await trail.settle()
+            await self._run_calls(new, pending, known, keys, early, writes=bool(writes))
         finally:
+            for place in writes:
+                # Nor may one that did not start be mistaken for a begun write: nobody would make it any more.
+                if place not in known and not (place in pending and pending[place].has_begun):
+                    self._withdraw(place, keys[place])
             for key in map(keys.__getitem__, new):
                 if self.replay is not None and key is not None:
                     self.replay.give_back(*key)
@@ -287,6 +293,7 @@ class Work:
     async def _run_calls(
         self,
         calls: Mapping[int, ToolCall],
+        pending: dict[int, PendingCall],
         known: dict[int, CallOutcome],
         keys: Sequence[Key | None],
         early: EarlyCalls | None,
@@ -326,7 +333,8 @@ class Work:
             if ToolStarted in emit.sinks.wanted:
                 emit.sinks(ToolStarted(now, r.run, index, turn, first + place, call.id, call.name))
         begun = early.started if early is not None else {}
-        pending = {place: begun.get(call.id) or r.start_tool(call, self.job, turn) for place, call in calls.items()}
+        for place, call in calls.items():
+            pending[place] = begun.get(call.id) or r.start_tool(call, self.job, turn)
         if r.prewarm is not None:
             r.prewarm.asked(index, calls.values())
         if writes and self.worker is not None:
@@ -379,6 +387,15 @@ class Work:
         if self.replay is not None and key is not None:
             self.replay.add_call(step, key)
         self.trail.add(step)
+
+    def _withdraw(self, place: int, key: Key | None) -> None:
+        """Take back the record that a call begins: it was cancelled before it started."""
+        if self.replay is not None and key is not None:
+            self.replay.withdraw_call(key)
+        if self.trail.records:
+            named = key if self.worker is not None and key is not None else ("", place)
+            with suppress(StoreError):  # then the end of the row is not recorded either
+                self.trail.add(CallWithdrawn(*named))
 
     # What a user's worker started
 

@@ -13,6 +13,7 @@ the journal unchanged. Fields are never removed or moved, so every version reads
     format 6    kind 11: a row starts again in a new conversation
     format 7    the images of a tool's result in kind 10
     format 8    checksums of sessions and facts; the checksum of a record also says alone whose record it is
+    format 9    kind 12: a call that was to begin did not start
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from batch_agent.record.steps import (
     Begun,
     CallBegun,
     CallEnded,
+    CallWithdrawn,
     Compacted,
     Done,
     Ended,
@@ -45,11 +47,11 @@ from batch_agent.record.steps import (
     Turn,
 )
 
-FORMAT = 8
+FORMAT = 9
 OLDEST = 1  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
-ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED = 8, 9, 10, 11
+ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRAWN = 8, 9, 10, 11, 12
 WRITES = (BEGUN, CALL_BEGUN)  # an unreadable record with one of these must not count as missing
 
 # Types of the values in each array, in order.
@@ -82,6 +84,8 @@ def encode(step: Step) -> tuple[int, bytes]:
             return ENDED, _dump([_from_spent(step.spent), step.output, step.fingerprint, *later[:count]])
         case CallBegun():
             return CALL_BEGUN, _dump(_from_call(step))
+        case CallWithdrawn():
+            return CALL_WITHDRAWN, _dump([step.digest, step.nth])
         case Done(reply, spent, asked):
             return DONE, _dump([_from_reply(reply), _from_spent(spent), asked])
         case Turn(reply, spent, asked):
@@ -131,6 +135,8 @@ def decode(kind: int, body: bytes) -> Step:
         if isinstance(record, list) and len(record) == 1:
             return CallBegun("", *_read(record, (int,)))
         return CallBegun(*_read(record, (str, int, str, str)))
+    if kind == CALL_WITHDRAWN:
+        return CallWithdrawn(*_read(record, (str, int)))
     if kind == CALL_ENDED:
         if isinstance(record, list) and len(record) <= 4:
             nth, ok, text, *images = _read(record, (int, bool, str, list), least=3)

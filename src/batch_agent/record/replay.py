@@ -78,6 +78,10 @@ class WorkReplay:
         else:
             self._calls[key] = step
 
+    def withdraw_call(self, key: Key) -> None:
+        """Forget that a call began: it did not start."""
+        self._wrote.discard(key)
+
     def answer(self, digest: str, place: int | None) -> tuple[int, Reply | None, Compacted | None]:
         """Return the number of a request that begins, its recorded answer, and the compaction before it. ``place`` is
         that of a request of the tool loop."""

@@ -68,6 +68,15 @@ class CallBegun:
 
 
 @value_type
+class CallWithdrawn:
+    """A call whose CallBegun is recorded was cancelled before the tool started: it may be made later. The digest may be
+    "" as in CallBegun."""
+
+    digest: str
+    nth: int
+
+
+@value_type
 class CallEnded:
     """The end of a tool call. ``text`` is the result or the error, ``images`` are those of the result. The digest may
     be "" as in CallBegun."""
@@ -160,7 +169,20 @@ class Done:
     asked: str = ""
 
 
-Step: TypeAlias = Asked | CallBegun | CallEnded | Compacted | Failed | Ended | Restarted | Turn | Begun | Outcome | Done
+Step: TypeAlias = (
+    Asked
+    | CallBegun
+    | CallWithdrawn
+    | CallEnded
+    | Compacted
+    | Failed
+    | Ended
+    | Restarted
+    | Turn
+    | Begun
+    | Outcome
+    | Done
+)
 WorkStep: TypeAlias = Asked | CallBegun | CallEnded | Compacted
 
 
@@ -243,6 +265,14 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                     worked.append(step)
             case CallBegun("", place):
                 _turn_of(turns, place).begun.add(place)
+            case CallWithdrawn("", place):
+                _turn_of(turns, place).begun.discard(place)
+            case CallWithdrawn(digest, nth):
+                worked = [
+                    each
+                    for each in worked
+                    if not isinstance(each, CallBegun) or (each.digest, each.nth) != (digest, nth)
+                ]
             case CallEnded("", place):
                 _turn_of(turns, place).outcomes[place] = step
             case CallBegun() | CallEnded():

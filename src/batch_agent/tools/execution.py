@@ -388,7 +388,7 @@ class Execution:
     traffic: Traffic
     unasked: bool = False  # prewarmed, and no model has made the call yet
     context: ToolContext | None = None  # if its tool has such a parameter
-    began: float = 0.0  # time at which it had passed the gates
+    began: float | None = None  # time at which the tool's code was called; None until then
     end: ToolOutcome | Exception | None = None  # an exception is an internal error, raised in waiting agents
     interested: int = 0
     task: asyncio.Task[None] | None = None
@@ -504,6 +504,11 @@ class PendingCall:
             end = replace(end, source="shared", seconds=end.seconds - (self._asked - self._execution.asked))
         tell(end)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the tool's code was called."""
+        return self._execution.began is not None
+
     async def wait(self) -> ToolOutcome:
         """Return the outcome of the call. Cancelling the wait does not cancel the call."""
         return await self.ended()
@@ -543,6 +548,10 @@ class EndedCall(PendingCall):
 
     def on_end(self, tell: Callable[[ToolOutcome | Exception], None]) -> None:
         tell(self._end)
+
+    @property
+    def has_begun(self) -> bool:
+        return False
 
     def seconds(self, now: float) -> float:
         return self._end.seconds

@@ -495,7 +495,8 @@ class ToolPool:
 
     def _start_clock(self, offer: _Offer, execution: Execution) -> None:
         seconds = self._timeout if offer.tool.timeout is None else offer.tool.timeout
-        if seconds is not None and self._now() - execution.began <= seconds * LONGEST_WITH_PROGRESS:
+        began = self._now() if execution.began is None else execution.began
+        if seconds is not None and self._now() - began <= seconds * LONGEST_WITH_PROGRESS:
             execution.set_clock(seconds, partial(self._time_is_over, offer, execution, seconds))
 
     def _alive(self, offer: _Offer, execution: Execution) -> None:
