@@ -130,7 +130,9 @@ class BatchSpec(BaseModel):
             FlagGroup.QUESTION,
         ),
     ] = Field(
-        None, description="Schema of each answer: a pydantic model, dataclass, TypedDict, `list[T]` or JSON schema."
+        None,
+        description="Schema of each answer: a pydantic model, dataclass, TypedDict, `list[T]`, JSON schema, or a dict "
+        'of fields such as `{"score": "number", "tags": ["text"]}`, which ignores other fields.',
     )
     worker: Annotated[
         Callable[..., Any] | None,

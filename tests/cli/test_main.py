@@ -167,7 +167,10 @@ def test_a_wrong_use_exits_with_1_because_2_means_failed_rows(
         (["run", "spec.yaml", "--top-p=1"], "--top-p=1; did you mean --set top_p=VALUE?"),
         (["run", "spec.yaml", "--max-concurrent=3"], "--max-concurrent=3; did you mean --max-inflight?"),
         (["run", "spec.yaml", "--prompt", "x"], "--prompt; did you mean --task?"),
-        (["resume", "runs/x", "--max-wall=3", "--nonsense"], "--nonsense. Options without a flag: --set NAME=VALUE"),
+        (["resume", "runs/x", "--max-wall=3", "--nonsense"], "--max-wall=3; did you mean --max-wall-time?"),
+        (["resume", "runs/x", "--nonsense"], "--nonsense. Options without a flag: --set NAME=VALUE"),
+        (["run", "--max-token", "5", "spec.yaml"], "--max-token; did you mean --max-tokens?"),  # no abbreviations
+        (["serve", "--por", "8080"], "there is no argument --por; did you mean --port?"),
         (["doctor", "--jsn"], "usage: batch-agent doctor"),
         (["run", "spec.yaml", "another.yaml"], "there is no argument another.yaml"),
         ([], "run a task over rows, from a spec file or from flags"),

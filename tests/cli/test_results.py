@@ -26,9 +26,12 @@ async def test_a_file_keeps_its_old_content_until_the_first_result(tmp_path: Pat
         assert path.read_bytes() == result_line(RESULT)  # on disk at once
         await writer.write(RESULT)
     assert path.read_bytes() == 2 * result_line(RESULT)
-    with open_results(path):
+    with open_results(path) as writer:
         pass
-    assert path.read_bytes() == b""
+    assert writer.keeps_old and path.read_bytes() == 2 * result_line(RESULT)  # a run without rows
+    with open_results(tmp_path / "new.jsonl"):
+        pass
+    assert (tmp_path / "new.jsonl").read_bytes() == b""
 
 
 async def test_a_file_that_cannot_be_written_is_an_error_before_the_run_and_a_full_disk_one_during_it(
@@ -113,9 +116,9 @@ async def test_a_compressed_file_is_complete_at_the_end_and_keeps_its_old_conten
         await writer.write(RESULT)
         1 / 0  # noqa: B018
     assert gzip.decompress(path.read_bytes()) == 2 * result_line(RESULT)
-    with open_results(path):
+    with open_results(tmp_path / "new.jsonl.gz"):
         pass
-    assert gzip.decompress(path.read_bytes()) == b""
+    assert gzip.decompress((tmp_path / "new.jsonl.gz").read_bytes()) == b""
 
 
 async def test_a_file_may_be_compressed_with_zstd(tmp_path: Path) -> None:
@@ -151,7 +154,10 @@ async def test_a_run_that_could_not_start_leaves_the_old_table(tmp_path: Path) -
     assert path.read_text() == "old" and names(tmp_path) == {"out.csv"}
     with open_results(path):
         pass
-    assert path.read_text().count("\n") == 1  # a run without rows: the header alone
+    assert path.read_text() == "old"  # a run without rows
+    with open_results(tmp_path / "new.csv"):
+        pass
+    assert (tmp_path / "new.csv").read_text().count("\n") == 1  # the header alone
 
 
 async def test_results_stay_when_their_table_cannot_be_made(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from batch_agent.cli.main import add_arguments, build_parser, main
 from batch_agent.cli.spec.load import load_spec, resolve_paths, schema_of, take_settings
 from batch_agent.cli.spec.rows import read_pipe
 from batch_agent.cli.spec.specfile import load_env_file
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.observe.text import terminal_width
 
@@ -176,8 +177,9 @@ async def test_a_quote_that_a_pipe_never_closes_ends_the_run() -> None:
 
 def test_a_schema_in_few_words_is_a_json_schema(tmp_path: Path) -> None:
     text = '{"label": "a|b", "score": "number", "tags": ["text"], "at": {"x": "int"}, "sure": "bool"}'
-    schema = schema_of(text, tmp_path)
-    assert isinstance(schema, dict)
+    short = OutputSchema.of(schema_of(text, tmp_path))
+    assert short is not None
+    schema = short.json_schema
     assert schema["required"] == ["label", "score", "tags", "at", "sure"]
     assert schema["properties"] == {
         "label": {"type": "string", "enum": ["a", "b"]},
@@ -191,6 +193,9 @@ def test_a_schema_in_few_words_is_a_json_schema(tmp_path: Path) -> None:
         },
         "sure": {"type": "boolean"},
     }
+    answer = {"label": "a", "score": 1, "tags": ["x"], "at": {"x": 1, "y": 2}, "sure": True}
+    given = json.dumps(answer | {"why": "more than it was asked for"})
+    assert short.validate_json(given) == answer | {"at": {"x": 1}}, "other fields are ignored, as in a class"
     whole = {"type": "object", "properties": {"a": {"type": "string"}}}
     (tmp_path / "schema.json").write_text(json.dumps(whole))
     assert schema_of(json.dumps(whole), tmp_path) == schema_of("schema.json", tmp_path) == whole

@@ -43,6 +43,7 @@ def fill(text: str, values: dict[str, str] = VALUES) -> str:
         ("}} before {{", "} before {"),
         ("a lone { and {path} and }", "a lone { and <path> and }"),
         ("{\npath}", "{\npath}"),
+        ("{paths and { path and {{path", "{paths and { path and {path"),
     ],
 )
 def test_only_fields_are_filled_and_every_other_brace_is_text(text: str, filled: str) -> None:
@@ -74,6 +75,11 @@ def test_an_identifier_that_is_no_field_is_an_error_that_names_it_and_the_fields
         ("{path!r}", "{{path!r}} sends the braces as text"),
         ("{path.x:.2f}", "write {path.x}"),
         ("{% for x in path %}", "which is Jinja: say template='jinja'"),
+        ("Review {path", "task has {path without a closing brace: write {path} to fill in the field ({{path sends"),
+        ("Review {path. Answer {lang}", "task has {path without a closing brace"),
+        ('{path\n{"a": 1}', "task has {path without a closing brace"),
+        ("Sort {First Name, please", "write {First Name}"),
+        ("Sort {path.x", "write {path}"),
         ("{pth.x}", "task names the field {pth}, which the first input does not have"),
         ("{pth.x}", "Did you mean {path.x}? Write {{pth.x}} to send the braces as text."),
         ("{pth[0]}", "Did you mean {path[0]}?"),

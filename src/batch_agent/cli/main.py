@@ -10,7 +10,7 @@ import difflib
 import gc
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -177,6 +177,9 @@ COMMANDS: Mapping[str, Command] = {
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # a misspelt flag is refused, and never read as another one
+
     def error(self, message: str) -> NoReturn:
         # argparse exits with 2, which here means that rows failed. A long usage text would hide the message.
         usage, hint = self.format_usage(), ""
@@ -242,6 +245,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     if name in COMMANDS:
         add_arguments(name, parsers[name])
+        _refuse_unknown_flags(arguments, name, parsers[name])
     elif name:
         parser.error(f"there is no command {name!r}{_meant(name, {command: command for command in COMMANDS})}")
     options, unknown = parser.parse_known_args(arguments)
@@ -250,9 +254,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _refuse_unknown_flags(arguments: Sequence[str], name: str, parser: argparse.ArgumentParser) -> None:
+    """Exit with an error about an unknown flag. argparse itself would first complain about the word behind it."""
+    known = {"--", "--version", *_flags(parser)}
+    for argument in arguments:
+        if argument == "--":
+            return
+        if argument.startswith("--") and argument.partition("=")[0] not in known and " " not in argument:
+            _refuse(argument, name, parser)
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the flags of a command and of its actions."""
+    for action in parser._actions:
+        yield from action.option_strings
+        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from _flags(inner)
+
+
 def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoReturn:
     """Exit with an error about an unknown argument. It names the most similar flag, and ``--set`` if there is one."""
-    known = {flag: flag for action in parser._actions for flag in action.option_strings}
+    known = {flag: flag for flag in _flags(parser)}
     if not argument.startswith("--") or SETTING not in known:
         parser.error(f"there is no argument {argument}{_meant(argument, known)}")
     meant = _meant(argument, {**_settings(), **known}) or "."

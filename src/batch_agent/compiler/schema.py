@@ -46,6 +46,15 @@ UNLIKE = (
 # Arguments with which pydantic accepts fields by their names beside their aliases; it has them since 2.11.
 BY_NAME: typing.Any = {"by_alias": True, "by_name": True} if tuple(map(int, VERSION.split(".")[:2])) >= (2, 11) else {}
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+# Words for types in the short form of a schema.
+TYPES = {
+    **dict.fromkeys(("text", "string", "str"), "string"),
+    **dict.fromkeys(("number", "float"), "number"),
+    **dict.fromkeys(("integer", "int"), "integer"),
+    **dict.fromkeys(("boolean", "bool"), "boolean"),
+}
+COMBINED = ("$schema", "$ref", "anyOf", "oneOf", "allOf", "enum", "not", "if", "patternProperties")
+CHOICE = "|"
 SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
 
 
@@ -66,7 +75,9 @@ class OutputSchema(ABC, Generic[T_co]):
         if isinstance(value, str) or inspect.isroutine(value):
             raise SpecError(f"output_schema is {_shown(value)}: give {ALLOWED}")
         try:
-            return _JsonSchema(value) if isinstance(value, Mapping) else _TypeSchema(value)
+            if isinstance(value, Mapping):
+                return _ShortSchema(value) if _is_short_form(value) else _JsonSchema(value)
+            return _TypeSchema(value)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -188,6 +199,79 @@ class _JsonSchema(OutputSchema[object]):
 
     def to_plain(self, value: object) -> object:
         return value
+
+
+class _ShortSchema(_JsonSchema):
+    """A schema in its short form. The model is asked for no other fields, and those that it writes are ignored."""
+
+    def __init__(self, given: Mapping[object, object]) -> None:
+        super().__init__(cast("Mapping[object, object]", written_out(cast(JsonObject, given))))
+
+    def _from_python(self, value: object) -> object:
+        return super()._from_python(_without_extras(value, self.json_schema))
+
+
+def _without_extras(value: object, schema: JsonValue) -> object:
+    """Return the value without the fields that the schema does not name."""
+    if not isinstance(schema, dict):
+        return value
+    properties = schema.get("properties")
+    if isinstance(value, dict) and isinstance(properties, dict):
+        return {name: _without_extras(item, properties[name]) for name, item in value.items() if name in properties}
+    if isinstance(value, list):
+        return [_without_extras(item, schema.get("items")) for item in value]
+    return value
+
+
+# The short form of a schema has the fields of an answer with their types:
+#     {"label": "a|b|c", "score": "number", "why": "text", "tags": ["text"], "place": {"city": "text"}}
+def is_json_schema(value: Mapping[str, object]) -> bool:
+    return (
+        value.get("type") in JSON_TYPES
+        or isinstance(value.get("properties"), dict)
+        or any(name in value for name in COMBINED)
+    )
+
+
+def _is_short_form(value: Mapping[object, object]) -> bool:
+    """Return whether a dict can only be a short form: each value is the type of a field."""
+    if not all(isinstance(name, str) for name in value) or is_json_schema(cast("Mapping[str, object]", value)):
+        return False
+    try:
+        written_out(cast(JsonObject, value))
+    except SpecError:
+        return False
+    return True
+
+
+def written_out(fields: JsonObject) -> JsonObject:
+    """Return the JSON schema of a short form. Raises SpecError."""
+    if not fields:
+        raise SpecError('names no field; give fields as {"label": "a|b|c"}')
+    properties: JsonObject = {name: _field(name, value) for name, value in fields.items()}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _field(name: str, value: JsonValue) -> JsonObject:
+    if isinstance(value, dict):
+        return value if is_json_schema(value) else written_out(value)
+    if isinstance(value, list) and len(value) == 1:
+        return {"type": "array", "items": _field(name, value[0])}
+    if isinstance(value, str) and value in TYPES:
+        return {"type": TYPES[value]}
+    choices = value.split(CHOICE) if isinstance(value, str) else []
+    if len(choices) > 1 and all(choice.strip() for choice in choices):
+        return {"type": "string", "enum": [choice.strip() for choice in choices]}
+    schema = f"; the type of a JSON schema is {', '.join(JSON_TYPES)}" if name == "type" else ""
+    raise SpecError(
+        f"{name} is {to_json(value).decode()}: a field is text, number, integer, boolean, a choice such as a|b|c, "
+        f"a list of one of these or an object{schema}"
+    )
 
 
 def _check_types(schema: JsonValue, where: str) -> None:

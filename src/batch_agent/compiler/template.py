@@ -13,6 +13,7 @@ parsed: a brace in a value is text.
 
 A construct of another template language is an error, not text: ``{{ text }}`` if ``text`` is a field, ``{stars:>5}``,
 ``{text!r}``, ``{% for … %}``. So a template that ``str.format`` accepts means the same here or is refused.
+So is ``{text`` without a closing brace.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Template:
         kept, dropped = _doubled(text, partners)
         _refuse_doubled_fields(text, partners, kept, fields)
         lone = {at for at, partner in partners.items() if partner is None} - kept - dropped
+        _refuse_unclosed(text, lone, fields)
         literals, names = [""], []
         done = 0
         for at, close in partners.items():
@@ -167,6 +169,22 @@ def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields
                 f"field. (template='jinja' reads the task as a Jinja template; {{{{{{{{{name}}}}}}}}} sends "
                 f"{{{{{name}}}}}, and the system prompt is never filled in.)"
             )
+
+
+def _refuse_unclosed(text: str, lone: Collection[int], fields: Collection[str]) -> None:
+    """Refuse ``{text`` without a closing brace; the row's value would not be sent."""
+    names = sorted(filter(None, fields), key=len, reverse=True)
+    for at in sorted(lone):
+        name = next((name for name in names if text[at] == "{" and _begins_with(text[at + 1 :], name)), None)
+        if name is not None:
+            raise SpecError(
+                f"task has {{{name} without a closing brace: write {{{name}}} to fill in the field ({{{{{name} sends "
+                f"the brace as text)"
+            )
+
+
+def _begins_with(text: str, name: str) -> bool:
+    return text.startswith(name) and re.match(r"\w", text[len(name) :]) is None
 
 
 def _refuse_half_doubled(text: str, at: int, close: int, lone: Collection[int]) -> None:

@@ -186,13 +186,6 @@ def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     return open_results(output, ordered=options.ordered)
 
 
-def settle_output(writer: ResultWriter, statistics: Statistics) -> None:
-    """Decide whether a run without an answer leaves an empty output, or the older one unchanged."""
-    writer.stopped = statistics.ended != "complete"
-    if writer.keeps_old:
-        say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
-
-
 def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> TerminalDisplay:
     # Result lines would break a live view on the same terminal; so would the output of `| jq`.
     shared = options.output is None and stdout.isatty()
@@ -234,7 +227,8 @@ async def _run(
         except BatchAgentError:
             report.broke_off(statistics())
             raise
-        settle_output(writer, statistics())
+        if writer.keeps_old:
+            say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
         report.finished(statistics(), run.tool_statistics())
         if interrupts.stopped_by is not None:
             return SIGNALLED + interrupts.stopped_by

@@ -57,7 +57,6 @@ class ResultWriter:
     results are in the order of their rows: early ones wait in the file ``waiting``, or in a temporary file."""
 
     written = 0  # results that were passed on without an error
-    stopped = False  # set by the caller if the run ended early: then an empty output would be wrong
 
     def __init__(
         self, lines: ResultLines, *, replaces: bool = False, ordered: bool = False, waiting: Path | None = None
@@ -84,8 +83,8 @@ class ResultWriter:
 
     @property
     def keeps_old(self) -> bool:
-        """Return whether the older output stays, because the run ended before it had any answer."""
-        return self._replaces and not self._begun and (self.stopped or bool(self._interrupted))
+        """Return whether the older output stays, because no row has an answer."""
+        return self._replaces and not self._begun
 
     async def write(self, result: AgentResult[object]) -> bool:
         """Write the result. Returns False if its output cannot be written, and the line says that the row failed."""

@@ -20,7 +20,7 @@ from batch_agent.cli.output.results import refuse_overwriting
 from batch_agent.cli.spec.arguments import CLUSTER, FLAGS, RUNS, json_or_text
 from batch_agent.cli.spec.rows import STDIN, read_rows
 from batch_agent.cli.spec.specfile import STAGES, SpecFile, load_env_file, read_specfile, read_text
-from batch_agent.compiler.schema import JSON_TYPES
+from batch_agent.compiler.schema import is_json_schema, written_out
 from batch_agent.errors import SpecError, about
 from batch_agent.files.rows import as_row
 from batch_agent.messages import JsonObject
@@ -30,15 +30,6 @@ from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import Pipeline
 from batch_agent.topology.plan import PipelinePlan
-
-TYPES = {
-    **dict.fromkeys(("text", "string", "str"), "string"),
-    **dict.fromkeys(("number", "float"), "number"),
-    **dict.fromkeys(("integer", "int"), "integer"),
-    **dict.fromkeys(("boolean", "bool"), "boolean"),
-}
-COMBINED = ("$schema", "$ref", "anyOf", "oneOf", "allOf", "enum")
-CHOICE = "|"
 
 
 def take_settings(options: argparse.Namespace) -> None:
@@ -290,10 +281,8 @@ def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:
     return kept
 
 
-# The short form of ``--schema`` has the fields of an answer with their types:
-#     {"label": "a|b|c", "score": "number", "why": "text", "tags": ["text"], "place": {"city": "text"}}
 def schema_of(text: str, directory: Path) -> JsonObject | str:
-    """Return a JSON schema, or ``text`` itself if it is a reference."""
+    """Return a JSON schema or its short form, or ``text`` itself if it is a reference."""
     if text.lstrip().startswith("{"):
         value = _parse(text, "")
     elif text.endswith(".json"):
@@ -303,7 +292,9 @@ def schema_of(text: str, directory: Path) -> JsonObject | str:
         return text
     if not isinstance(value, dict):
         raise SpecError("must be an object")
-    return value if _is_schema(value) else _object(value)
+    if not is_json_schema(value):
+        written_out(value)  # it raises the error that says what a field may be
+    return value
 
 
 def _parse(text: str, where: str) -> JsonValue:
@@ -312,43 +303,6 @@ def _parse(text: str, where: str) -> JsonValue:
     except ValueError as error:
         raise SpecError(f"{where}is not JSON: {error}") from None
     return value
-
-
-def _is_schema(value: JsonObject) -> bool:
-    return (
-        value.get("type") in JSON_TYPES
-        or isinstance(value.get("properties"), dict)
-        or any(name in value for name in COMBINED)
-    )
-
-
-def _object(fields: JsonObject) -> JsonObject:
-    if not fields:
-        raise SpecError('names no field; give fields as {"label": "a|b|c"}')
-    properties: JsonObject = {name: _field(name, value) for name, value in fields.items()}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
-def _field(name: str, value: JsonValue) -> JsonObject:
-    if isinstance(value, dict):
-        return value if _is_schema(value) else _object(value)
-    if isinstance(value, list) and len(value) == 1:
-        return {"type": "array", "items": _field(name, value[0])}
-    if isinstance(value, str) and value in TYPES:
-        return {"type": TYPES[value]}
-    choices = value.split(CHOICE) if isinstance(value, str) else []
-    if len(choices) > 1 and all(choice.strip() for choice in choices):
-        return {"type": "string", "enum": [choice.strip() for choice in choices]}
-    schema = f"; the type of a JSON schema is {', '.join(JSON_TYPES)}" if name == "type" else ""
-    raise SpecError(
-        f"{name} is {json.dumps(value)}: a field is text, number, integer, boolean, a choice such as a|b|c, "
-        f"a list of one of these or an object{schema}"
-    )
 
 
 # Spec files of pipelines: `stages` lists the stages; the other options apply to all stages.
