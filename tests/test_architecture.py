@@ -23,6 +23,7 @@ ORDER = [
     "messages",
     "errors",
     "job",
+    "trust",
     "documents",
     "events",
     "option",
@@ -70,7 +71,7 @@ FOLDERS = {
     "testing": ["contract"],
     "tools": ["builtin", "mcp"],
 }
-PURE = ("compiler", "scheduler", "outputs")
+PURE = ("compiler", "scheduler", "outputs", "trust")
 # Parts, or files, that start tasks: each owns what it starts, and waits for its end.
 START_TASKS = {
     "dispatch": "probes, load polls and hedges beside a request",

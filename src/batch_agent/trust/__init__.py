@@ -1,0 +1,1 @@
+"""How good the answers are: samples, intervals, gold, scores and comparisons. Pure, on the standard library."""
