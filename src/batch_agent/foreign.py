@@ -1,15 +1,17 @@
 """Formats exceptions of code that is not ours (tools, validators, serializers, modules of a spec).
 
 Such code may raise anything. Its ``SystemExit``, ``GeneratorExit`` or ``CancelledError`` is not meant for our process
-or our tasks. So ``boundary`` catches BaseException and lets only KeyboardInterrupt through, which comes from the user.
-Each caller decides what a failure means.
+or our tasks. So ``boundary`` catches BaseException and lets only the KeyboardInterrupt of Ctrl-C through. Each caller
+decides what a failure means.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import signal
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,8 +86,20 @@ def drop_frames(error: BaseException) -> None:
         each = each.__context__
 
 
+def is_ctrl_c(error: BaseException | None) -> bool:
+    """Return whether this is the KeyboardInterrupt of a signal, and not one that foreign code raised itself."""
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # it leaves no frame: the error may be from either
+        return True
+    function = handler.func if isinstance(handler, partial) else handler
+    code = getattr(function, "__code__", None)
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 class boundary:  # noqa: N801 (a context manager)
-    """Convert whatever the block raises to ``error(description)``, except KeyboardInterrupt and ``passing``."""
+    """Convert whatever the block raises to ``error(description)``, except Ctrl-C and ``passing``."""
 
     __slots__ = ("_error", "_passing")
 
@@ -95,7 +109,7 @@ class boundary:  # noqa: N801 (a context manager)
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
-        if raised is not None and not isinstance(raised, (KeyboardInterrupt, *self._passing)):
+        if raised is not None and not isinstance(raised, self._passing) and not is_ctrl_c(raised):
             raise self._error(describe(raised)) from raised
 
 

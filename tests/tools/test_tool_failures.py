@@ -1,6 +1,7 @@
 """Calls that fail: what the model is told, and what is not touched by it."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from typing import Annotated
 
@@ -70,8 +71,17 @@ async def test_a_keyboard_interrupt_in_a_tools_thread_is_the_tools_own(open_pool
     assert (await outcome_of(open_pool, broken)).text == "Error: broken failed: KeyboardInterrupt"
 
 
-def test_a_keyboard_interrupt_in_the_main_thread_is_the_users() -> None:
+def _own_handler(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, _own_handler])
+def test_a_keyboard_interrupt_of_ctrl_c_is_the_users_and_one_that_a_tool_raises_is_its_own(handler) -> None:  # type: ignore[no-untyped-def]
     async def interrupted() -> None:
+        signal.signal(signal.SIGINT, handler)
+        signal.raise_signal(signal.SIGINT)
+
+    async def broken() -> None:
         raise KeyboardInterrupt
 
     tasks = []
@@ -80,13 +90,20 @@ def test_a_keyboard_interrupt_in_the_main_thread_is_the_users() -> None:
         tasks.append(asyncio.get_running_loop().create_task(course))
         return tasks[-1]
 
-    async def use() -> None:
-        pool = ToolPool(resolve_tools([interrupted]), timeout=None, spawn=spawn)
+    async def use() -> str:
+        pool = ToolPool(resolve_tools([interrupted, broken]), timeout=None, spawn=spawn)
+        failed = await pool.start(call("broken")).wait()
+        assert failed.text == "Error: broken failed: KeyboardInterrupt"
         await pool.start(call("interrupted")).wait()
+        return "unreachable"
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(use())
-    assert isinstance(tasks[0].exception(), KeyboardInterrupt)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(use())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(tasks[1].exception(), KeyboardInterrupt)
 
 
 def test_a_call_whose_coroutine_is_closed_has_not_failed() -> None:

@@ -248,8 +248,7 @@ def _look(spec: BatchSpec, backend: Backend, *, confined: bool) -> Look:
     """Return the function that prepares images for sending. It raises for a backend without image input."""
     blind = f"{backend.name} cannot be shown images"
     if backend.capabilities.images:
-        root = None if spec.image_root is None else Path(spec.image_root)
-        return partial(read_image, root=root, confined=confined)
+        return partial(read_image, root=_root(spec), confined=confined)
     if spec.images:
         raise SpecError(f"images: {blind}")
 
@@ -269,8 +268,13 @@ def _reader(spec: BatchSpec, backend: Backend, look: Look, *, confined: bool) ->
         raise SpecError(f'documents="native": {backend.name} does not take files; use {other}')
     if how != "text" and spec.oversized != "fail":
         raise SpecError(f'oversized={spec.oversized!r} cuts text: it needs documents="text", not {how!r}')
-    root = None if spec.image_root is None else Path(spec.image_root)
+    root = _root(spec)
     return partial(read_document, how=how, root=root, confined=confined, native=able.documents, picture=look)
+
+
+def _root(spec: BatchSpec) -> Path:
+    """Return the directory of files that rows name. A tool may change the working directory meanwhile."""
+    return Path(spec.image_root or "").absolute()
 
 
 def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
@@ -302,7 +306,7 @@ def _cached(spec: BatchSpec, backend: Backend) -> Backend:
 
     if not repeatable(spec.temperature, spec.seed):
         raise SpecError("cache: only repeatable answers are cached; set temperature=0 or a seed")
-    return CachingBackend(backend, ResponseStore(cache_file(spec.cache)))
+    return CachingBackend(backend, ResponseStore(cache_file(spec.cache).absolute()))
 
 
 def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, backend: str) -> None:

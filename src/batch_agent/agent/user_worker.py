@@ -75,7 +75,7 @@ class UserWorker:
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
     ) -> None:
         self.gateway, directory = gateway, directory_of(prepared.spec.run_dir)
-        self.places = Workplaces(None if directory is None else directory.absolute())
+        self.places = Workplaces(directory)
         self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
         self._prepared = prepared

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from batch_agent.errors import JobError, StoreError, WorkerFailed
-from batch_agent.foreign import describe, place_of, traceback_of
+from batch_agent.foreign import describe, is_ctrl_c, place_of, traceback_of
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class worker_boundary:  # noqa: N801
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, JobError | StoreError | KeyboardInterrupt | GeneratorExit):
+        if error is None or isinstance(error, JobError | StoreError | GeneratorExit) or is_ctrl_c(error):
             return
         if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
             return

@@ -59,7 +59,7 @@ def is_pattern(text: str) -> bool:
 
 def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
     """Return each file as a row. Raises SpecError with the message ``nothing`` if there is none."""
-    total, formats = 0, set[str | None]()
+    total, formats, base = 0, set[str | None](), Path.cwd()  # a tool may change the working directory meanwhile
     for path in files():
         total += 1
         formats.add(format_of_document(path))
@@ -70,30 +70,30 @@ def open_files(files: Callable[[], Iterator[Path]], nothing: str) -> Reading:
     paged = formats != {None}  # all rows have the same fields
 
     def rows() -> Iterator[Row]:
-        return (_row(path, paged=paged) for path in files())
+        return (_row(path, base, paged=paged) for path in files())
 
     # A large memory_bytes makes the rows lazy: they share no values, so reading all of them at once gains nothing.
     return Reading(rows(), lambda: None, lambda taken: max(total, taken), memory_bytes=2**63)
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    with explained(f"cannot read the directory {directory}"), os.scandir(directory) as listing:
+def _files(directory: Path, base: Path) -> Iterator[Path]:
+    with explained(f"cannot read the directory {directory}"), os.scandir(base / directory) as listing:
         entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda e: e.name)
     if {entry.name for entry in entries} >= RUN_FILES:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from _files(directory / entry.name)
+            yield from _files(directory / entry.name, base)
         elif entry.is_file():  # not a pipe or socket: opening one would block
             yield directory / entry.name
 
 
-def _row(path: Path, *, paged: bool) -> Row:
+def _row(path: Path, base: Path, *, paged: bool) -> Row:
     row: dict[str, object] = {"path": str(path), "name": path.name}
     if format_of_document(path) is not None:
-        return {**row, "text": Document(path.absolute()), "pages": None}
+        return {**row, "text": Document(base / path), "pages": None}
     try:
-        text = plain_text(path)
+        text = plain_text(base / path)
     except DocumentError as error:
         return UnreadableRow(f"{path} {error}")
     except OSError as error:
@@ -270,7 +270,7 @@ def _open(path: Path, asked: str | None) -> Reading:
         if (path / STATE).is_file() or (path / DICT).is_file():
             return open_dataset(path)
         nothing = f"the directory {path} has no files to read (hidden files are skipped)"
-        return open_files(lambda: _files(path), nothing)
+        return open_files(partial(_files, path, Path.cwd()), nothing)
     kind, compression = format_of(path)
     kind = asked or kind
     if asked is None and format_of_document(path) is not None:

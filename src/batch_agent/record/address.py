@@ -105,9 +105,10 @@ def place_of(run: str | Path, *, named: bool = True) -> RunPlace:
 
 
 def directory_of(run_dir: str | Path | None) -> Path | None:
-    """Return the run directory; None for a run in Redis, and for one without a record."""
+    """Return the absolute path of the run directory, since a tool may change the working directory; None for a run in
+    Redis, and for one without a record."""
     place = None if run_dir is None else place_of(run_dir)
-    return place if isinstance(place, Path) else None
+    return place.absolute() if isinstance(place, Path) else None
 
 
 def _path(parts: SplitResult) -> tuple[int, list[str]]:

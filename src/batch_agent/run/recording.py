@@ -61,7 +61,7 @@ def open_record(spec: BatchSpec) -> RunStore:
         return MemoryStore()
     place = place_of(spec.run_dir)
     if isinstance(place, Path):
-        return DirectoryStore(place)
+        return DirectoryStore(place.absolute())  # a tool may change the working directory
     place.refuse_stage()
     store = RedisRunStore.at(place)
     for danger in store.dangers():

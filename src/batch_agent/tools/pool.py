@@ -14,7 +14,6 @@ import difflib
 import inspect
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from batch_agent.backends.base import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
-from batch_agent.foreign import boundary, describe, message_of
+from batch_agent.foreign import boundary, describe, is_ctrl_c, message_of
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall, content_text, images_of, with_images
 from batch_agent.tools.base import (
@@ -112,7 +111,7 @@ def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
         case GeneratorExit():  # for the task if its coroutine is being closed, not run
             return asyncio.current_task(task.get_loop()) is not task
         case KeyboardInterrupt():
-            return threading.current_thread() is threading.main_thread()
+            return is_ctrl_c(error)
     return False
 
 

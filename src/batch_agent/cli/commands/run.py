@@ -181,8 +181,8 @@ def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     output = Path(options.output)
     if options.spec is not None:
         refuse_overwriting(output, Path(options.spec), "spec")
-    if (directory := directory_of(spec.run_dir)) is not None:
-        refuse_in_run_directory(output, directory)
+    if directory_of(spec.run_dir) is not None:
+        refuse_in_run_directory(output, Path(str(spec.run_dir)))
     return open_results(output, ordered=options.ordered)
 
 
@@ -313,7 +313,8 @@ def _ask() -> OnChange:
 class Reporter:
     def __init__(self, options: argparse.Namespace, spec: BatchSpec, writer: ResultWriter, stdout: TextIO) -> None:
         self._json: bool = options.json
-        self._place = None if spec.run_dir is None else place_of(str(spec.run_dir))
+        self._name = str(spec.run_dir)
+        self._place = directory_of(spec.run_dir) or (None if spec.run_dir is None else place_of(str(spec.run_dir)))
         self._writer = writer
         self._stdout = stdout if options.output is not None else None
 
@@ -372,7 +373,7 @@ class Reporter:
                 look(self._place)
             except BatchAgentError:  # nothing was recorded: Redis is unreachable or refused the login
                 return None
-        return str(self._place)
+        return self._name if isinstance(self._place, Path) else str(self._place)
 
 
 def resume_command(options: argparse.Namespace) -> int:

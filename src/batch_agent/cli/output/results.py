@@ -124,7 +124,7 @@ def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     replaces = path.is_file() and path.stat().st_size > 0
     if is_table(path):  # it is in order anyway
         return ResultWriter(TableLines(path), replaces=replaces)
-    lines, waiting = FileLines(path), path.with_name(f"{path.name}.waiting.jsonl")
+    lines, waiting = FileLines(path), path.absolute().with_name(f"{path.name}.waiting.jsonl")
     if ordered:
         _check_place(waiting)
     return ResultWriter(lines, replaces=replaces, ordered=ordered, waiting=waiting)
@@ -179,7 +179,8 @@ class TableLines(ResultLines):
         check_table(path)
         if path.is_dir():
             raise SpecError(f"cannot write the results to {path}: it is a directory")
-        self._table, self.destination = path, str(path)
+        self.destination, path = str(path), path.absolute()  # a tool may change the working directory
+        self._table = path
         self._partial = path.with_name(f"{path.name}.partial.jsonl")
         self._lines: FileLines | None = None
         _check_place(self._partial)

@@ -25,7 +25,7 @@ from batch_agent.errors import SpecError, about
 from batch_agent.files.rows import as_row
 from batch_agent.messages import JsonObject
 from batch_agent.option import NotSettable, kinds, notes
-from batch_agent.record.address import directory_of, place_of
+from batch_agent.record.address import place_of
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import Pipeline
@@ -204,10 +204,11 @@ def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Pat
         if isinstance(given, str) and not given.strip():
             raise SpecError("run_dir is empty: give a directory, or omit it")
     if options.run_dir is not None:
-        return directory_of(options.run_dir) or str(options.run_dir)
+        place = place_of(options.run_dir)
+        return place if isinstance(place, Path) else str(options.run_dir)
     if named is not None:
-        directory = directory_of(str(named))
-        return str(named) if directory is None else spec_path.parent / directory
+        place = place_of(str(named))
+        return spec_path.parent / place if isinstance(place, Path) else str(named)
     if options.resume:
         raise SpecError("--resume needs --run-dir, the directory of the run to continue")
     stem = f"{spec_path.name.partition('.')[0] or 'run'}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
