@@ -50,11 +50,11 @@ async def test_an_older_server_tells_it_in_its_metrics_and_is_not_asked_for_load
         b'sglang:num_running_reqs{model_name="m"} 3\nsglang:num_queue_reqs{model_name="m"} 1\n'
         b'sglang:token_usage{model_name="m"} 0.5\nsglang:prompt_tokens_total{model_name="m"} 100\n'
         b'sglang:cached_tokens_total{model_name="m"} 40\nsglang:time_to_first_token_seconds_sum 2.5\n'
-        b"sglang:time_to_first_token_seconds_count 5\n"
+        b"sglang:time_to_first_token_seconds_count 5\nsglang:num_requests_total 4\n"
     )
     async with WireServer(serving(metrics=answer(told, kind="text/plain"))) as server, sglang(server) as backend:
         for _ in range(2):
-            assert await backend.load() == Load(3, 1, 0.5, None, None, 100, 40, 5, 2.5)
+            assert await backend.load() == Load(3, 1, 0.5, None, None, 100, 40, 4, 5, 2.5)
     assert [exchange.path for exchange in server.requests] == ["/v1/loads?include=core", "/metrics", "/metrics"]
 
 

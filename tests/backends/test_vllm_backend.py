@@ -22,6 +22,8 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 3000.0
 vllm:prefix_cache_hits_total{engine="0",model_name="m"} 2500.0
 vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 4.0
+vllm:request_success_total{engine="1",finished_reason="length",model_name="m"} 1.0
 vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="m"} 4.0
 vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 8.0
 vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 1.5
@@ -39,7 +41,7 @@ def vllm(server: WireServer, options: str = "") -> VllmBackend:
 async def test_how_busy_it_is_is_read_from_its_metrics() -> None:
     async with WireServer(answer(METRICS, kind="text/plain; version=0.0.4")) as server, vllm(server) as backend:
         assert backend.capabilities.reports_load
-        assert await backend.load() == Load(4, 2, 0.375, 3200, 7, 3000, 2500, 8, 1.5)
+        assert await backend.load() == Load(4, 2, 0.375, 3200, 7, 3000, 2500, 5, 8, 1.5)
     assert server.requests[0].path == "/metrics"
 
 

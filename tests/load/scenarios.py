@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.load.servers import (
@@ -17,8 +17,6 @@ from tests.load.servers import (
     Limits,
     PerMinute,
     PlainServer,
-    understated,
-    vanishing,
 )
 
 from batch_agent import BatchAgent, Tool
@@ -245,23 +243,25 @@ def _agents(
     return run_virtual(finish(backend, agents, tools=[read], model="m", kvflow=kvflow, max_turns=20, **options))
 
 
-def wrong_metrics(seed: int) -> Outcome:
-    """Engines that report less cache than there is: one of eight replicas, an understated number, metrics that vanish,
-    and replicas without affinity. Scheduling by the cache must not make it slower."""
+FIND_OUT = 20.0  # seconds until the counters of a cold engine show that it is one of several: 18 of them stand still
+
+
+def metrics_of_a_part(seed: int) -> Outcome:
+    """Metrics of one of eight replicas behind one address, with and without affinity, and metrics that vanish. Once
+    this is found out, scheduling by the cache must not make the run slower."""
     chance = random.Random(seed)
-    agents, share, inflight = chance.choice([24, 48, 96]), chance.choice([0.05, 0.25]), chance.choice([None, 16])
-    large = replace(ENGINE, kv_tokens=8 * ENGINE.kv_tokens)
+    agents, inflight = chance.choice([96, 192]), chance.choice([None, 16])
+    vanishes = chance.uniform(2.0, 6.0)
     kinds: dict[str, Callable[[], Backend]] = {
         "one of eight replicas": lambda: Balancer(ENGINE, 8),
         "replicas without affinity": lambda: Balancer(ENGINE, 8, sticky=False),
-        "understated": lambda: Engine(large, understated(share)),
-        "vanishing": lambda: Engine(large, vanishing(chance.uniform(2.0, 6.0), share)),
+        "vanishing": lambda: Engine(ENGINE, lambda load, now: None if now > vanishes else load),
     }
     kind = list(kinds)[seed % len(kinds)]
     off = _agents(kinds[kind], agents, seed, False, inflight)
     took = _agents(kinds[kind], agents, seed, "auto", inflight)
-    notes = {"kind": kind, "agents": agents, "in flight": inflight, "share": share, "seconds": round(took)}
-    return Outcome("wrong metrics", took / off, 1.0, most_wall=1.1, notes=notes)
+    notes = {"kind": kind, "agents": agents, "in flight": inflight, "seconds": round(took)}
+    return Outcome("metrics of a part", took / off, 1.0, most_wall=1.05 + FIND_OUT / off, notes=notes)
 
 
 def small_cache(seed: int) -> Outcome:
@@ -287,6 +287,6 @@ SCENARIOS: dict[str, Callable[[int], Outcome]] = {
     "two clients": two_clients,
     "long answers": long_answers,
     "one long agent": one_long_agent,
-    "wrong metrics": wrong_metrics,
+    "metrics of a part": metrics_of_a_part,
     "small cache": small_cache,
 }

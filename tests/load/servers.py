@@ -243,13 +243,3 @@ class Balancer(SimulatedBackend):
 
     async def load(self, endpoint: str = "") -> Load:
         return await self.replicas[0].load(endpoint)
-
-
-def understated(share: float) -> Callable[[Load, float], Load]:
-    """Report a part of the cache."""
-    return lambda load, _: replace(load, kv_tokens=round((load.kv_tokens or 0) * share))
-
-
-def vanishing(at: float, share: float) -> Callable[[Load, float], Load | None]:
-    """Report a part of the cache, and nothing after ``at`` seconds."""
-    return lambda load, now: None if now > at else understated(share)(load, now)

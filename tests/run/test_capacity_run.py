@@ -306,7 +306,7 @@ def starts(events: list[Event]) -> list[tuple[int | None, str]]:
 
 
 def test_the_knee_is_found_once_and_remembered(cache: Path) -> None:
-    engine = EngineModel(max_num_seqs=64)
+    engine = EngineModel(max_num_seqs=64, first_reading_seconds=0)
 
     async def go(rows: int, **options: Any) -> list[Event]:
         return (await finish(SimulatedBackend(engine), rows, calibrate_backend=True, **options))[2]
@@ -322,7 +322,7 @@ def test_the_knee_is_found_once_and_remembered(cache: Path) -> None:
 
 def test_another_model_is_another_entry(cache: Path) -> None:
     for name in ("a", "b"):
-        engine = EngineModel(max_num_seqs=64, name=name)
+        engine = EngineModel(max_num_seqs=64, first_reading_seconds=0, name=name)
         run_virtual(finish(SimulatedBackend(engine), 800, calibrate_backend=True))
     assert len(json.loads(cache.read_text())) == 2
 

@@ -10,24 +10,14 @@ from tests.scheduler.held import slot_of
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Usage
-from batch_agent.scheduler.admission import FIRST_REST, JUDGED, Admission, HoldWatch, kv_tokens_left
+from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.engine_load import Load
 from batch_agent.scheduler.ordering import AgentForecast, KvParts
 from batch_agent.scheduler.server import Endpoint
-from batch_agent.scheduler.server_state import ServerState, Terms
+from batch_agent.scheduler.server_events import Reading, ReadingLost
+from batch_agent.scheduler.server_state import Terms
 from batch_agent.testing import run_virtual
-
-
-class Reported:
-    """What an engine reports of itself."""
-
-    preemptions = first_token_count = None
-    offloads = False
-    first_token_seconds = None
-    waiting = 0
-
-    def __init__(self, kv_tokens: int | None, running: int = 0, kv_usage: float | None = None) -> None:
-        self.kv_tokens, self.running, self.kv_usage = kv_tokens, running, kv_usage
 
 
 class Agents:
@@ -39,9 +29,10 @@ class Agents:
         self.admission: Admission[Ticket] = self.scheduler.admission
         self.endpoint = self.scheduler.endpoints[0]
         self.admission.enabled = True
-        self.admission.set_capacity(self.endpoint, kv_tokens)
         self.rest = rest
         self.now = 0.0
+        self.endpoint.server.on(Reading(Load(kv_tokens=kv_tokens)), self.now)
+        self.admission.read(self.endpoint)
 
     def start(self) -> tuple[AgentForecast, Ticket]:
         progress = AgentForecast()
@@ -76,15 +67,35 @@ class Agents:
 
 
 def test_an_agent_starts_only_if_the_contexts_of_all_turns_ahead_fit() -> None:
-    agents = Agents(kv_tokens=7_700)
+    agents = Agents(kv_tokens=8_200)
     agents.learn(2, turns=4)
-    started = 0
     agents.scheduler.forecast.rows = 100
-    while agents.scheduler.has_room(agents.now) and started < 20:
-        agents.start()
+    started: list[tuple[AgentForecast, Ticket]] = []
+    for _ in range(3):
+        while agents.scheduler.has_room(agents.now) and len(started) < 20:
+            started.append(agents.start())
+            agents.serve()
+        agents.now += 1.0
+        for place, (progress, ticket) in enumerate(started):
+            agents.answer(ticket)
+            started[place] = progress, agents.scheduler.request(progress, progress.turns + 1, agents.now)
         agents.serve()
-        started += 1
-    assert started == 2  # three of them would need 12,000 tokens at their fourth turn, and 1.3 times 7,700 are allowed
+    assert len(started) == 2  # three of them would need up to 9,000 tokens together, also one turn after the other
+
+
+def test_agents_that_could_start_together_start_one_after_the_other() -> None:
+    """So the longest contexts of some meet the short ones of others."""
+    agents = Agents(kv_tokens=8_200)
+    agents.learn(2, turns=4)
+    agents.scheduler.forecast.rows = 100
+    progress, ticket = agents.start()
+    agents.serve()
+    assert not agents.scheduler.has_room(agents.now)
+    agents.now += 1.0
+    agents.answer(ticket)
+    agents.scheduler.request(progress, 1, agents.now)
+    agents.serve()
+    assert agents.scheduler.has_room(agents.now)
 
 
 def test_the_first_agent_starts_whatever_its_context() -> None:
@@ -106,20 +117,21 @@ def test_nothing_is_held_back_where_the_engine_does_not_report_its_cache() -> No
 def test_a_turn_that_is_held_back_goes_when_another_agent_has_ended() -> None:
     agents = Agents(kv_tokens=7_700)
     agents.learn(2, turns=4)
-    first, *others = [agents.start() for _ in range(3)]
-    assert [ticket.progress for ticket in agents.serve()] == [first[0], others[0][0]]
-    assert others[1][1] in agents.admission.held
+    first, second = agents.start(), agents.start()
+    assert agents.serve() == [first[1]]
+    assert second[1] in agents.admission.held
     agents.answer(first[1])
     agents.scheduler.end_agent(first[0], 4)
-    assert agents.serve() == [others[1][1]]
+    assert agents.serve() == [second[1]]
 
 
 def test_a_turn_that_is_held_back_can_be_withdrawn() -> None:
     agents = Agents(kv_tokens=7_700)
     agents.learn(2, turns=4)
-    tickets = [agents.start()[1] for _ in range(3)]
+    tickets = [agents.start()[1] for _ in range(2)]
     agents.serve()
-    agents.scheduler.withdraw(tickets[2])
+    assert tickets[1] in agents.admission.held
+    agents.scheduler.withdraw(tickets[1])
     assert not agents.admission.held
     assert agents.scheduler.waiting == 0
 
@@ -171,27 +183,10 @@ def test_a_capacity_that_is_no_longer_reported_is_forgotten() -> None:
     agents.learn(2, turns=4)
     for _ in range(20):
         agents.start()
-    assert len(agents.serve()) == 2
-    agents.admission.unread(agents.endpoint)
-    assert len(agents.serve()) == 18
-
-
-@pytest.mark.parametrize(("evicted", "helps"), [(0.0, True), (0.3, True), (0.9, False)])
-def test_nobody_is_held_back_if_contexts_are_evicted_all_the_same(evicted: float, helps: bool) -> None:
-    watch = HoldWatch()
-    for turn in range(2 * JUDGED):
-        watch.saw(evicted=turn % 10 < 10 * evicted, held=True)
-    assert watch.helps is helps
-    for _ in range(FIRST_REST):
-        watch.saw(evicted=False, held=False)
-    assert watch.helps
-
-
-def test_evictions_while_nobody_is_held_back_say_nothing_about_holding() -> None:
-    watch = HoldWatch()
-    for _ in range(4 * JUDGED):
-        watch.saw(evicted=True, held=False)
-    assert watch.helps
+    assert len(agents.serve()) == 1
+    agents.endpoint.server.on(ReadingLost(), agents.now)
+    agents.admission.read(agents.endpoint)
+    assert len(agents.serve()) == 19
 
 
 def test_a_turn_that_waits_for_its_own_endpoint_has_to_be_admitted_too() -> None:
@@ -237,20 +232,6 @@ def test_a_touch_is_sent_only_if_the_context_was_evicted_and_nobody_loses_one_fo
     admission.touched(progress, agents.endpoint, Usage(1_000, 0, 1))
     assert not admission.is_evicted(progress)
     assert (admission.counts.touches, admission.counts.touched_tokens) == (1, 1_000)
-
-
-def test_an_offload_tier_is_a_cache_of_unknown_size() -> None:
-    told = Reported(1_000)
-    told.offloads = True
-    assert kv_tokens_left(told, ServerState()) is None
-
-
-def test_what_other_clients_hold_of_a_cache_is_left_out() -> None:
-    server = ServerState()
-    server.inflight = 4
-    assert kv_tokens_left(Reported(None), server) is None
-    assert kv_tokens_left(Reported(1_000, running=4, kv_usage=0.5), server) == 1_000
-    assert kv_tokens_left(Reported(1_000, running=8, kv_usage=0.5), server) == 750
 
 
 def wall(kv_tokens: int, kvflow: bool) -> float:

@@ -1,4 +1,4 @@
-"""Which contexts are still in a cache, what evictions tell of its size, and who goes first."""
+"""Which contexts are still in a cache, and who goes first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.scheduler.ordering import EVICTED_TURN, AgentForecast, ResidentFirst, TurnForecast
-from batch_agent.scheduler.residency import PLACES, LearntCapacity, Residency
+from batch_agent.scheduler.residency import PLACES, Residency
 
 
 def test_the_contexts_used_longest_ago_are_evicted_first() -> None:
@@ -73,20 +73,6 @@ def test_places_are_numbered_again_and_the_oldest_contexts_forgotten() -> None:
     residency.answered(last, 1)
     assert residency.distance(first) is None
     assert residency.distance(last) == 1
-
-
-def test_a_capacity_is_learnt_from_the_first_eviction_and_corrected_by_later_ones_and_by_hits() -> None:
-    learnt = LearntCapacity()
-    assert not learnt.learn(5_000, evicted=False)
-    assert learnt.tokens is None
-    assert learnt.learn(10_000, evicted=True)
-    assert learnt.learn(9_000, evicted=True)
-    assert learnt.tokens == 9_000
-    learnt.learn(100, evicted=True)  # one eviction that others caused does not undo it
-    assert learnt.tokens == 7_200
-    learnt.learn(9_500, evicted=False)
-    assert learnt.tokens == 9_500
-    assert not learnt.learn(1_000, evicted=False)
 
 
 def queue_of(*evicted: str) -> ResidentFirst[str]:

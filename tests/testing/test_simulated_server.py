@@ -117,7 +117,8 @@ async def test_a_client_that_leaves_frees_its_place() -> None:
 
 @virtual_clock
 async def test_metrics_have_vllms_names_and_say_simulated() -> None:
-    async with SimulatedServer() as server, aiohttp.ClientSession() as client:
+    model = EngineModel(reading_seconds=0, first_reading_seconds=0)
+    async with SimulatedServer(model) as server, aiohttp.ClientSession() as client:
         await post(client, server, chat("one"))
         await post(client, server, chat("two"))
         async with client.get(server.url.removesuffix("/v1") + "/metrics") as response:
@@ -131,6 +132,23 @@ async def test_metrics_have_vllms_names_and_say_simulated() -> None:
     assert re.search(r'cache_config_info\{.*block_size="16",num_gpu_blocks="8192"', text)
     assert all("simulated" in line for line in text.splitlines() if line.startswith("# HELP"))
     assert (card["id"], card["max_model_len"]) == ("simulated", 32768)
+
+
+@virtual_clock
+async def test_metrics_are_late_as_those_of_real_engines_are() -> None:
+    async with SimulatedServer() as server, aiohttp.ClientSession() as client:
+
+        async def finished() -> float:
+            async with client.get(server.url.removesuffix("/v1") + "/metrics") as response:
+                return sum(map(float, re.findall(r"request_success_total\{.*\} (\S+)", await response.text())))
+
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        for sent in range(1, 26):
+            await post(client, server, chat("one"))
+            counted = await finished()
+            assert counted == 0 if clock() - began < 18 else sent - 4 <= counted <= sent
+            await asyncio.sleep(1.0)
 
 
 async def test_serving_runs_until_cancelled_and_tells_where() -> None:

@@ -73,7 +73,6 @@ class LoadPoller:
         self._backend, self._dispatcher = backend, dispatcher
         self._ceiling, self._hold, self._watch = ceiling, hold, watch
         self._failures: dict[str, int] = {}  # consecutive failures, by endpoint
-        self._generated: dict[str, int] = {}  # tokens at the last reading, by endpoint
         self._warned = False
 
     async def read_on(self) -> None:
@@ -104,11 +103,6 @@ class LoadPoller:
             self._failed(endpoint, error)
             return None
         self._failures[endpoint.name] = 0
-        if load.generated is not None:
-            # An engine with long prompts may complete no answer for long, and yet it works.
-            if load.generated > self._generated.get(endpoint.name, load.generated):
-                endpoint.health.heard = asyncio.get_running_loop().time()
-            self._generated[endpoint.name] = load.generated
         self._dispatcher.endpoints.loaded(endpoint, load)
         if self._watch is not None:
             await self._watch.read(endpoint, load)

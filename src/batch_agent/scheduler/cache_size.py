@@ -6,8 +6,9 @@ evidence about the size. Two things are, because they cannot be late:
 - Cached tokens of our answers. A context that was evicted although it fitted shows that other clients use a part. A
   context that was found although the contexts of answers since its last turn exceed the size shows that the cache is
   larger than reported: a store behind the engine, such as LMCache, is in no metric.
-- The engine's count of finished requests. If it counts less than half of ours over a span that is longer than any lag,
-  the report is that of one of several replicas behind one address. Then it is unknown where a context is.
+- The engine's count of finished requests. If it counts less than half of ours over a span that is longer than its lag,
+  the report is that of one of several replicas behind one address. Then it is unknown where a context is. A count that
+  has not moved yet may be that of a cold start, whose lag is longer.
 
 Without a report, the size is learnt from evictions.
 """
@@ -84,8 +85,9 @@ class CacheSize:
         while len(marks) > 2 and marks[1].at <= latest.at - 3 * N.longest_lag:
             marks.popleft()
         first = marks[0]
+        lag = N.usual_lag if latest.counted > first.counted else N.longest_lag
         # What was answered before the lag began, and sent after the span began, must be counted.
-        settled = next((mark for mark in reversed(marks) if mark.at <= latest.at - N.longest_lag), first)
+        settled = next((mark for mark in reversed(marks) if mark.at <= latest.at - lag), first)
         certain = settled.ours - first.ours - first.in_flight
         if certain >= N.least_counted:
             self.is_one_of_several = latest.counted - first.counted < N.counted_share * certain

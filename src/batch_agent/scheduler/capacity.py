@@ -120,7 +120,7 @@ class LimitSearch:
     @property
     def knee(self) -> int | None:
         """The number once it is found, or None."""
-        return None if self._climbing else self._best or None
+        return None if self._climbing else (self.limit if self.guided else self._best) or None
 
     @property
     def progress(self) -> Progress:

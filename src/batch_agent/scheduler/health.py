@@ -61,6 +61,9 @@ class Health:
         self.sounded = False  # a request was recalled to find out how long a row takes
         self._looks = 0  # times that its silence was looked into since its last answer
         self._looked_at = 0.0
+        self._generated: int | None = None  # tokens that its engine had counted at the last reading
+        self._counts = False  # that count has grown since the first request
+        self.cold_until = 0.0  # until then a count that does not grow may be that of a cold start
 
     def _become(self, state: State) -> None:
         self.state = state
@@ -84,6 +87,15 @@ class Health:
         self._become("healthy")
         self.in_doubt = self.is_denied = self.is_limited = False
         return was_down
+
+    def counted(self, generated: int, began_at: float, now: float) -> None:
+        """Learn from the engine's count of generated tokens. An engine with long prompts may complete no answer for
+        long, and yet it works."""
+        before, self._generated = self._generated, generated
+        if before is not None and generated > before:
+            self.heard, self._counts, self.cold_until = now, True, 0.0
+        elif not self._counts and began_at < inf:
+            self.cold_until = began_at + N.longest_lag
 
     def recover(self) -> None:
         """End the outage because of a probe."""
@@ -124,7 +136,8 @@ class Health:
         if self.patient:
             return inf
         wait = max(N.shortest_silence, N.silence_factor * self.slowest)
-        return max(self.heard, self._looked_at) + wait * 2.0 ** min(self._looks, N.most_doubled)
+        looked_into = max(self.heard, self._looked_at) + wait * 2.0 ** min(self._looks, N.most_doubled)
+        return max(looked_into, self.cold_until)
 
     def look(self, now: float) -> int:
         """Record that its silence is looked into, and return how often it was before."""

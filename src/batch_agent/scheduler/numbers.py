@@ -65,7 +65,8 @@ class Numbers:
     long_delay: float = 2.0  # between two attempts during which a row keeps its place
 
     # What the KV cache holds. Chosen by recordings of vLLM 0.26 and SGLang 0.5.16 on an H200.
-    longest_lag: float = 20.0  # of an engine's count; vLLM's stood at 0 for 18 s after a cold start
+    longest_lag: float = 20.0  # of an engine's count until it moves; vLLM's stood at 0 for 18 s after a cold start
+    usual_lag: float = 8.0  # of a count that moves; vLLM's was 3 to 6 s late
     least_counted: int = 16  # requests of ours that an engine must have counted before their share says anything
     counted_share: float = 0.5  # of our requests; an engine that counts fewer is one of several replicas
     beyond: float = (

@@ -141,8 +141,9 @@ class ServerState:
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
         self.held_for = inf  # one refusal asked for that: the answer of a request sent no earlier than this ends it
-        # The row that it asked for a long wait, and when; None if it has answered a request that was sent since.
-        self.excessive: tuple[RowHistory, float] | None = None
+        # The row that it asked for a long wait (None: more than one), and when; None if it has answered a request that
+        # was sent since.
+        self.excessive: tuple[RowHistory | None, float] | None = None
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
         self.usual = 0.0  # half of its answers take longer
@@ -259,6 +260,8 @@ class ServerState:
             case Reading(load):
                 self._limit(self.capacity.loaded(load, self.inflight), now, effects)
                 self.memory.read(load, self.answers, self.inflight, now)
+                if load.generated is not None:
+                    self.health.counted(load.generated, self.began_at, now)
             case ReadingLost():
                 self.capacity.unread()
                 self.memory.unread()
@@ -527,7 +530,10 @@ class ServerState:
             self.excessive = row, now
         first, since = self.excessive
         alone = around.few_rows and not around.can_ask
-        return slot.sent_at > since and (row is not first or alone)
+        if slot.sent_at <= since or (row is first and not alone):
+            return False
+        self.excessive = None, since  # until the server answers, a long wait of any row concerns all
+        return True
 
     def _overloaded(self, event: Failed, now: float, effects: Effects) -> None:
         """Halve the limit, and send nothing until the server accepts requests again."""
@@ -552,7 +558,7 @@ class ServerState:
                 if slot.sent_at >= self.history.controlled_at + N.control_pause:
                     self._doubt(error, now, effects)  # if it concerns all rows, the control request gets it too
                 return
-        elif not control and wait <= around.patience and around.can_ask:
+        elif not control and not excessive and wait <= around.patience and around.can_ask:
             return  # the row may be the cause; if it is refused again, or others are, a control request decides
         elif wait or self.health.is_down:
             # Even one request alone is refused: this says nothing about how many the server takes later.
@@ -672,7 +678,7 @@ class ServerState:
         """Return when it counts as silent, by its own answers; if too few, by those of the other servers."""
         if self.health.is_learnt or self.health.patient or silence == inf:
             return self.health.silent_at
-        return self.health.heard + silence
+        return max(self.health.heard + silence, self.health.cold_until)
 
     def due(self, inflight: int, patience: tuple[float, float], silence: float, now: float) -> float:
         """Return when a dispatcher with ``inflight`` requests here wants the next Tick. ``patience``: its own, and that
