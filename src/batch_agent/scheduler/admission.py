@@ -139,7 +139,7 @@ class _Projection:
 
 
 class _Life(NamedTuple):
-    """What an agent is expected to need: the turns after which it goes on, the sum of its contexts over them, the last
+    """What an agent is expected to need: the turns after which it continues, the sum of its contexts over them, the last
     context, and the sum over all turns."""
 
     turns: float

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Numbers:
     # Trials of a server that is down. The time lost after its return stays a small share of the outage.
     first_pause: float = 0.5  # a server that restarts a worker is back in less
-    longest_pause: float = 30.0  # one request in 30 s disturbs nobody, however long the outage is
+    longest_pause: float = 30.0  # one request in 30 s disturbs no other client, however long the outage is
     pause_share: float = 1 / 300  # of the outage so far: 10 s are reached after 50 minutes
     denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
     limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit

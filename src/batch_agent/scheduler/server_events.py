@@ -1,4 +1,4 @@
-"""What a server's state is told, and what it answers: events and effects of ``ServerState``."""
+"""The events that change a server's state, and the effects that it answers with (``ServerState``)."""
 
 from __future__ import annotations
 
