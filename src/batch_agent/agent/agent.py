@@ -281,7 +281,7 @@ class Work:
             await self._run_calls(new, pending, known, keys, early, writes=bool(writes))
         finally:
             for place in writes:
-                # Nor may one that did not start be mistaken for a begun write: nobody would make it any more.
+                # Nor may one that did not start be mistaken for a begun write: then it would never be made.
                 if place not in known and not (place in pending and pending[place].has_begun):
                     self._withdraw(place, keys[place])
             for key in map(keys.__getitem__, new):

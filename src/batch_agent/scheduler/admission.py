@@ -139,8 +139,8 @@ class _Projection:
 
 
 class _Life(NamedTuple):
-    """What an agent is expected to need: the turns after which it continues, the sum of its contexts over them, the last
-    context, and the sum over all turns."""
+    """What an agent is expected to need: the turns after which it continues, the sum of its contexts over them, the
+    last context, and the sum over all turns."""
 
     turns: float
     contexts: float

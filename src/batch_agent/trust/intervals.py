@@ -49,8 +49,8 @@ def at_most(right: float, rows: float, level: float = LEVEL) -> float:
 
 
 def share(right: int, rows: int, population: int | None = None) -> Share:
-    """Return a share with its interval and bounds. ``population``: the rows are a random sample of a table of so many
-    rows, and the share is that of the table."""
+    """Return a share with its interval and bounds. ``population``: number of rows of the table, of which these are a
+    random sample; the share is that of the table."""
     if population is None:
         return Share(right, rows, clopper_pearson(right, rows), at_least(right, rows), at_most(right, rows))
     bounds = finite(right, rows, population, 2 * LEVEL - 1)  # each end of it is a one-sided bound
