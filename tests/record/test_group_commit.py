@@ -24,7 +24,7 @@ from batch_agent.record.journal import (
     LeasedIdentity,
     Trail,
 )
-from batch_agent.record.steps import Done, Spent
+from batch_agent.record.steps import Ended, Spent
 from batch_agent.record.store import Account, KeptStep, Outlay, RowChange, RowLease
 from batch_agent.testing import virtual_clock
 
@@ -87,9 +87,9 @@ def lease(row: int = 0) -> RowLease:
     return RowLease(str(row), str(row), 1, row)
 
 
-def entry(agent: int = 1, row: int = 0) -> tuple[int, LeasedIdentity, Done]:
+def entry(agent: int = 1, row: int = 0) -> tuple[int, LeasedIdentity, Ended]:
     identity = LeasedIdentity(b"k", b"r", lease(row))
-    return agent, identity, Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5))
+    return agent, identity, Ended(Spent(cost=0.5), reply=Reply("x", usage=Usage(5, 0, 2)))
 
 
 def result(row: int, *, resumed: bool = False) -> AgentResult[object]:

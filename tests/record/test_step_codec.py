@@ -14,35 +14,27 @@ from batch_agent.job import AgentError
 from batch_agent.messages import Image, Message, Reply, Sealed, ToolCall, Usage
 from batch_agent.record.codec import (
     ASKED,
-    BEGUN,
     CALL_BEGUN,
     CALL_ENDED,
     CALL_WITHDRAWN,
     COMPACTED,
-    DONE,
     ENDED,
     FAILED,
-    OUTCOME,
     ROLES,
     SLOWLY,
-    TURN,
     decode,
     encode,
 )
 from batch_agent.record.steps import (
     Asked,
-    Begun,
     CallBegun,
     CallEnded,
     CallWithdrawn,
     Compacted,
-    Done,
     Ended,
     Failed,
-    Outcome,
     Spent,
     Step,
-    Turn,
     read_past,
 )
 
@@ -61,8 +53,6 @@ positions = st.integers(min_value=0, max_value=100)
 messages = st.builds(Message, st.sampled_from(ROLES), texts, calls, texts, texts, texts)
 images = st.lists(st.builds(lambda url, tokens: Image(url, tokens=tokens), texts, counts), max_size=2).map(tuple)
 steps = st.one_of(
-    st.builds(Turn, replies, spents, texts),
-    st.builds(Done, replies, spents, texts),
     st.builds(Asked, texts, positions, replies, spents, positions, st.lists(messages, max_size=3).map(tuple)),
     st.builds(Asked, texts, positions, replies, spents),
     st.builds(CallBegun, st.just(""), positions),
@@ -71,8 +61,6 @@ steps = st.one_of(
     st.builds(CallBegun, texts, positions, texts, texts),
     st.builds(CallWithdrawn, texts, positions),
     st.builds(CallEnded, texts, positions, texts, texts, st.booleans(), texts, images),
-    st.builds(Begun, st.lists(positions).map(tuple)),
-    st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),
     st.builds(Ended, spents, st.none() | texts, texts),
     st.builds(Compacted, st.builds(Cut, positions, texts, st.dictionaries(positions, texts)), usages, texts),
@@ -85,9 +73,9 @@ def test_a_step_decodes_to_what_was_encoded(step: Step) -> None:
 
 
 def test_a_reply_without_the_later_fields_is_read() -> None:
-    body = b'[["hi",[],[9,4,2,1],"",null,"stop",[9,4,2,1]],[1,0,0.0,0.5,0.0,0.5,null]]'
+    body = b'["",0,["hi",[],[9,4,2,1],"",null,"stop",[9,4,2,1]],[1,0,0.0,0.5,0.0,0.5,null]]'
     reply = Reply("hi", (), Usage(9, 4, 2, 1), saved=Usage(9, 4, 2, 1))
-    assert decode(DONE, body) == Done(reply, Spent(1, 0, 0.0, 0.5, 0.0, 0.5, None))
+    assert decode(ASKED, body) == Asked("", 0, reply, Spent(1, 0, 0.0, 0.5, 0.0, 0.5, None))
 
 
 @given(st.integers(), st.binary())
@@ -101,16 +89,14 @@ def test_what_was_never_encoded_is_an_error_and_never_a_step(kind: int, body: by
 
 def test_a_record_of_another_form_is_a_value_error() -> None:
     for body in (b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"):
-        for kind in (TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_WITHDRAWN, CALL_ENDED):
+        for kind in (FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_WITHDRAWN, CALL_ENDED):
             with pytest.raises(ValueError, match=r"form|expected"):
                 decode(kind, body)
 
 
 @given(steps, st.data())
 def test_a_record_with_one_value_of_another_type_is_a_value_error(step: Step, data: st.DataObject) -> None:
-    if (
-        isinstance(step, Turn | Done | Asked | Ended) and step.reply is not None
-    ):  # what is sealed is the wire's own, of any type
+    if isinstance(step, Asked | Ended) and step.reply is not None:  # what is sealed is the wire's own, of any type
         step = replace(step, reply=replace(step.reply, sealed=None))
     kind, body = encode(step)
     record = json.loads(body)
@@ -130,24 +116,27 @@ def test_a_record_with_one_value_of_another_type_is_a_value_error(step: Step, da
 @pytest.mark.parametrize("body", [None, "text", 7, 1.5])
 def test_a_record_that_is_not_bytes_is_a_value_error(body: object) -> None:
     with pytest.raises(ValueError, match="bytes are expected"):
-        decode(BEGUN, body)  # type: ignore[arg-type]
+        decode(CALL_BEGUN, body)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", [Begun((0,)), Outcome(0, "x"), Begun((2,)), Outcome(-1, "x")])
-def test_a_step_of_a_call_that_no_answer_asked_for_is_a_value_error(step: Step) -> None:
-    before: list[Step] = [] if step in (Begun((0,)), Outcome(0, "x")) else [Turn(reply("one"), Spent())]
+def asked(text: str) -> Asked:
+    return Asked("", 0, Reply(text, (ToolCall("1", "a", "{}"), ToolCall("2", "b", "{}"))), Spent())
+
+
+def ended(place: int, text: str) -> CallEnded:
+    return CallEnded("", place, "", "", True, text)
+
+
+@pytest.mark.parametrize("step", [CallBegun("", 0), ended(0, "x"), CallBegun("", 2), ended(-1, "x")])
+def test_a_step_of_a_call_that_no_answer_asked_for_is_a_value_error(step: CallBegun | CallEnded) -> None:
+    before: list[Step] = [] if step.nth == 0 else [asked("one")]
     with pytest.raises(ValueError, match="no call"):
         read_past(1, [*before, step])
 
 
-def reply(text: str) -> Reply:
-    return Reply(text, (ToolCall("1", "a", "{}"), ToolCall("2", "b", "{}")))
-
-
 def test_steps_are_read_as_turns_with_what_became_of_their_calls() -> None:
-    past = read_past(
-        3, [Turn(reply("one"), Spent()), Begun((0, 1)), Outcome(0, "x"), Turn(reply("two"), Spent()), Begun((1,))]
-    )
+    begun = CallBegun("", 0), CallBegun("", 1)
+    past = read_past(3, [asked("one"), *begun, ended(0, "x"), asked("two"), begun[1]])
     assert [turn.reply.text for turn in past.turns] == ["one", "two"]
     assert (past.turns[0].begun, {0: "x"}) == (
         {0, 1},
@@ -159,7 +148,7 @@ def test_steps_are_read_as_turns_with_what_became_of_their_calls() -> None:
 
 def test_a_failure_counts_only_as_the_last_step() -> None:
     failed = Failed(AgentError("infer", "Unavailable", "gone", True), "", Spent())
-    assert read_past(1, [Turn(reply("one"), Spent()), failed]).failed == failed
-    went_on = read_past(1, [Turn(reply("one"), Spent()), failed, Turn(reply("two"), Spent())])
+    assert read_past(1, [asked("one"), failed]).failed == failed
+    went_on = read_past(1, [asked("one"), failed, asked("two")])
     assert went_on.failed is None
     assert len(went_on.turns) == 2

@@ -15,7 +15,7 @@ import pytest
 from batch_agent import AgentContext, AgentResult, BatchAgent, Tool
 from batch_agent.agent.dialogue import Dialogue
 from batch_agent.errors import ToolError
-from batch_agent.record.codec import decode
+from batch_agent.record.codec import FORMAT, OLDEST, decode
 from batch_agent.record.steps import CallEnded
 from batch_agent.run.run import Run
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
@@ -233,7 +233,7 @@ async def test_a_worker_that_takes_over_the_record_of_the_tool_loop_learns_that_
     assert (result.output, ran) == (["ToolFailed", "OutcomeUnknown"], ["nobody", "x"])
 
 
-@pytest.mark.parametrize("format", range(1, 9))
+@pytest.mark.parametrize("format", range(OLDEST, FORMAT))
 async def test_kept_answers_of_every_format_are_used_in_their_order(tmp_path: Path, format: int) -> None:
     shutil.copy(JOURNALS / f"format-{format}.db", tmp_path / "journal.db")
     backend = ScriptedBackend(lambda request: Fail(400) if request.turn == 0 else Say('{"word": "new"}'))

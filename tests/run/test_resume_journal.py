@@ -1,12 +1,11 @@
 """A journal of an older format, as it was written before there was the next, is resumed like one of today.
 
-``format-1.db`` and those after it hold four rows each: one that is done after a tool call, one that was repaired, one
+Each file of ``journals`` holds four rows: one that is done after a tool call, one that was repaired, one
 that the server refused after a tool call, and one that was interrupted while its second call, a write, was running.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import sqlite3
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from batch_agent import AgentContext, AgentResult, BatchAgent, Tool
-from batch_agent.errors import OutcomeUnknown
+from batch_agent import AgentResult, BatchAgent, StoreError, Tool
 from batch_agent.record.codec import FORMAT, OLDEST
 from batch_agent.record.sqlite import SqliteJournal, glance
+from batch_agent.record.store import KeptStep, RunProgress
 from batch_agent.testing import Request, Say, ScriptedBackend
 
 JOURNALS = Path(__file__).parent.parent / "record" / "journals"
@@ -103,15 +102,29 @@ async def test_a_kind_of_step_that_only_a_newer_version_knows_costs_its_row(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     db = sqlite3.connect(directory / "journal.db")
-    db.execute("UPDATE record SET kind = 99 WHERE agent = 1 AND kind IN (4, 6)")
-    if version(directory / "journal.db") > 4:
-        db.execute('UPDATE record SET "check" = NULL')
+    query = "SELECT id, agent, key, row, body FROM record WHERE agent = 1 AND kind = 6"
+    place, *whose, body = db.execute(query).fetchone()
+    db.execute("DELETE FROM record WHERE id = ?", (place,))
     db.commit()
     db.close()
+    journal = SqliteJournal.open(directory / "journal.db")
+    journal.begin(b"", "")
+    journal.commit([KeptStep(*whose, 99, body)], RunProgress())
+    journal.close()
     results, requests = await resume(directory, retry_failed=False)
     assert [result.output and result.output.word for result in results] == ["new", "mended", None, "new"]
     assert len(requests) == 2
     assert "kind 99 was written by a newer version" in caplog.text
+
+
+@pytest.mark.parametrize("other", [OLDEST - 1, FORMAT + 1])
+async def test_a_journal_of_another_format_is_refused_with_its_number(directory: Path, other: int) -> None:
+    db = sqlite3.connect(directory / "journal.db")
+    db.execute(f"PRAGMA user_version = {other}")
+    db.close()
+    with pytest.raises(StoreError, match=rf"\(format {other}, this one reads {OLDEST} to {FORMAT}\)"):
+        await resume(directory)
+    assert version(directory / "journal.db") == other
 
 
 @pytest.mark.parametrize(
@@ -133,35 +146,3 @@ async def test_a_record_of_a_wrong_type_costs_its_row(
     results, _ = await resume(directory)
     assert [result.output and result.output.word for result in results] == ["new", "mended", "new", "new"]
     assert "is unreadable and is ignored" in caplog.text
-
-
-async def work(row: str, ctx: AgentContext) -> object:
-    """A user's worker: a conversation of two requests and a loop with tools beside it."""
-    first, looked = await asyncio.gather(ctx.ask(), ctx.loop(f"look {row} up", tools=[look_up]))
-    ctx.say("Are you sure?")
-    second = await ctx.ask()
-    try:
-        sent = await ctx.call("send", to=row)
-    except OutcomeUnknown:
-        sent = "unknown"
-    return [first.text, looked, second.text, sent]
-
-
-async def test_a_worker_of_format_4_pays_for_nothing_again_and_writes_nothing_twice(tmp_path: Path) -> None:
-    ran.clear()
-    shutil.copy(JOURNALS / "format-4-worker.db", tmp_path / "journal.db")
-    backend = ScriptedBackend()
-    options: dict[str, Any] = {"task": "{input}", "inputs": ["done", "unfinished"], "tools": [look_up, send]}
-    for _ in range(2):
-        done, unfinished = await BatchAgent.run(
-            worker=work, backend=backend, model="scripted", run_dir=tmp_path, resume=True, **options
-        )
-        assert done.output == ["answer to done", "answer to about done", "answer to Are you sure?", "sent"]
-        assert unfinished.output == [
-            "answer to unfinished",
-            "answer to about unfinished",
-            "answer to Are you sure?",
-            "unknown",
-        ]
-        assert (done.resumed, unfinished.resumed, done.turns, unfinished.turns) == (True, True, 4, 4)
-    assert (ran, backend.requests) == ([], [])

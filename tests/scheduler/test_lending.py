@@ -195,10 +195,6 @@ def test_running_time_is_charged_once_for_all_workers_and_time_without_workers_i
     assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
 
 
-def test_the_table_of_an_earlier_version_says_in_which_session_the_budget_was_exhausted() -> None:
-    assert Table.from_json({"steering": {"number": 3, "sitting": 2}}).steering == Steering(3, 2)
-
-
 def test_a_worker_learns_for_how_long_time_is_paid_and_what_is_left() -> None:
     table = Table()
     first = pay(table, "a", 0.0, limit=30)

@@ -17,8 +17,7 @@ from batch_agent.record.keys import KEY_BYTES, fingerprint
 from batch_agent.record.rundir import recorded_options
 
 AnyWorker = Callable[..., Awaitable[Any]]
-# Facts of a run: the max_tokens in its keys, and that of earlier sessions if it is higher now.
-KEYED, RAISED = "keyed_max_tokens", "raised_from"
+RAISED = "raised_from"  # fact of a run: the max_tokens of earlier sessions, if it is higher now
 
 
 def fingerprint_of(prepared: Prepared, worker: AnyWorker | None = None) -> bytes:
@@ -45,26 +44,18 @@ def rows_under(prepared: Prepared, worker: AnyWorker | None = None, *, part: boo
     return blake2b(f"worker {name}".encode(), digest_size=KEY_BYTES).digest()
 
 
-def under_record(prepared: Prepared, facts: JsonObject, worker: AnyWorker | None = None) -> Prepared:
-    """Return a resumed run with the keys of its record, which ``facts`` describe, and with the max_tokens that was
-    raised since. Earlier versions had max_tokens in the keys; such a record keeps them while nothing else changes."""
+def under_record(prepared: Prepared, facts: JsonObject) -> Prepared:
+    """Return a resumed run with the max_tokens of its record, which ``facts`` describe, if it was raised since."""
     before, now = recorded_options(facts).get("max_tokens"), prepared.spec.max_tokens
     raised = facts.get(RAISED) if facts.get("state") != "complete" else None
     bounds = [bound for bound in (raised, before) if isinstance(bound, int) and (now is None or bound < now)]
-    prepared = replace(prepared, shapes=replace(prepared.shapes, raised_from=max(bounds, default=None)))
-    if fingerprint_of(prepared, worker).hex() != facts.get("fingerprint"):
-        for keyed in (facts.get(KEYED), before, now):
-            shapes = replace(prepared.shapes, keyed_max_tokens=keyed if isinstance(keyed, int) else None)
-            old = replace(prepared, shapes=shapes)
-            if fingerprint_of(old, worker).hex() == facts.get("fingerprint"):
-                return old
-    return prepared
+    return replace(prepared, shapes=replace(prepared.shapes, raised_from=max(bounds, default=None)))
 
 
 def matched(prepared: Prepared, facts: JsonObject, worker: AnyWorker | None = None) -> tuple[Prepared, bool]:
-    """Return a resumed run with the keys of its record, and with the recorded model if it names none; and whether it
-    asks what is recorded."""
+    """Return a resumed run as its record has it, with the recorded model if it names none; and whether it asks what is
+    recorded."""
     if prepared.model is None:
         prepared = with_model(prepared, str(facts.get("model")))
-    prepared = under_record(prepared, facts, worker)
+    prepared = under_record(prepared, facts)
     return prepared, fingerprint_of(prepared, worker).hex() == facts.get("fingerprint")

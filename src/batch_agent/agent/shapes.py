@@ -24,8 +24,6 @@ class Shapes:
     later: RequestShape  # every following turn
     repair: RequestShape  # after an invalid answer
     schema_in_prompt: bool  # the first answer may be unconstrained, so the prompt must describe the schema
-    # The max_tokens in the keys of the record: None, but records of earlier versions had it in their keys.
-    keyed_max_tokens: int | None = None
     raised_from: int | None = None  # max_tokens of an earlier session, if it is higher now: cut answers are asked again
 
     @property
@@ -35,9 +33,7 @@ class Shapes:
         repair = self.repair
         if repair is not self.later and repair.schema is not None:
             repair = replace(repair, tools=(), tool_choice=None)
-        first, later, repair = (
-            replace(each, max_tokens=self.keyed_max_tokens) for each in (self.first, self.later, repair)
-        )
+        first, later, repair = (replace(each, max_tokens=None) for each in (self.first, self.later, repair))
         return first, later, repair
 
 

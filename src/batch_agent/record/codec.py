@@ -2,17 +2,8 @@
 
 A step is a kind, which the database can select by, and a JSON array. A new field is added at the end of an array with a
 default for arrays without it, or as a new kind. Both need a new ``FORMAT``: a version that does not know it then leaves
-the journal unchanged. Fields are never removed or moved, so every version reads all earlier formats.
+the journal unchanged. Fields are never removed or moved, so every version reads the formats from ``OLDEST`` on.
 
-    format 2    kind 6: an agent ended without a last answer
-    format 3    kind 7: a conversation was compacted
-    format 4    the advance of a session; kinds 8 to 10: requests and calls of a user's worker; its output in kind 6;
-                the digest of the request in kinds 1 and 4
-    format 5    kinds 8 to 10 record the tool loop too, instead of kinds 1 to 4; its last answer in kind 6; the request
-                of a compaction in kind 7; the traceback of an error in kind 5
-    format 6    kind 11: a row starts again in a new conversation
-    format 7    the images of a tool's result in kind 10
-    format 8    checksums of sessions and facts; the checksum of a record also says alone whose record it is
     format 9    kind 12: a call that was to begin did not start
 """
 
@@ -32,27 +23,21 @@ from batch_agent.messages import Attachment, Image, Message, Reply, Role, Sealed
 from batch_agent.record.steps import (
     OWN,
     Asked,
-    Begun,
     CallBegun,
     CallEnded,
     CallWithdrawn,
     Compacted,
-    Done,
     Ended,
     Failed,
-    Outcome,
     Restarted,
     Spent,
     Step,
-    Turn,
 )
 
 FORMAT = 9
-OLDEST = 1  # the oldest format that is still read
+OLDEST = 8  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
-TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
-ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRAWN = 8, 9, 10, 11, 12
-WRITES = (BEGUN, CALL_BEGUN)  # an unreadable record with one of these must not count as missing
+FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRAWN = range(5, 13)
 
 # Types of the values in each array, in order.
 Form = tuple[type | UnionType, ...]
@@ -86,14 +71,6 @@ def encode(step: Step) -> tuple[int, bytes]:
             return CALL_BEGUN, _dump(_from_call(step))
         case CallWithdrawn():
             return CALL_WITHDRAWN, _dump([step.digest, step.nth])
-        case Done(reply, spent, asked):
-            return DONE, _dump([_from_reply(reply), _from_spent(spent), asked])
-        case Turn(reply, spent, asked):
-            return TURN, _dump([_from_reply(reply), _from_spent(spent), asked])
-        case Outcome(call, text):
-            return OUTCOME, _dump([call, text])
-        case Begun(calls):
-            return BEGUN, _dump(calls)
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable, error.traceback)
             return FAILED, _dump([fields, text, _from_spent(spent)])
@@ -106,25 +83,18 @@ def encode(step: Step) -> tuple[int, bytes]:
 def decode(kind: int, body: bytes) -> Step:
     """Return the step of a record. Raises ValueError for bytes that ``encode`` never writes."""
     record = _load(body)
-    if kind in (TURN, DONE):
-        reply, spent, *asked = _read(record, (list, list, str), least=2)
-        return (Turn if kind == TURN else Done)(_to_reply(reply), _to_spent(spent), *asked)
-    if kind == OUTCOME:
-        return Outcome(*_read(record, (int, str)))
-    if kind == BEGUN:
-        return Begun(tuple(_read(record, (int,) * len(record) if isinstance(record, list) else ())))
     if kind == FAILED:
         error, text, spent = _read(record, (list, str, list))
-        return Failed(AgentError(*_read(error, ERROR, least=4)), text, _to_spent(spent))
+        return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
     if kind == ENDED:
         spent, *later = _read(record, (list, str | None, str, list | None, str, bool), least=1)
         if len(later) > 2 and later[2] is not None:
             later[2] = _to_reply(later[2])
         return Ended(_to_spent(spent), *later)
     if kind == COMPACTED:
-        kept_from, note, reduced, usage, *of = _read(record, (int, str, list, list, str), least=4)
+        kept_from, note, reduced, usage, digest = _read(record, (int, str, list, list, str))
         texts = dict(_read(pair, (int, str)) for pair in reduced)
-        return Compacted(Cut(kept_from, note, texts), _to_usage(usage), *of)
+        return Compacted(Cut(kept_from, note, texts), _to_usage(usage), digest)
     if kind == ASKED:
         digest, nth, reply, spent, *later = _read(record, (str, int, list, list, int, list), least=4)
         after, said = later if len(later) == 2 else (*later, OWN, ())[:2]
@@ -147,8 +117,8 @@ def decode(kind: int, body: bytes) -> Step:
 
 
 def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
-    """Return the values of the array after checking their types. ``least`` is how many values the first format had, if
-    later formats have more."""
+    """Return the values of the array after checking their types. ``least`` is how many there are at least, if the
+    last ones may be missing."""
     if not isinstance(array, list) or not (len(form) if least is None else least) <= len(array) <= len(form):
         raise ValueError(f"a record has an unexpected form: {str(array)[:100]}")
     for value, kind in zip(array, form, strict=False):

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Self
 
 from batch_agent.messages import ToolCall
-from batch_agent.record.codec import ASKED, TURN, decode
+from batch_agent.record.codec import ASKED, decode
 from batch_agent.record.rundir import JOURNAL, read_run
 from batch_agent.record.sqlite import open_to_read
-from batch_agent.record.steps import Asked, Turn
+from batch_agent.record.steps import Asked
 
 
 class EarlierCalls:
@@ -54,12 +54,12 @@ class EarlierCalls:
         assert self._db is not None
         query = (
             "SELECT kind, body FROM latest JOIN main.record AS record USING (agent) "
-            "WHERE latest.row = ? AND kind IN (?, ?) ORDER BY record.id"
+            "WHERE latest.row = ? AND kind = ? ORDER BY record.id"
         )
         # An unreadable record is ignored: these calls are only predictions, and must not make a run fail.
         with suppress(sqlite3.Error, ValueError):
-            steps = [decode(*found) for found in self._db.execute(query, (row, TURN, ASKED))]
-            return [step.reply.tool_calls for step in steps if isinstance(step, Turn | Asked) and step.reply.tool_calls]
+            steps = [decode(*found) for found in self._db.execute(query, (row, ASKED))]
+            return [step.reply.tool_calls for step in steps if isinstance(step, Asked) and step.reply.tool_calls]
         return []
 
     def _close(self) -> None:

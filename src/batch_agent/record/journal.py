@@ -64,10 +64,9 @@ class ShapeDigest:
 
 class ShapeDigests:
     """The digests of the request shapes that a run has used, each computed once. max_tokens only bounds an answer, so
-    it is no part of them; records of earlier versions had it (``max_tokens``)."""
+    it is no part of them."""
 
-    def __init__(self, max_tokens: int | None = None) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self) -> None:
         self._known: dict[RequestShape, ShapeDigest] = {}
 
     def of(self, shape: RequestShape) -> ShapeDigest:
@@ -75,7 +74,7 @@ class ShapeDigests:
         if digest is None:
             if len(self._known) >= SHAPES:  # a worker may use an unlimited number of shapes
                 self._known.clear()
-            digest = self._known[shape] = _shape_digest(replace(shape, max_tokens=self._max_tokens))
+            digest = self._known[shape] = _shape_digest(replace(shape, max_tokens=None))
         return digest
 
 
@@ -99,7 +98,7 @@ def message_digest(before: bytes, message: Message) -> bytes:
 
 
 def request_digest(conversation: bytes, shape: ShapeDigest) -> str:
-    """Return the digest under which a worker's request is recorded. Format 4 recorded twice as many digits."""
+    """Return the digest under which a worker's request is recorded."""
     return _hash(conversation, shape.whole).hex()[:WHOLE]
 
 

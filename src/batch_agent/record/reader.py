@@ -27,7 +27,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.files.tables import Record, index_of, record_of
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import RunPlace, place_of
-from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
+from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, decode
 from batch_agent.record.control import CONTROL, ask, stream
 from batch_agent.record.keys import row_of
 from batch_agent.record.lock import is_locked
@@ -362,7 +362,7 @@ def past_of(steps: Sequence[KeptStep]) -> Past | None:
     try:
         return read_past(agent, [decode(step.kind, step.body) for step in own])
     except ValueError as error:
-        if any(step.kind in WRITES for step in own):
+        if any(step.kind == CALL_BEGUN for step in own):
             return Past(agent, (), unreadable=str(error))
         return None
 
@@ -720,7 +720,7 @@ class _Agents:
         if not self._journal.exists():
             return []
         self._catch_up()
-        open_agents = {agent for agent, kind in self._kinds.items() if kind not in (DONE, ENDED, FAILED)}
+        open_agents = {agent for agent, kind in self._kinds.items() if kind not in (ENDED, FAILED)}
         found = [(row, agent) for row, agents in self._by_row.items() for agent in agents if agent in open_agents]
         return sorted(found, key=lambda pair: pair[1])
 

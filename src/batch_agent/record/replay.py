@@ -148,7 +148,7 @@ def chain(messages: Sequence[Message], before: bytes = NO_MESSAGES) -> list[byte
     return digests
 
 
-# The adapter for the tool loop, whose steps all formats record by position (``read_past``).
+# The adapter for the tool loop, whose steps are recorded by position (``read_past``).
 
 
 def _by_place(place: int) -> str:

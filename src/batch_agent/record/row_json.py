@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -71,7 +70,7 @@ def _refuse_data(value: object) -> None:
 
 # A result outside the process of its worker is three lines of JSON: the line of the result files; the number of the
 # worker, and whether it computed the result from the record; and the texts that the files do not have, which are
-# decoded when they are first read. Earlier versions wrote one object with all of it.
+# decoded when they are first read.
 
 
 def encode_result(
@@ -91,6 +90,12 @@ def encode_result(
             line = result_line(result)
     texts = [result.raw_text, [from_message(message) for message in result.messages] if messages else ()]
     return line + to_json([worker, result.resumed]) + b"\n" + to_json(texts)
+
+
+def encode_record(record: Mapping[str, object], worker: int) -> bytes:
+    """Return a recorded result in the form of ``encode_result``, without its transcript."""
+    line = {name: value for name, value in record.items() if name != "messages"}
+    return to_json(line) + b"\n" + to_json([worker, False]) + b"\n" + to_json([record.get("raw_text"), ()])
 
 
 def line_of(data: bytes) -> bytes:
@@ -131,13 +136,9 @@ def instance_of(plain: object, schema: OutputSchema[object], result: AgentResult
 
 
 def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[object], int]:
-    line, is_new, later = data.partition(b"\n")
+    line, head, texts = data.split(b"\n")
     record: dict[str, Any] = orjson.loads(line) if QUICK.match(line) else cast("dict[str, Any]", from_json(line))
-    if is_new:
-        head, texts = later.split(b"\n")
-        worker, was_resumed = orjson.loads(head)
-    else:
-        worker, was_resumed, texts = record.get("worker", 0), record.get("resumed", False), b""
+    worker, was_resumed = orjson.loads(head)
     error = record["error"]
     result: BaseResult[object] = BaseResult(
         index,
@@ -158,11 +159,7 @@ def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[obj
         shortened=record.get("shortened", False),
         artifacts={name: Path(path) for name, path in record.get("artifacts", {}).items()},
     )
-    if is_new:
-        result.read_later(partial(_texts, texts, index))
-    else:
-        messages = tuple(to_message(message) for message in record.get("messages", ()))
-        result = replace(result, raw_text=record["raw_text"], messages=messages)
+    result.read_later(partial(_texts, texts, index))
     return cast("AgentResult[object]", result), int(worker)
 
 

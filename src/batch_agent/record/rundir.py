@@ -34,7 +34,7 @@ from batch_agent.errors import Invalid, SpecError, StoreError
 from batch_agent.files.results import error_record, from_json, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
-from batch_agent.record.lock import Lock, is_locked
+from batch_agent.record.lock import Lock
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.sqlite import SqliteJournal
 
@@ -50,7 +50,6 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "jobs.jsonl",
 )
 OPTIONS = "options"  # the fact that has the resolved options of a run
-OLD_LOCK = "lock"  # of earlier versions, which may still run here
 
 
 class RunDir:
@@ -75,9 +74,6 @@ class RunDir:
             lock = Lock(path / LOCK)
         except OSError as error:
             raise StoreError(f"the run directory {path} cannot be used: {error.strerror}") from None
-        if (path / OLD_LOCK).is_file() and is_locked(path / OLD_LOCK):
-            lock.release()
-            raise StoreError(f"{path} is in use by an earlier version of this package; wait for it, or stop it")
         with ExitStack() as undone:
             undone.callback(lock.release)
             begun = (path / RUN).exists()
@@ -195,9 +191,8 @@ def read_jobs(path: Path) -> list[bytes]:
 
 
 def recorded_options(facts: JsonObject) -> JsonObject:
-    """Return the options that a run was recorded with. Earlier versions recorded some of them, with the command."""
-    command = facts.get("command")
-    options = facts.get(OPTIONS) or (command.get("asked") if isinstance(command, dict) else None)
+    """Return the options that a run was recorded with."""
+    options = facts.get(OPTIONS)
     return options if isinstance(options, dict) else {}
 
 

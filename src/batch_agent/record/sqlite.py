@@ -14,7 +14,7 @@ import sqlite3
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 from zlib import crc32
 
 from batch_agent.errors import StoreError
-from batch_agent.record.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES, decode
+from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, FORMAT, OLDEST, decode
 from batch_agent.record.private import private
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, RunProgress
@@ -60,30 +60,12 @@ CREATE TABLE record (
 CREATE INDEX record_agent ON record (agent);
 CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL, "check" INTEGER) WITHOUT ROWID;
 """
-# What older formats lack, by the first format that has it.
-RAISED = {
-    4: """
-ALTER TABLE session ADD COLUMN leased_tokens INTEGER;
-ALTER TABLE session ADD COLUMN leased_cost REAL;
-ALTER TABLE session ADD COLUMN learnt TEXT;
-""",
-    5: """
-ALTER TABLE record ADD COLUMN "check" INTEGER;
-CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-""",
-    8: """
-ALTER TABLE session ADD COLUMN "check" INTEGER;
-ALTER TABLE fact ADD COLUMN "check" INTEGER;
-""",
-}
-# The first formats with advances; with checksums of records, and facts; with checksums of everything.
-ADVANCES, CHECKS, SEALED = 4, 5, 8
 COUNTS = "ok, failed, resumed, tokens, cost, leased_tokens, leased_cost, learnt"
 OWNED, OWNER = 1 << 62, 0x3FFF_FFFF  # a checksum with this bit says in the 30 bits below it whose record it is
+CHECK = 'CAST("check" AS INTEGER)'
 # A damaged value may have any type.
 OWNER_COLUMNS = "ifnull(agent, 0) & -1, CAST(ifnull(key, '') AS BLOB), CAST(ifnull(row, '') AS BLOB)"
 PIECE = 4096
-KINDS = range(1, 32)  # of records, also of formats to come
 BUSY = 60.0  # seconds to wait while another process locks the journal
 
 
@@ -153,7 +135,6 @@ class SqliteJournal:
         db.execute("BEGIN IMMEDIATE")
         try:
             db.execute("REINDEX record_agent")
-            self._mend_numbers()
             left = _faults(db)
         except sqlite3.DatabaseError:
             left = faults
@@ -164,25 +145,9 @@ class SqliteJournal:
         db.execute("COMMIT")
         logger.warning("%s: the index of the records was damaged (%s) and was made again", self._path, faults)
 
-    def _mend_numbers(self) -> None:
-        """Correct the numbers of agents with a flipped bit, in the table from which the index was made."""
-        query = f"SELECT id, {OWNER_COLUMNS}, {_check_column(self._db)} FROM record"
-        for place, agent, key, row, check in self._db.execute(query).fetchall():
-            if not _is_owned(agent, key, row, check):
-                meant = [agent ^ 1 << bit for bit in range(62) if _is_owned(agent ^ 1 << bit, key, row, check)]
-                self._db.executemany("UPDATE record SET agent = ? WHERE id = ?", [(each, place) for each in meant[:1]])
-
     def begin(self, fingerprint: bytes, started: str) -> None:
         with _explained(self._path), self._whole_change():
-            # This format contains all older ones. Missing columns are added before anything new is written.
-            version = _format(self._db)
-            for statement in (each for since, added in RAISED.items() if version < since for each in added.split(";")):
-                self._db.execute(statement)
-            if version < SEALED:
-                for name, value in self._db.execute("SELECT name, value FROM fact").fetchall():
-                    self._put_fact(name, value)
-                self._put_sessions(_sessions(self._db, version))
-            self._db.execute(f"PRAGMA user_version = {FORMAT}")
+            self._db.execute(f"PRAGMA user_version = {FORMAT}")  # this format contains those from OLDEST on
             number = self._db.execute("SELECT coalesce(max(id), 0) + 1 FROM session").fetchone()[0]
             self._session = int(number), fingerprint, started
             line = (*self._session, *_counts(RunProgress()))
@@ -220,7 +185,7 @@ class SqliteJournal:
             found = self._db.execute(query).fetchone()
             try:
                 return None if found is None else tuple(map(int, json.loads(found[0])))
-            except (ValueError, TypeError):  # damaged in an older format: a budget learns again
+            except (ValueError, TypeError):  # damaged: a budget learns again
                 return None
 
     def commit(self, steps: Sequence[KeptStep], progress: RunProgress) -> None:
@@ -244,7 +209,7 @@ class SqliteJournal:
                 self._full = full
             with self._whole_change():
                 self._insert(values)
-                self._put_sessions([(*self._session, *_counts(progress))])
+                self._put_session((*self._session, *_counts(progress)))
             self._advance = advance
 
     @contextmanager
@@ -259,12 +224,11 @@ class SqliteJournal:
                 self._db.execute("ROLLBACK")
             raise
 
-    def _put_sessions(self, lines: Iterable[Session]) -> None:
-        for line in lines:
-            self._db.execute(
-                f'UPDATE session SET ({COUNTS}, "check") = (?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?',
-                (*line[3:], _seal(line), line[0]),
-            )
+    def _put_session(self, line: Session) -> None:
+        self._db.execute(
+            f'UPDATE session SET ({COUNTS}, "check") = (?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?',
+            (*line[3:], _seal(line), line[0]),
+        )
 
     def _insert(self, values: list[object]) -> None:
         start = 0
@@ -288,7 +252,7 @@ class SqliteJournal:
     def _sort(self, column: str, place: str) -> None:
         # In a grouped row, SQLite takes the columns from the record with the maximum. Keys and rows are hashes of
         # different things, so they can share one table.
-        rank = f"CASE WHEN kind IN ({DONE}, {ENDED}) THEN 0 WHEN kind = {FAILED} THEN 2 ELSE 1 END"
+        rank = f"CASE kind WHEN {ENDED} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END"
         lost: set[int] = set()
 
         def is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
@@ -302,7 +266,7 @@ class SqliteJournal:
         self._db.execute(
             f"INSERT INTO past SELECT sought, {rank}, {place} FROM "
             f"(SELECT CAST({column} AS BLOB) AS sought, kind, agent, "
-            f"is_owned({OWNER_COLUMNS}, {_check_column(self._db)}) AS owned, max(id) FROM record GROUP BY agent) "
+            f"is_owned({OWNER_COLUMNS}, {CHECK}) AS owned, max(id) FROM record GROUP BY agent) "
             "WHERE owned ORDER BY 1, 2, 3"
         )
         for agent in lost:
@@ -324,7 +288,7 @@ class SqliteJournal:
             while (agent := self._unclaimed(sought)) is not None:
                 steps = self.kept_steps(agent)
                 past = self._read(steps)
-                if not past.unreadable or any(step.kind in WRITES for step in steps):
+                if not past.unreadable or any(step.kind == CALL_BEGUN for step in steps):
                     return steps
                 # One unreadable record must not block the others.
                 self._warn(row, past.unreadable)
@@ -338,7 +302,7 @@ class SqliteJournal:
             return ()
         steps = self.kept_steps(agent)
         self._warn(row, f"the key of agent {agent} in the journal is damaged")
-        return steps if any(step.kind in WRITES for step in steps) else ()
+        return steps if any(step.kind == CALL_BEGUN for step in steps) else ()
 
     def _warn(self, row: int | None, reason: str) -> None:
         whose = "one row" if row is None else f"row {row}"
@@ -400,33 +364,25 @@ class SqliteJournal:
 def steps_in(db: sqlite3.Connection, agent: int) -> tuple[KeptStep, ...]:
     """Return the steps of an agent. The body of a step whose checksum is wrong is b"", which cannot be read."""
     query = (
-        f"SELECT {OWNER_COLUMNS}, ifnull(kind, 0) & -1, CAST(ifnull(body, '') AS BLOB), {_check_column(db)} "
+        f"SELECT {OWNER_COLUMNS}, ifnull(kind, 0) & -1, CAST(ifnull(body, '') AS BLOB), {CHECK} "
         "FROM record WHERE agent = ? ORDER BY id"
     )
     return tuple(_checked(*found) for found in db.execute(query, (agent,)))
 
 
-def _check_column(db: sqlite3.Connection) -> str:
-    """Return the column of the checksums of records, or NULL if there is none."""
-    return 'CAST("check" AS INTEGER)' if _format(db) >= CHECKS else "NULL"
-
-
 def _checked(agent: int, key: bytes, row: bytes, kind: int, body: bytes, check: int | None) -> KeptStep:
-    """Return a step as it was written. If it is damaged, its body is b"", and its kind that of the checksum, if it has
-    one. The checksum also covers whose step it is, so that no step is taken for another. Older formats
-    have none."""
-    if check is not None:
-        owner, own = _owner(agent, key, row), check & 0xFFFF_FFFF
-        if crc32(body, owner ^ kind & 0xFFFF_FFFF) != own or not _is_owned(agent, key, row, check):
-            kinds = [each for each in KINDS if crc32(body, owner ^ each) == own]
-            is_owned = _is_owned(agent, key, row, check)  # then only its kind is damaged, and the checksum tells it
-            return KeptStep(agent, key, row, kinds[0] if kinds else kind, body if kinds and is_owned else b"")
-    return KeptStep(agent, key, row, kind, body)
+    """Return a step as it was written, or with the body b"" if it is damaged. The checksum also covers its kind, and
+    whose step it is, so that no step is taken for another."""
+    own, owner = (check or 0) & 0xFFFF_FFFF, _owner(agent, key, row)
+    if crc32(body, owner ^ kind & 0xFFFF_FFFF) == own and _is_owned(agent, key, row, check):
+        return KeptStep(agent, key, row, kind, body)
+    began = crc32(body, owner ^ CALL_BEGUN) == own  # a write must not be forgotten if its kind is damaged
+    return KeptStep(agent, key, row, CALL_BEGUN if began else kind, b"")
 
 
 def _is_owned(agent: int, key: bytes, row: bytes, check: int | None) -> bool:
     """Return whether a record says correctly whose it is."""
-    return check is None or check < OWNED or check >> 32 & OWNER == _owner(agent, key, row) & OWNER
+    return check is not None and check >> 32 == (OWNED >> 32 | _owner(agent, key, row) & OWNER)
 
 
 def _owner(agent: int, key: bytes, row: bytes) -> int:
@@ -561,22 +517,12 @@ def _counts(progress: RunProgress) -> tuple[int | float | str | None, ...]:
     return progress.ok, progress.failed, progress.resumed, *spent, learnt
 
 
-def _sessions(db: sqlite3.Connection, version: int) -> list[Session]:
-    """Return the lines of all sessions. Raises ValueError for one that is damaged."""
-    lines, damage = _read_sessions(db, version)
-    if damage:
-        raise ValueError(damage[0])
-    return lines
-
-
-def _read_sessions(db: sqlite3.Connection, version: int) -> tuple[list[Session], list[str]]:
+def _read_sessions(db: sqlite3.Connection) -> tuple[list[Session], list[str]]:
     """Return the lines of the sessions that are whole, and which are damaged."""
-    counts = COUNTS if version >= ADVANCES else "ok, failed, resumed, tokens, cost, NULL, NULL, NULL"
-    check = '"check"' if version >= SEALED else "NULL"
     whole: list[Session] = []
     damage = []
-    for *line, seal in db.execute(f"SELECT id, fingerprint, started, {counts}, {check} FROM session ORDER BY id"):
-        if version < SEALED or seal == _seal(tuple(line)):
+    for *line, seal in db.execute(f'SELECT id, fingerprint, started, {COUNTS}, "check" FROM session ORDER BY id'):
+        if seal == _seal(tuple(line)):
             whole.append(tuple(line))
         else:
             damage.append(f"the line of session {line[0]} is not as it was written")
@@ -589,8 +535,7 @@ def _spent(
     """Return the tokens and $ of all sessions, and what is damaged and is not in them. An unreturned advance counts as
     spent. With ``looking``, the advance of the latest session does not count, because the session may still be
     running."""
-    version = _format(db)
-    lines, damage = _read_sessions(db, version)
+    lines, damage = _read_sessions(db)
     total, costs = 0, []
     for line in lines:
         tokens, cost, ahead, ahead_cost = line[6:10]
@@ -613,18 +558,10 @@ def _spent(
 
 def _fact(db: sqlite3.Connection, name: str) -> str | None:
     """Return a fact, or None. Raises ValueError if it is damaged."""
-    version = _format(db)
-    if version < CHECKS:
-        return None
-    check = '"check"' if version >= SEALED else "NULL"
-    found = db.execute(f"SELECT value, {check} FROM fact WHERE name = ?", (name,)).fetchone()
-    if found is not None and version >= SEALED and found[1] != _seal((name, found[0])):
+    found = db.execute('SELECT value, "check" FROM fact WHERE name = ?', (name,)).fetchone()
+    if found is not None and found[1] != _seal((name, found[0])):
         raise ValueError(f"the fact {name!r} is not as it was written")
     return None if found is None else str(found[0])
-
-
-def _format(db: sqlite3.Connection) -> int:
-    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int | None:
@@ -633,7 +570,7 @@ def _version(db: sqlite3.Connection, path: Path) -> int | None:
     if not tables:
         return None
     owner = db.execute("PRAGMA application_id").fetchone()[0]
-    version = _format(db)
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if owner != APPLICATION_ID:
         raise StoreError(f"{path} is the database of another program; use another run directory")
     if not OLDEST <= version <= FORMAT:

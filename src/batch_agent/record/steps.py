@@ -3,9 +3,6 @@
 Answers and tool calls are found by content: by the digest of the request or call, and by ``nth``, which is 0 for the
 first equal one and 1 for the second. The prompts of the tool loop follow from its row and its earlier steps, so they
 are not recorded. The code of a user's worker may be different each time, so its prompts and its output are recorded.
-
-Formats 1 to 4 recorded the tool loop by position (``Turn``, ``Begun``, ``Outcome``, ``Done``). Nothing writes these
-steps any more. ``read_past`` reads both vocabularies.
 """
 
 from __future__ import annotations
@@ -132,57 +129,7 @@ class Restarted:
     spent: Spent
 
 
-# Steps of formats 1 to 4, by position.
-
-
-@value_type
-class Turn:
-    """A complete answer of the model that did not complete the agent. ``asked`` is the digest of the request
-    (``record.journal``), "" before format 4."""
-
-    reply: Reply
-    spent: Spent
-    asked: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """Positions of calls of the last turn that may write and are about to start."""
-
-    calls: tuple[int, ...]
-
-
-@value_type
-class Outcome:
-    """The result text that the model received for one call of the last turn, by position."""
-
-    call: int
-    text: str
-
-
-@value_type
-class Done:
-    """The answer that completed the agent successfully."""
-
-    reply: Reply
-    spent: Spent
-    asked: str = ""
-
-
-Step: TypeAlias = (
-    Asked
-    | CallBegun
-    | CallWithdrawn
-    | CallEnded
-    | Compacted
-    | Failed
-    | Ended
-    | Restarted
-    | Turn
-    | Begun
-    | Outcome
-    | Done
-)
+Step: TypeAlias = Asked | CallBegun | CallWithdrawn | CallEnded | Compacted | Failed | Ended | Restarted
 WorkStep: TypeAlias = Asked | CallBegun | CallEnded | Compacted
 
 
@@ -285,13 +232,6 @@ def read_past(agent: int, steps: list[Step]) -> Past:
             case Ended(spent, _, _, reply, asked):
                 if reply is not None:
                     turns.append(PastTurn(reply, spent, asked))
-            case Turn(reply, spent, asked) | Done(reply, spent, asked):
-                turns.append(PastTurn(reply, spent, asked))
-            case Begun(calls):
-                for call in calls:
-                    _turn_of(turns, call).begun.add(call)
-            case Outcome(call, text):
-                _turn_of(turns, call).outcomes[call] = CallEnded("", call, "", "", True, text)
             case Failed(_, _, spent):
                 pass  # steps after a failure belong to the retry
     asks = [step for step in worked if isinstance(step, Asked)]
@@ -302,7 +242,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
         agent,
         tuple(turns),
         last if isinstance(last, Failed) else None,
-        isinstance(last, Done | Ended),
+        isinstance(last, Ended),
         tuple(worked),
         last if isinstance(last, Ended) else None,
         spent,

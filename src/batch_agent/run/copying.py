@@ -24,7 +24,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
-from batch_agent.record.row_json import encode_row
+from batch_agent.record.row_json import encode_record, encode_row
 from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import (
@@ -214,4 +214,4 @@ def _change(lease: RowLease, worker: int, row: _Row, identity: Identity) -> RowC
         return RowChange(lease, steps)
     error = row.record.get("error")
     kind = str(error["type"]) if isinstance(error, dict) else ""
-    return RowChange(lease, steps, to_json({"raw_text": None, **row.record, "worker": worker}), kind)
+    return RowChange(lease, steps, encode_record(row.record, worker), kind)

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.agent.fingerprint import KEYED, RAISED, AnyWorker, under_record
+from batch_agent.agent.fingerprint import RAISED, AnyWorker, under_record
 from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
@@ -126,11 +126,11 @@ async def refuse_changes(spec: BatchSpec, parts: Mapping[str, Prepared], worker:
         )
 
 
-async def as_recorded(prepared: Prepared, store: RunStore | None, worker: AnyWorker | None) -> Prepared:
-    """Return a run that this process feeds, with the keys of its record."""
+async def as_recorded(prepared: Prepared, store: RunStore | None) -> Prepared:
+    """Return a run that this process feeds, with the max_tokens of its record."""
     if store is None or type(store) is MemoryStore:
         return prepared
-    return under_record(prepared, await in_thread(lambda: store.facts() or {}), worker)
+    return under_record(prepared, await in_thread(lambda: store.facts() or {}))
 
 
 async def in_thread(function: Callable[[], R]) -> R:
@@ -180,8 +180,8 @@ def facts_of(
         "total": prepared.plan.total,
         OPTIONS: options_of(prepared),
     }
-    bounds = {KEYED: shapes.keyed_max_tokens, RAISED: shapes.raised_from}
-    facts |= {name: bound for name, bound in bounds.items() if bound is not None}
+    if shapes.raised_from is not None:
+        facts[RAISED] = shapes.raised_from
     if observed:
         facts[OBSERVED] = True
     if stages:

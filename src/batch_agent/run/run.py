@@ -475,7 +475,7 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         if prepared.model is not None:
             shared.models.setdefault(prepared.backend.name, set()).add(prepared.model)
-        self._prepared = prepared = await as_recorded(prepared, self._record, self._function)
+        self._prepared = prepared = await as_recorded(prepared, self._record)
         shapes = prepared.shapes
         spending.set_terms((shapes.first, shapes.later, shapes.repair), prepared.prices, prepared.backend)
         if self._outer is not None:

@@ -29,7 +29,7 @@ from batch_agent.errors import Cancelled, InputError, Interrupted, ReplayMismatc
 from batch_agent.events import JobStarted, RowTakenOver
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.messages import JsonObject
-from batch_agent.record.codec import DONE, ENDED, FAILED, WRITES, decode
+from batch_agent.record.codec import CALL_BEGUN, ENDED, FAILED, decode
 from batch_agent.record.journal import OVERDUE, Journal, LeasedIdentity, Trail, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
@@ -55,7 +55,7 @@ logger = logging.getLogger("batch_agent")
 
 RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced", "the run is draining", "the run has ended"]
-_RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
+_RANKS = {ENDED: 0, FAILED: 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class HeldRow:
             try:
                 return read_past(agent, [decode(step.kind, step.body) for step in kept])
             except ValueError as error:
-                if any(step.kind in WRITES for step in kept):
+                if any(step.kind == CALL_BEGUN for step in kept):
                     return Past(agent, (), unreadable=str(error))
                 logger.warning("the record of row %d cannot be read and is ignored: %s", self.lease.index, error)
         return None

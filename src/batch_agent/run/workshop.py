@@ -121,7 +121,7 @@ class Workshop:
             lead=lead_of(prepared.plan, capabilities, prepared.max_inflight, usual) if loops else None,
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
-            digests=ShapeDigests(prepared.shapes.keyed_max_tokens),
+            digests=ShapeDigests(),
         )
 
     def _tools(self) -> ToolPool:

@@ -22,9 +22,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import Annotated
 
-from pydantic import AliasChoices, Field, JsonValue, TypeAdapter
+from pydantic import JsonValue, TypeAdapter
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -87,8 +86,7 @@ class Steering:
     """Requests to all workers. ``number`` grows with each; ``rows`` are those for single rows."""
 
     number: int = 0
-    # The number at which the session began; earlier versions wrote it as ``sitting``.
-    session: Annotated[int, Field(validation_alias=AliasChoices("session", "sitting"))] = 0
+    session: int = 0  # the number at which the session began
     paused: bool = False
     ending: str = ""  # "drain" or "cancel"
     max_inflight: int | None = None

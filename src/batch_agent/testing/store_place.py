@@ -17,7 +17,7 @@ from batch_agent.errors import StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.codec import encode
-from batch_agent.record.steps import Begun, Done, Spent, Turn
+from batch_agent.record.steps import Asked, CallBegun, Ended, Spent
 from batch_agent.record.store import (
     OBSERVED,
     KeptStep,
@@ -173,16 +173,16 @@ def new_row(place: StorePlace, index: int, name: str | None = None, *, question:
 
 def turn(row: NewRow, text: str, agent: int = 1) -> KeptStep:
     """Return a step of a row: a turn of the agent with that number."""
-    return KeptStep(agent, row.key, row.content, *encode(Turn(Reply(text), Spent())))
+    return KeptStep(agent, row.key, row.content, *encode(Asked("", 0, Reply(text), Spent())))
 
 
 def done(row: NewRow, text: str, agent: int = 1) -> KeptStep:
-    return KeptStep(agent, row.key, row.content, *encode(Done(Reply(text), Spent())))
+    return KeptStep(agent, row.key, row.content, *encode(Ended(Spent(), reply=Reply(text))))
 
 
 def begun(row: NewRow, agent: int = 1) -> KeptStep:
     """Return the step before a tool that writes is called."""
-    return KeptStep(agent, row.key, row.content, *encode(Begun((0,))))
+    return KeptStep(agent, row.key, row.content, *encode(CallBegun("", 0)))
 
 
 def bodies(steps: Sequence[KeptStep]) -> list[tuple[int, bytes]]:
