@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for sockets and processes, so there are more processes than cores.
 WORKERS ?= $(or $(shell expr 2 \* $$(nproc 2>/dev/null) 2>/dev/null),auto)
 
-.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench numbers-gpu bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -134,6 +134,9 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory
+
+numbers-gpu: $(VENV)/.ready  ## the numbers that need a GPU, the next MINUTES of them (30): STATE=FILE keeps what is done; URL=vllm://host:port, or BATCH_AGENT_SERVE_VLLM_32B and others in the environment
+	$(BIN)/python -m benchmarks.numbers_gpu --state $(or $(STATE),gpu.jsonl) --minutes $(or $(MINUTES),30) $(if $(URL),--url $(URL))
 
 bench-peers: $(VENV)/.ready  ## other packages on the same work, each in an environment of its own; about 20 minutes, needs a C compiler
 	$(BIN)/python -m benchmarks.peers

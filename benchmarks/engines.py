@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -53,7 +53,7 @@ Part = Callable[[argparse.Namespace], Awaitable[object]]
 
 
 def base_url(backend: str) -> str:
-    return f"http://{backend.partition('://')[2].partition('?')[0]}/v1"
+    return f"{gpu.base_url(backend)}/v1"
 
 
 def engine_of(backend: str) -> EngineBackend:
@@ -88,33 +88,40 @@ def check(work: Work, found: Sequence[Finding | None], name: str) -> None:
         raise SystemExit(f"{name}: the answers are not those of the rows")
 
 
+LOOPS = ("plain loop", "plain loop, streamed")
+
+
+async def round_of(work: Work, url: str) -> dict[str, float]:
+    """The wall seconds of the plain loops and of ours, one after the other, their answers checked."""
+    found: dict[str, float] = {}
+    for variant in (*LOOPS, *VARIANTS):
+        began = time.perf_counter()
+        answers: Sequence[Finding | None]
+        if variant in LOOPS:
+            answers = await plain_loop(work, base_url(url), stream="streamed" in variant)
+        else:
+            answers = await ours(work, f"{url}?native_schema=false", **VARIANTS[variant])
+        found[variant] = round(time.perf_counter() - began, 3)
+        check(work, answers, variant)
+    return found
+
+
+def measured(work: Work, rounds: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    """The measurement that some rounds are, with the ratio of the medians to that of the plain loop."""
+    walls = {variant: [each[variant] for each in rounds] for variant in rounds[0]}
+    plain = statistics.median(walls[LOOPS[0]])
+    ratios = {variant: round(statistics.median(times) / plain, 3) for variant, times in walls.items()}
+    return {"work": str(work), "seconds": walls, "ratio": ratios}
+
+
 async def loop(options: argparse.Namespace) -> object:
     """Wall seconds of the plain loop and of ours, in turn; the first round warms up and does not count."""
     [url] = options.url
-    found: dict[str, object] = {}
+    found: dict[str, dict[str, object]] = {}
     for name in options.agents or WORKS:
-        work = WORKS[name]
-        walls: dict[str, list[float]] = {
-            "plain loop": [],
-            "plain loop, streamed": [],
-            **{variant: [] for variant in VARIANTS},
-        }
-        for repetition in range(options.repetitions + 1):
-            for variant, times in walls.items():
-                began = time.perf_counter()
-                answers: Sequence[Finding | None]
-                if variant.startswith("plain loop"):
-                    answers = await plain_loop(work, base_url(url), stream="streamed" in variant)
-                else:
-                    answers = await ours(work, f"{url}?native_schema=false", **VARIANTS[variant])
-                took = time.perf_counter() - began
-                check(work, answers, variant)
-                if repetition:
-                    times.append(round(took, 3))
-        plain = statistics.median(walls["plain loop"])
-        ratios = {variant: round(statistics.median(times) / plain, 3) for variant, times in walls.items()}
-        found[name] = {"work": str(work), "seconds": walls, "ratio": ratios}
-        print(name, ratios, flush=True)
+        rounds = [await round_of(WORKS[name], url) for _ in range(options.repetitions + 1)]
+        found[name] = measured(WORKS[name], rounds[1:])
+        print(name, found[name]["ratio"], flush=True)
     return found
 
 
@@ -230,7 +237,7 @@ async def priority(options: argparse.Namespace) -> object:
         sent = {}
         for turns_left in (1, 5):
             request = ModelRequest(shape, Conversation([Message("user", "Hi")]), "p", run="run", priority=turns_left)
-            sent[turns_left] = backend.own_part(request).fields.get("priority")
+            sent[turns_left] = backend.own_part(request)[0].get("priority")
     sooner = min(by_sign, key=lambda sign: by_sign[sign])
     clear = max(by_sign.values()) > 1.2 * min(by_sign.values())
     right = None if None in sent.values() else (sent[1] > sent[5]) == (sooner > 0)

@@ -1,13 +1,13 @@
-"""Agents on a real engine, side by side with a bare loop: wall time against a vLLM server on a GPU.
+"""Agents on a real engine, side by side with a bare loop: wall time against a server on a GPU.
 
-``python -m benchmarks.gpu --url http://127.0.0.1:8000/v1``. The server has a tool-call parser and speaks the scripts
+``python -m benchmarks.gpu --url vllm://127.0.0.1:8000``. The server has a tool-call parser and speaks the scripts
 that the prompts carry (a logits processor forces the tokens between two marks): tokens, KV blocks, batching and timing
 are real, and every answer can be checked. Contenders take turns, each time with a new system prompt, so that none finds
 the prefix of another in the cache:
 
 - *bare loop*: all agents at once, a semaphore around the model call alone, so that a slot is free while a tool runs; no
   retries, no validation, each tool call run for itself
-- *ours*: ``BatchAgent.run`` on ``vllm://`` with the same number in flight, the tool declared cacheable
+- *ours*: ``BatchAgent.run`` with the same number in flight, the tool declared cacheable
 - *ours, no number given*: the same with as many in flight as it finds by itself
 
 ``--sweep`` then gives the bare loop other numbers of requests in flight: the least time of them is what the engine
@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -72,7 +72,12 @@ def result_of(query: str) -> str:
     return f"What is known about {query}: " + "it was seen before, and it was harmless then. " * 8
 
 
-async def ours(work: Work, url: str, system: str, *, number_given: bool = True) -> tuple[list[Finding | None], int]:
+def base_url(backend: str) -> str:
+    """``vllm://host:port?option`` as ``http://host:port``."""
+    return f"http://{backend.partition('://')[2].partition('?')[0]}"
+
+
+async def ours(work: Work, backend: str, system: str, *, number_given: bool = True) -> tuple[list[Finding | None], int]:
     runs = 0
 
     @Tool.define(cacheable=True)
@@ -89,7 +94,7 @@ async def ours(work: Work, url: str, system: str, *, number_given: bool = True) 
         inputs=[{"prompt": work.prompt(agent)} for agent in range(work.agents)],
         tools=[web_search] if work.tool_seconds else [],
         output_schema=Finding,
-        backend=f"vllm://{url.partition('://')[2].removesuffix('/v1')}?native_schema=false",
+        backend=f"{backend}?native_schema=false",
         model="m",
         **({"max_inflight": work.inflight} if number_given else {}),
     )
@@ -106,11 +111,11 @@ SEARCH = {
 }
 
 
-async def unnumbered(work: Work, url: str, system: str) -> tuple[list[Finding | None], int]:
-    return await ours(work, url, system, number_given=False)
+async def unnumbered(work: Work, backend: str, system: str) -> tuple[list[Finding | None], int]:
+    return await ours(work, backend, system, number_given=False)
 
 
-async def bare_loop(work: Work, url: str, system: str) -> tuple[list[Finding | None], int]:
+async def bare_loop(work: Work, backend: str, system: str) -> tuple[list[Finding | None], int]:
     gate = asyncio.Semaphore(work.inflight)
     runs = 0
     schema = f"{system}\n\nAnswer with JSON of this schema:\n{json.dumps(Finding.model_json_schema())}"
@@ -121,7 +126,7 @@ async def bare_loop(work: Work, url: str, system: str) -> tuple[list[Finding | N
             body: dict[str, object] = {"model": "m", "messages": messages}
             if work.tool_seconds:
                 body["tools"] = [SEARCH]
-            async with gate, session.post(f"{url}/chat/completions", json=body) as response:
+            async with gate, session.post(f"{base_url(backend)}/v1/chat/completions", json=body) as response:
                 return (await response.json())["choices"][0]["message"]  # type: ignore[no-any-return]
 
         async def agent(number: int) -> Finding:
@@ -151,20 +156,22 @@ SWEPT = (16, 24, 32, 48, 64, 80, 100)
 CONTENDERS: dict[str, Contender] = {LOOP: bare_loop, OURS: ours, UNNUMBERED: unnumbered}
 
 
-async def measure(work: Work, url: str, repetitions: int, warm_up: bool) -> dict[str, object]:
-    walls: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    tool_runs: dict[str, int] = {}
-    for repetition in range(repetitions + warm_up):
-        for name, run in CONTENDERS.items():
-            system = f"Brief {random.random()}. {SYSTEM}"
-            began = time.perf_counter()
-            findings, runs = await run(work, url, system)
-            wall = time.perf_counter() - began
-            if [finding and finding.topic for finding in findings] != [a % work.topics for a in range(work.agents)]:
-                raise SystemExit(f"{name}: the answers are not those of the rows")
-            if repetition >= warm_up:
-                walls[name].append(wall)
-                tool_runs[name] = runs
+async def round_of(work: Work, backend: str) -> dict[str, tuple[float, int]]:
+    """Each contender once, its answers checked: its wall seconds, and how often the tool ran."""
+    found = {}
+    for name, run in CONTENDERS.items():
+        system = f"Brief {random.random()}. {SYSTEM}"
+        began = time.perf_counter()
+        findings, runs = await run(work, backend, system)
+        found[name] = (round(time.perf_counter() - began, 3), runs)
+        if [finding and finding.topic for finding in findings] != [a % work.topics for a in range(work.agents)]:
+            raise SystemExit(f"{name}: the answers are not those of the rows")
+    return found
+
+
+def measured(work: Work, rounds: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, object]:
+    """The measurement that some rounds are, with the ratios of neighbouring runs."""
+    walls = {name: [each[name][0] for each in rounds] for name in CONTENDERS}
     ratios = {
         name: report.spread([mine / theirs for mine, theirs in zip(walls[name], walls[LOOP], strict=True)])
         for name in (OURS, UNNUMBERED)
@@ -172,47 +179,59 @@ async def measure(work: Work, url: str, repetitions: int, warm_up: bool) -> dict
     return {
         "work": str(work),
         "wall_s": {name: report.spread(values) for name, values in walls.items()},
-        "tool_runs": tool_runs,
+        "tool_runs": {name: rounds[-1][name][1] for name in CONTENDERS},
         "ratio": ratios,
     }
 
 
-async def sweep(work: Work, url: str, repetitions: int) -> dict[int, list[float]]:
+async def measure(work: Work, backend: str, repetitions: int, warm_up: bool) -> dict[str, object]:
+    rounds = [await round_of(work, backend) for _ in range(repetitions + warm_up)]
+    return measured(work, rounds[warm_up:])
+
+
+def bars_of(work: Work, measurement: Mapping[str, object]) -> list[report.Bar]:
+    ratios = measurement["ratio"]
+    assert isinstance(ratios, dict)
+    given, found = ratios[OURS]["median"], ratios[UNNUMBERED]["median"]
+    return [
+        report.Bar(f"{work}: wall, ours over the bare loop", given, "<=", 1.0),
+        report.Bar(f"{work}: wall, no number given, over the bare loop", found, "<=", work.bar),
+    ]
+
+
+async def sweep(work: Work, backend: str, repetitions: int) -> dict[int, list[float]]:
     """Return the seconds of the bare loop by the number of its requests in flight."""
     walls: dict[int, list[float]] = {number: [] for number in SWEPT if number <= work.agents}
     for _ in range(repetitions):
         for number, seconds in walls.items():
             began = time.perf_counter()
-            await bare_loop(replace(work, inflight=number), url, f"Brief {random.random()}. {SYSTEM}")
+            await bare_loop(replace(work, inflight=number), backend, f"Brief {random.random()}. {SYSTEM}")
             seconds.append(time.perf_counter() - began)
     return walls
 
 
-async def server_version(url: str) -> str:
-    async with aiohttp.ClientSession() as session, session.get(f"{url.removesuffix('/v1')}/version") as response:
+async def server_version(backend: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(f"{base_url(backend)}/version") as response:
         return f"vLLM {(await response.json())['version']}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Agents on a real engine.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", default="vllm://127.0.0.1:8000")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
     parser.add_argument("--sweep", action="store_true", help="also the bare loop with other numbers in flight")
     options = parser.parse_args()
     env = report.environment() | {"server": asyncio.run(server_version(options.url)), "accelerator": options.hardware}
     measurements = [asyncio.run(measure(work, options.url, options.repetitions, work is WORKS[0])) for work in WORKS]
-    rows, bars = [], []
+    rows = []
+    bars: list[report.Bar] = []
     for work, item in zip(WORKS, measurements, strict=True):
         walls, runs, ratios = item["wall_s"], item["tool_runs"], item["ratio"]
         assert isinstance(walls, dict) and isinstance(runs, dict) and isinstance(ratios, dict)
-        medians = {name: statistics.median(ratios[name]["repetitions"]) for name in ratios}
         cells = [f"{walls[name]['median']:.2f} s, {runs[name]} tool runs" for name in CONTENDERS]
-        rows.append((str(work), *cells, *(f"{ratio:.2f}" for ratio in medians.values())))
-        bars.append(report.Bar(f"{work}: wall, ours over the bare loop", medians[OURS], "<=", 1.0))
-        bars.append(
-            report.Bar(f"{work}: wall, no number given, over the bare loop", medians[UNNUMBERED], "<=", work.bar)
-        )
+        rows.append((str(work), *cells, *(f"{ratio['median']:.2f}" for ratio in ratios.values())))
+        bars += bars_of(work, item)
     print(report.table(("work", *CONTENDERS, "ratio", "no number"), rows), "\n")
     for work, item in zip(WORKS, measurements, strict=True) if options.sweep else ():
         if work.tool_seconds:

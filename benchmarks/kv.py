@@ -4,9 +4,9 @@
 vllm://127.0.0.1:8000 --work growing`` (or ``sglang://``) measures a real server, which speaks the scripts that the
 prompts carry (see ``benchmarks/gpu.py``) and must have a KV cache of the size that the work names, and for ``offload``
 a slower memory behind it. The work ``fleet`` takes one ``--url`` per server; ``untold`` is simulated only. Each
-measurement is printed as one line of JSON; ``--append FILE`` keeps the lines, so that repetitions may come from several
-sittings, and ``--summary FILE`` makes the bars of all of them. ``seconds_per_job`` is the mean time from the begin of
-the batch to the end of a row. Variants:
+measurement is printed as one line of JSON; ``seconds_per_job`` is the mean time from the begin of the batch to the end
+of a row. ``python -m benchmarks.numbers_gpu`` repeats the two main works on a real server in pieces, and keeps them.
+Variants:
 
 - *loop*: all agents at once, each a coroutine that asks and calls its tool; *loop N*: N agents at a time
 - *ttl*: the loop on an engine that pins the contexts of waiting agents for a limited time and serves the requests of
@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 
 import aiohttp
 
@@ -41,8 +40,8 @@ from batch_agent.messages import Conversation, Message, ToolCall, ToolSpec, Usag
 from batch_agent.scheduler.ordering import KvParts
 from batch_agent.testing import run_virtual
 from benchmarks import report
+from benchmarks.gpu import CLOSE, OPEN, base_url
 
-OPEN, CLOSE = "<jupyter_start>", "<jupyter_text>"  # the marks of a script
 SYSTEM = "You are one of many researchers who work from the same brief. " + "Read, look up, and answer briefly. " * 146
 
 
@@ -215,10 +214,6 @@ COUNTERS = (
     "vllm:external_prefix_cache_hits_total",
     "vllm:request_success_total",
 )
-
-
-def base_url(backend: str) -> str:
-    return f"http://{backend.partition('://')[2].partition('?')[0]}"
 
 
 async def counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, float]:
@@ -398,18 +393,6 @@ def medians(lines: Sequence[dict[str, object]]) -> dict[tuple[str, str], dict[st
     return {key: {name: statistics.median(each) for name, each in variants.items()} for key, variants in found.items()}
 
 
-def summarise(path: Path, env: dict[str, object], name: str) -> int:
-    """Write the results of all lines that measured this code; lines of other code are left out, and counted."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    same = [line for line in lines if line["measures"] == env["measures"]]
-    if len(same) < len(lines):
-        print(f"{len(lines) - len(same)} of {len(lines)} lines measured other code and are left out")
-    bars: list[report.Bar] = []
-    for (engine, work), seconds in medians(same).items():
-        bars += bars_of(WORKS[work], seconds, engine)
-    return report.finish(name, env, bars, same)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv", description="Agents inside a KV cache.")
     parser.add_argument("--simulated", action="store_true")
@@ -419,14 +402,10 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="repetitions of each variant, one after the other")
     parser.add_argument("--kv-tokens", type=int, help="of the server, for the record, or of the simulated engine")
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
-    parser.add_argument("--append", type=Path, metavar="FILE", help="add the measurements to a file of JSON lines")
-    parser.add_argument("--summary", type=Path, metavar="FILE", help="measure nothing; make the results of such a file")
     parser.add_argument("--results", default="", metavar="NAME", help="write benchmarks/results/NAME.json")
     options = parser.parse_args()
     urls = options.url or ["vllm://127.0.0.1:8000"]
-    env = report.environment("kv") | {"accelerator": options.hardware or ("simulated" if options.simulated else "")}
-    if options.summary is not None:
-        return summarise(options.summary, env, options.results or "kv")
+    env = report.environment() | {"accelerator": options.hardware or ("simulated" if options.simulated else "")}
     engine = "simulated" if options.simulated else urls[0].partition("://")[0]
     bars: list[report.Bar] = []
     measurements: list[dict[str, object]] = []
@@ -442,10 +421,6 @@ def main() -> int:
             line = {"work": work.name, "variant": variant, "engine_name": engine, **measured}
             print(json.dumps(line), flush=True)
             measurements.append(line)
-            if options.append is not None:
-                kept = {**line, "measures": env["measures"], "date": env["date"], "accelerator": env["accelerator"]}
-                with options.append.open("a") as file:
-                    file.write(json.dumps(kept) + "\n")
         bars += bars_of(work, medians(measurements)[engine, work.name], engine)
     name = options.results or ("kv-simulated" if options.simulated and not options.work else "")
     return report.finish(name, env, bars, measurements) if name else int(not all(bar.met for bar in bars))

@@ -164,7 +164,7 @@ async def plain_loop(ask: Ask, inflight: int, counted: list[int]) -> AsyncIterat
 
 
 async def beside_loops(url: str) -> dict[str, tuple[float, list[float]]]:
-    base, found = f"http://{url.partition('://')[2]}{CHAT}", {}
+    base, found = f"{gpu.base_url(url)}{CHAT}", {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         ask = asker(session, base, "m")
         for inflight in (256, 64):
@@ -180,17 +180,11 @@ async def beside_loops(url: str) -> dict[str, tuple[float, list[float]]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.people", description="People beside a batch.")
-    parser.add_argument("--url", default="vllm://127.0.0.1:8000")
-    parser.add_argument("--minutes", type=int, default=2, help="of the scene bursts")
-    parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
-    options = parser.parse_args()
-    env = report.environment() | {"accelerator": options.hardware}
-    env["server"] = asyncio.run(gpu.server_version(f"http://{options.url.partition('://')[2]}/v1"))
+async def play(url: str, minutes: int) -> dict[str, dict[str, float]]:
+    """All scenes: of each its lines per second and the latencies of the people."""
     with tempfile.TemporaryDirectory() as name:
-        scenes = asyncio.run(through_serve(options.url, Path(name), options.minutes))
-    scenes |= asyncio.run(beside_loops(options.url))
+        scenes = await through_serve(url, Path(name), minutes)
+    scenes |= await beside_loops(url)
     idle, alone = statistics.median(scenes["idle"][1]), scenes["alone"][0]
     found: dict[str, dict[str, float]] = {}
     for scene, (rate, latencies) in scenes.items():
@@ -203,14 +197,29 @@ def main() -> int:
                 "p95_over_idle": round(statistics.quantiles(latencies, n=20)[18] / idle, 3),
             }
         print(scene, json.dumps(found[scene]), flush=True)
+    return found
+
+
+def bars_of(found: dict[str, dict[str, float]]) -> list[report.Bar]:
     people = found["people"]
-    bars = [
+    return [
         report.Bar("latency beside a batch over idle, median", people["median_over_idle"], "<=", 2.5),
         report.Bar("the same, 95th percentile", people["p95_over_idle"], "<=", 4),
         report.Bar("lines per second beside people over alone", people["over_alone"], ">=", 0.7),
         report.Bar("the same with people for a fifth of the time", found["bursts"]["over_alone"], ">=", 0.9),
     ]
-    return report.finish("people", env, bars, found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.people", description="People beside a batch.")
+    parser.add_argument("--url", default="vllm://127.0.0.1:8000")
+    parser.add_argument("--minutes", type=int, default=2, help="of the scene bursts")
+    parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
+    options = parser.parse_args()
+    env = report.environment() | {"accelerator": options.hardware}
+    env["server"] = asyncio.run(gpu.server_version(options.url))
+    found = asyncio.run(play(options.url, options.minutes))
+    return report.finish("people", env, bars_of(found), found)
 
 
 if __name__ == "__main__":

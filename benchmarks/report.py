@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -43,29 +45,46 @@ class Bar:
 
 
 SOURCE = Path(__file__).parent.parent / "src" / "batch_agent"
-CORE = ("scheduler", "dispatch", "agent", "backends/base.py", "backends/http", "backends/openai", "http")
-# What each results file measures: a change of these files makes its numbers old.
+ENGINES = ("scheduler", "dispatch", "backends/base.py", "backends/engines")
+TURN = ("agent", "scheduler", "dispatch", "backends/base.py", "backends/http", "backends/openai", "http")
+# What each benchmark measures, as files and folders of the package: a change of them makes its numbers old.
 MEASURES: dict[str, tuple[str, ...]] = {
-    "kv": ("scheduler", "dispatch", "backends/engines"),
-    "kv-simulated": ("scheduler", "dispatch", "backends/simulated"),
+    "kv": ENGINES,
+    "kv-simulated": ("scheduler", "dispatch", "backends/base.py", "backends/simulated"),
+    "gpu": (*TURN, "backends/engines"),
+    "engines": (*TURN, "backends/engines"),
+    "people": ("serve", *ENGINES),
 }
 
 
 def digest_of(name: str) -> str:
-    """Return a digest of the files that the benchmark measures."""
+    """Return a digest of the code that a benchmark measures. Comments and docstrings do not count."""
     found = hashlib.sha256()
     for part in MEASURES[name]:
         place = SOURCE / part
+        if not place.exists():
+            raise SystemExit(f"MEASURES[{name!r}] names {part}, which is not in {SOURCE}")
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            found.update(path.relative_to(SOURCE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+            found.update(f"{path.relative_to(SOURCE).as_posix()}\n{code_of(path)}\n".encode())
     return found.hexdigest()[:16]
 
 
-def environment(measures: str = "") -> dict[str, object]:
-    """``measures``: the name of the results file, whose code is recorded by its digest."""
+@cache
+def code_of(path: Path) -> str:
+    """The lines of a module that do something, the same in all versions of Python."""
+    text = path.read_text()
+    lines: list[str | None] = list(text.splitlines())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
+                lines[first.lineno - 1 : first.end_lineno] = [None] * ((first.end_lineno or 0) - first.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line and line.strip() and not line.lstrip().startswith("#"))
+
+
+def environment() -> dict[str, object]:
     return {
-        **({"measures": digest_of(measures)} if measures else {}),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
@@ -74,6 +93,10 @@ def environment(measures: str = "") -> dict[str, object]:
         "commit": _commit(),
         "packages": _versions(),
     }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:
@@ -128,7 +151,8 @@ def finish(name: str, env: Mapping[str, object], bars: Sequence[Bar], measuremen
     print(table(("bar", "measured", "allowed", ""), rows))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"environment": env, "bars": [bar.to_dict() for bar in bars], "measurements": measurements}
+    recorded = {**({"measures": digest_of(name)} if name in MEASURES else {}), **env}
+    content = {"environment": recorded, "bars": [bar.to_dict() for bar in bars], "measurements": measurements}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return 0 if all(bar.met for bar in bars) else 1
