@@ -11,6 +11,7 @@ from batch_agent import BatchAgent, Fleet, Tool
 from batch_agent.backends.base import ClientBody, ModelRequest, Probe, RequestShape
 from batch_agent.dispatch.dispatcher import Dispatcher, ModelCall
 from batch_agent.dispatch.policy import Observer, Policy
+from batch_agent.errors import Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Conversation, Message
 from batch_agent.observe.statistics import Statistics
@@ -70,7 +71,7 @@ async def test_a_request_lost_by_one_of_twenty_servers_is_sent_to_another() -> N
 class Named(ScriptedBackend):
     """The same script under a name of its own."""
 
-    def __init__(self, name: str, server: Losing) -> None:
+    def __init__(self, name: str, server: Losing | Steady) -> None:
         super().__init__(server._answer)
         self._own = name
 
@@ -243,3 +244,61 @@ def test_a_request_whose_answer_is_read_as_it_comes_is_not_sent_beside_another(
         dispatcher.close()
 
     scenario()
+
+
+@virtual_clock
+async def test_a_single_row_lost_by_one_of_four_idle_servers_is_sent_to_another() -> None:
+    losing = Losing("0")
+    _, statistics = await finish(Fleet([Named(f"s{n}", losing) for n in range(4)]), 1)
+    assert (statistics.ok, now() < 35) == (1, True)
+
+
+@pytest.mark.parametrize(("rows", "max_inflight"), [(101, 20), (161, 16), (100, 16)])
+def test_the_last_rows_at_a_server_that_hangs_end_seconds_after_it_is_back(rows: int, max_inflight: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        last = float((rows - 1) // max_inflight)
+        back = last + 10.0
+        server = Silent(back, shows=False, since=last)
+        _, statistics = await finish(server, rows, max_inflight=max_inflight)
+        assert (statistics.ok, now() < back + 10) == (rows, True)
+
+    scenario()
+
+
+class Flapping(ScriptedBackend):
+    """Works for ``works`` seconds of each ``period``; then it hangs, or refuses every other connection."""
+
+    def __init__(self, works: float, period: float) -> None:
+        super().__init__(self._answer)
+        self._works, self._period = works, period
+
+    @property
+    def name(self) -> str:
+        return "scripted://flapping"
+
+    def _answer(self, request: Request) -> ScriptedReply:
+        if now() % self._period < self._works:
+            return Say("ok", latency=0.1)
+        if request.number % 2:
+            raise Unavailable("connection refused", unreached=True)
+        return Hang()
+
+
+@pytest.mark.parametrize(("works", "period"), [(0.5, 20.5), (0.2, 5.2), (1.0, 6.0), (0.3, 0.6)])
+def test_rows_in_flight_at_a_server_that_goes_down_are_sent_to_others_that_work(works: float, period: float) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        good = [Named(f"s{n}", Steady()) for n in range(3)]
+        _, statistics = await finish(Fleet([*good, Flapping(works, period)]), 640, max_inflight=40)
+        assert (statistics.ok, now() < 15) == (640, True), "the work takes 1.6 s"
+
+    scenario()
+
+
+class Steady(ScriptedBackend):
+    def __init__(self) -> None:
+        super().__init__(self._answer)
+
+    def _answer(self, request: Request) -> ScriptedReply:
+        return Say("ok", latency=0.1)

@@ -103,7 +103,8 @@ def growing_server(seed: int) -> Outcome:
     """A server whose slots grow from 16 to 128."""
     chance = random.Random(seed)
     seconds, at = chance.uniform(0.5, 4.0), 60.0
-    server = PlainServer(Limits(lambda now: 16 if now < at else 128, seconds), seed)
+    retry_after = chance.choice([None, 1.0, 5.0, 10.0])
+    server = PlainServer(Limits(lambda now: 16 if now < at else 128, seconds, retry_after=retry_after), seed)
     rows = int((at * 16 + 150 * 128) / seconds)
     took = run_virtual(finish(server, rows))
     window = max(3.0, 2 * seconds)
@@ -120,7 +121,7 @@ def growing_server(seed: int) -> Outcome:
     broken = () if found <= 60 else (f"128 slots were used {found} s after they were there",)
     return Outcome(
         "growing server", took / ideal, server.sent / rows, broken=broken,
-        notes={"answer seconds": round(seconds, 2), "found after": found},
+        notes={"answer seconds": round(seconds, 2), "retry_after": retry_after, "found after": found},
     )  # fmt: skip
 
 

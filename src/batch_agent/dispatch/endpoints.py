@@ -422,10 +422,10 @@ class EndpointMonitor:
         """Set the alarm for what is due first at the endpoint."""
         if endpoint.given_up or (endpoint.leaving and not endpoint.inflight):
             return
-        now, health = self._slots.loop.time(), endpoint.health
+        now = self._slots.loop.time()
         silence = self._router.longest_silence if self._router.others_work(endpoint) else inf
         due = endpoint.server.due(endpoint.inflight, self._patience, silence, now)
-        if endpoint.inflight and not health.is_down:
+        if endpoint.inflight:
             lost_at = self.flights.lost_at(endpoint)
             due = min(due, lost_at if lost_at > now else now + LOOK_FOR_ROOM)
         self._alarms.set(endpoint, due)
@@ -451,7 +451,7 @@ class EndpointMonitor:
         )
         self._tell(endpoint, event, now)
         self._scheduler.touch(endpoint)
-        if inflight and not endpoint.health.is_down and now >= flights.lost_at(endpoint):
+        if inflight and now >= flights.lost_at(endpoint):
             flights.send_lost(endpoint, self._room_for_lost(endpoint), now)
 
     def _room_for_lost(self, endpoint: Endpoint) -> float:

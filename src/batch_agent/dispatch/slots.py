@@ -178,6 +178,7 @@ UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
 # A request may be lost after this factor of a usual answer, and at least these seconds, without a byte. After this
 # factor of the slowest answer it is cancelled, if a second one cannot be sent beside it.
 LOST_FACTOR, LOST_SECONDS = 20.0, 30.0
+LOST_LEARNT = 10.0  # seconds in place of these if another server works, and many answers were much faster
 
 
 Flight = tuple[Deadline, Question, Policy, Observer]
@@ -348,8 +349,13 @@ class Flights:
         wait in its queue. The first request continues if a second one gets a slot: there is room, or few of those in
         flight are as old. Otherwise it is recalled when it is far older than the slowest answer."""
         patience, server = self._lost_after(endpoint), endpoint.server
+        if endpoint.health.is_down:
+            for slot in self.at(endpoint):
+                if _may_be_lost(slot) and now >= self._age_from(slot) + patience:
+                    self.recall(slot, now)
+            return
         slowest = self._slowest(endpoint)
-        cancelled = max(patience, LOST_FACTOR * slowest)
+        cancelled = max(patience, LOST_SECONDS, LOST_FACTOR * slowest)
         silent = now - server.answered_at >= cancelled
         if not slowest:
             endpoint.health.sounded = True
@@ -374,12 +380,20 @@ class Flights:
         return max(slot.sent_at, self.heard_at(slot))
 
     def _lost_after(self, endpoint: Endpoint) -> float:
-        """Return the seconds after which a request may be lost. If only control requests were answered, it is not known
-        how long a row takes: then this holds for one request, whose second attempt shows it."""
+        """Return the seconds after which a request may be lost. If no row was answered, it is not known how long a row
+        takes: then this holds for one request, whose second attempt shows it."""
         health, usual = endpoint.health, endpoint.server.usual or self._router.slowest
-        if health.patient or health.is_down or not (usual or (health.answered and not health.sounded)):
+        others_work = self._router.others_work(endpoint)
+        if health.patient:
             return inf
-        return max(LOST_SECONDS, LOST_FACTOR * usual)
+        if health.is_down:
+            return max(N.shortest_silence, N.silence_factor * self._slowest(endpoint)) if others_work else inf
+        if not usual and (health.sounded or not (health.answered or others_work)):
+            return inf
+        patience = max(LOST_SECONDS, LOST_FACTOR * usual)
+        if health.is_learnt and others_work:  # a row that takes so much longer than all others is rare
+            patience = min(patience, max(LOST_LEARNT, N.silence_factor * health.slowest))
+        return patience
 
     def _slowest(self, endpoint: Endpoint) -> float:
         return endpoint.health.slowest or self._router.slowest

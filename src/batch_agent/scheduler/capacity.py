@@ -44,6 +44,7 @@ from collections.abc import Hashable, Iterable
 from math import ceil, inf, sqrt
 
 from batch_agent.scheduler.engine_load import Load, LoadGuide
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.retry import FIRST
 
 # Finds the number of calls in flight if the user gave none: the largest that still increases the throughput.
@@ -429,6 +430,10 @@ class Capacity:
         self._forget_causes()
         self._climb_from(0.0)
 
+    def was_full_with(self, inflight: int) -> bool:
+        """Return whether the server has refused a request while so many others, or fewer, were in flight."""
+        return 0 < self._taken <= inflight
+
     def pardon(self, cause: Hashable, answered: float) -> str:
         """Take back what a refusal of this row did to the limit: the row is refused again, and others are not.
         ``answered``: when the newest answered request was sent. Those that were sent before the refusal came may have
@@ -488,9 +493,10 @@ class Capacity:
             self._known, self._refused_at = int(known), refused_at
             gain = known - self._known
             self._pause = PAUSE
-            # All slots are idle during a Retry-After, so it must be rare. A small share loses less and retries sooner,
-            # so that it does not always compete with a large share at its maximum.
-            self._probe_at = now + wait * min(MOST_WAITS, WAITS * sqrt(refused_at))
+            # All slots are idle during a long Retry-After, so it must be rare. A small share loses less and retries
+            # sooner, so that it does not always compete with a large share at its maximum.
+            pause = wait * min(MOST_WAITS, WAITS * sqrt(refused_at))
+            self._probe_at = now + (min(pause, N.short_hold) if wait <= N.short_hold else pause)
         self.limit = max(1, refused_at // 2)
         self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = self._takes = False

@@ -184,9 +184,12 @@ class Health:
         """Return the time limit of a control request."""
         if not self.answered:
             return N.first_answer if self.is_down else N.first_controls[self._unanswered]
-        if self.is_learnt and self._looks and not self.is_down:  # it is silent
-            return max(N.shortest_trial, 2 * self.slowest, 4 * self.slowest_control)
-        return max(N.shortest_control, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
+        shortest = N.shortest_control
+        if self.is_learnt and (self._looks or self.is_down):
+            # It is silent, or was. One that hangs is asked again soon; one that is slow gets more time at each trial.
+            tried = min(self.trials, N.most_doubled) if self.is_down else 0
+            shortest = min(shortest, N.shortest_trial * 2.0**tried)
+        return max(shortest, 2 * self.slowest, 4 * self.slowest_control, self.trial_seconds(now) or 0.0)
 
     def asks_again(self) -> bool:
         """Return whether a control request that was not answered in time proves nothing, and another one is sent."""

@@ -244,11 +244,14 @@ class LearntRate:
             self._leave.clear()
             self._leave.extend(free_at + SLACK + pace * number for number in range(self.limit))
 
-    def is_spent(self, sent_at: float, now: float) -> bool:
-        """Return whether a refusal means that the limit is used up. Then lower it to what was taken."""
+    def is_spent(self, sent_at: float, now: float, *, certain: bool = True) -> bool:
+        """Return whether a refusal means that the limit is used up. Then lower it to what was taken. If it is not
+        ``certain``, because as many requests were in flight as the server takes at once, it confirms nothing."""
         used = self.used(now)
         if self.limit is None or used < NEARLY * self.limit:
             return False
+        if self._doubted and not certain:
+            return True
         if sent_at > self._lowered_at:  # requests that were in flight together tell the same
             self._raise_after = min(LONGEST_RAISE, 2 * self._raise_after)
             self._doubted, self._raised_by = False, RAISED
@@ -304,12 +307,12 @@ class Rates:
         self._arrived = 0  # all up to this number have left before that
         self.learnt: LearntRate | None = None  # once a provider has refused every request
 
-    def is_spent(self, sent_at: float, now: float) -> bool:
+    def is_spent(self, sent_at: float, now: float, *, certain: bool) -> bool:
         """Return whether a refused request shows that the learnt limit is used up. It is not counted any more."""
         if self.learnt is None:
             return False
         self.learnt.refused()
-        return self.learnt.is_spent(sent_at, now)
+        return self.learnt.is_spent(sent_at, now, certain=certain)
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
         """Set or remove the user's limits per minute. The usage of the last minute still counts."""

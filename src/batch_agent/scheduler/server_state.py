@@ -130,6 +130,7 @@ class ServerState:
         if self.rates is not None:
             self.rates.learnt = None
         self.capacity = Capacity(None)
+        self._searches = False  # the number of requests in flight is searched, or was found by a search
         self.memory = CacheSize()
         self.health = Health()
         self.history = EndpointHistory()
@@ -177,12 +178,7 @@ class ServerState:
         self._terms.append(terms)
         self._set_rates()
         self.capacity.patience = min(terms.timeout or inf for terms in self._terms)
-        if len(self.endpoints) == 1 and terms.start is not None:
-            most = MOST if terms.ceiling is None else min(MOST, terms.ceiling)
-            self.capacity.resize(most)
-            self.capacity.start_search(LimitSearch(terms.start, most=most, by_clock=terms.by_clock))
-        else:
-            self._set_ceiling()
+        self._set_ceiling()
 
     def leave(self, endpoint: Endpoint) -> None:
         place = self.endpoints.index(endpoint)
@@ -191,11 +187,20 @@ class ServerState:
             self._set_ceiling()
 
     def _set_ceiling(self) -> None:
-        """Set the ceiling to the sum of all dispatchers: each bounds its own requests."""
-        ceilings = [terms.ceiling for terms in self._terms]
-        total = None if None in ceilings else sum(ceiling for ceiling in ceilings if ceiling is not None)
-        if self.capacity.search is None and self.capacity.ceiling != total:
-            self.capacity.resize(total)
+        """Search the number of requests in flight if a dispatcher has none. What is found stays when others join or
+        leave. Without a search it is the sum of all dispatchers: each bounds its own requests."""
+        searching = next((terms for terms in self._terms if terms.start is not None), None)
+        if searching is None:
+            ceilings = [terms.ceiling for terms in self._terms]
+            total = None if None in ceilings else sum(ceiling for ceiling in ceilings if ceiling is not None)
+            if self._searches or (self.capacity.search is None and self.capacity.ceiling != total):
+                self.capacity.resize(total)
+        elif not self._searches:
+            assert searching.start is not None
+            most = MOST if searching.ceiling is None else min(MOST, searching.ceiling)
+            self.capacity.resize(most)
+            self.capacity.start_search(LimitSearch(searching.start, most=most, by_clock=searching.by_clock))
+        self._searches = searching is not None
 
     def _set_rates(self) -> None:
         """Apply the strictest limits of all dispatchers to all of them together."""
@@ -385,7 +390,9 @@ class ServerState:
         if outcome == "stale":  # the second time, the row closes every connection
             return "broken" if slot.ticket.row.stale or health.is_down else outcome
         if outcome == "overloaded":
-            if is_spent(error.quota) or (self.rates is not None and self.rates.is_spent(slot.sent_at, now)):
+            certain = not self.capacity.was_full_with(self.inflight - 1)
+            spent = self.rates is not None and self.rates.is_spent(slot.sent_at, now, certain=certain)
+            if spent or is_spent(error.quota):
                 return "recalled"  # a rate limit with a known end
             # One request alone cannot be too many: the server or this row has another problem.
             alone = self.inflight == 1 and not isinstance(error, RateLimited) and not error.retry_after
@@ -417,7 +424,7 @@ class ServerState:
             return
         if outcome not in ("unreachable", "silent") or (outcome == "silent" and now - slot.sent_at > N.never_reached):
             health.reached = True  # in the second case a connection was made
-        if outcome == "denied" and health.is_denied and health.is_down:
+        if outcome in ("denied", "refused") and health.is_denied and health.is_down:
             self._is_still_denied(event, now, effects)
             return
         if verdict.endpoint == "healthy":
@@ -554,6 +561,8 @@ class ServerState:
                 return  # the server takes other requests meanwhile; only this one waits
             if wait > N.short_wait and proven and not self._is_confirmed(slot, around, now):
                 return  # the next request shows whether it concerns all rows
+            if control and wait <= N.short_hold:
+                return  # those in flight may be as many as it takes at once
             if wait > N.short_wait and not control and around.can_ask:
                 if slot.sent_at >= self.history.controlled_at + N.control_pause:
                     self._doubt(error, now, effects)  # if it concerns all rows, the control request gets it too
@@ -736,11 +745,11 @@ class ServerState:
         elif health.is_silent(self.inflight, now) and not self._may_be_slow_rows(event):
             self._is_silent(around, now, effects)
         else:  # too few requests or answers to tell
-            looks, certain = health.look(now), health.is_learnt and self.inflight >= N.several
-            if not certain or around.is_full:
+            looks, asks_now = health.look(now), health.is_learnt and not around.is_full and around.can_ask
+            if not asks_now:
                 effects.append(PROBE)
             # If no slot is free, one row is sent again to make room. Its second attempt shows how long a row takes.
-            if (looks or (certain and not around.is_full)) and around.can_ask:
+            if asks_now or (looks and around.can_ask):
                 if around.is_full and health.sounded and not event.second:
                     return
                 effects.append(CONTROL)
