@@ -391,7 +391,7 @@ class Flights:
         if not usual and (health.sounded or not (health.answered or others_work)):
             return inf
         patience = max(LOST_SECONDS, LOST_FACTOR * usual)
-        if health.is_learnt and others_work:  # a row that takes so much longer than all others is rare
+        if health.is_learnt and others_work:  # a row that takes that much longer than all others is rare
             patience = min(patience, max(LOST_LEARNT, N.silence_factor * health.slowest))
         return patience
 

@@ -431,7 +431,7 @@ class Capacity:
         self._climb_from(0.0)
 
     def was_full_with(self, inflight: int) -> bool:
-        """Return whether the server has refused a request while so many others, or fewer, were in flight."""
+        """Return whether the server has refused a request while that many others, or fewer, were in flight."""
         return 0 < self._taken <= inflight
 
     def pardon(self, cause: Hashable, answered: float) -> str:

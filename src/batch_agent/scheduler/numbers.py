@@ -54,8 +54,8 @@ class Numbers:
     proven_answers: int = 20  # good answers after which a Retry-After of one request may be chance
     excessive: float = 60.0  # a Retry-After above this, after good answers, is confirmed by a second request
     short_wait: float = 2.0  # a shorter Retry-After costs less than finding out whether it concerns all rows
-    # Retry-After of a server that is full; longer ones are mostly those of limits per minute. A server with 16 slots that
-    # asked for 5 s was taken for one that takes 16 requests per minute, and used for a fiftieth.
+    # Retry-After of a server that is full; longer ones are mostly those of limits per minute. A server with 16 slots
+    # that asked for 5 s was taken for one that takes 16 requests per minute, and used for a fiftieth.
     short_hold: float = 10.0
     passed_over: int = 2  # times that a row is refused while others are answered, until it counts as the cause
     least_refused: float = 65.0  # that a row is refused, alone, before it fails: rate limits count by the minute
