@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity, LimitSearch, is_chance
+from batch_agent.scheduler.numbers import N
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 
@@ -78,14 +79,17 @@ def test_a_number_that_was_refused_is_tried_again_only_after_some_rounds() -> No
         refuse(capacity, 51)
 
 
-def test_a_number_whose_refusal_cost_a_wait_is_tried_again_only_after_many_such_waits() -> None:
+@pytest.mark.parametrize(("wait", "after"), [(2.0, N.short_hold), (15.0, 15.0 * MOST_WAITS)])
+def test_a_number_whose_refusal_cost_a_long_wait_is_tried_again_only_after_many_such_waits(
+    wait: float, after: float
+) -> None:
     capacity = Capacity(1000)
-    refuse(capacity, 51, wait=2.0, now=1.0)
+    refuse(capacity, 51, wait=wait, now=1.0)
     for _ in range(10_000):
         good(capacity)
     assert capacity.limit == 50
-    assert not good(capacity, now=1.0 + 2.0 * MOST_WAITS / 2)
-    assert good(capacity, now=1.0 + 2.0 * MOST_WAITS)
+    assert not good(capacity, now=1.0 + after / 2)
+    assert good(capacity, now=1.0 + after)
 
 
 def test_refusals_without_an_answer_between_them_do_not_lower_what_the_limit_comes_back_to() -> None:

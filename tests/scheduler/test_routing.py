@@ -82,6 +82,13 @@ def test_a_fast_endpoint_has_more_on_its_way_than_a_slow_one() -> None:
     assert found["e1"] == 24 and found["e0"] == 3
 
 
+def test_slots_lent_to_one_run_do_not_bound_another_run_of_the_process_at_the_same_server() -> None:
+    server = ServerState("gpu")
+    lent, own = Endpoint(server, Terms(start=64), "gpu"), Endpoint(server, Terms(4), "gpu")
+    lent.allotted = 0  # between two grants
+    assert (lent.slots, own.slots) == (0, server.capacity.limit)
+
+
 def test_a_weight_is_a_share() -> None:
     scheduler = Scheduler(endpoints=[serving("a", None, weight=3.0), serving("b", None)])
     for _ in range(40):

@@ -26,16 +26,16 @@ class Worker:
         self.endpoint = Endpoint(
             ServerState("gpu"), Terms(MOST, START if by_clock else FLEET_START, by_clock=by_clock), "gpu"
         )
-        self.endpoint.server.allotted = 0
+        self.endpoint.allotted = 0
 
     def beat(self, table: Table, now: float) -> float:
         """Report, apply the grant, and return the time of the next beat."""
-        server, capacity = self.endpoint.server, self.endpoint.capacity
+        capacity = self.endpoint.capacity
         assert capacity.search is not None
-        held = max(server.inflight, server.allotted or 0)
+        held = max(self.endpoint.inflight, self.endpoint.allotted or 0)
         limit, progress = capacity.search.limit, capacity.search.progress
         grant = table.beat(self.name, now, MEMBER, {POT: Claim(limit, held, limit, search=progress)}, {}).grants[POT]
-        server.allotted = min(grant.held, grant.fair)
+        self.endpoint.allotted = min(grant.held, grant.fair)
         if grant.leads:
             capacity.lead(grant.held, grant.others_open, grant.even)
         elif grant.search is not None:

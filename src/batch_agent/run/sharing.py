@@ -253,12 +253,12 @@ class Lending:
 
         def claim() -> Claim:
             limit, search = _own_limit(dispatcher, endpoint) or 0, server.capacity.search
-            want = self._want(name, dispatcher, server.inflight, limit)
-            held = max(server.inflight, server.allotted or 0)
+            want = self._want(name, dispatcher, endpoint.inflight, limit)
+            held = max(endpoint.inflight, endpoint.allotted or 0)
             return Claim(limit, held, want, search=None if search is None else search.progress)
 
         def apply(share: int) -> None:
-            server.allotted = share
+            endpoint.allotted = share
 
         def learn(grant: Grant) -> None:
             if grant.leads:
@@ -357,7 +357,7 @@ def _own_limit(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
     if capacity.search is not None:
         return capacity.search.limit
     ceiling = UNLIMITED if capacity.ceiling is None else capacity.ceiling
-    if endpoint.server.allotted is None and ceiling >= (UNLIMITED if whole is None else whole):
+    if endpoint.allotted is None and ceiling >= (UNLIMITED if whole is None else whole):
         return None
     return ceiling
 

@@ -495,8 +495,8 @@ class Capacity:
             self._pause = PAUSE
             # All slots are idle during a long Retry-After, so it must be rare. A small share loses less and retries
             # sooner, so that it does not always compete with a large share at its maximum.
-            pause = wait * min(MOST_WAITS, WAITS * sqrt(refused_at))
-            self._probe_at = now + (min(pause, N.short_hold) if wait <= N.short_hold else pause)
+            longest = N.short_hold if wait <= N.short_hold else inf
+            self._probe_at = now + min(longest, wait * min(MOST_WAITS, WAITS * sqrt(refused_at)))
         self.limit = max(1, refused_at // 2)
         self.search, self.others = None, 0  # the server itself reported its limit
         self._answered = self._takes = False

@@ -39,6 +39,7 @@ class Endpoint:
         self.server = ServerState() if server is None else server
         self.name = name  # the backend's name for it
         self.inflight = 0
+        self.allotted: int | None = None  # slots that this worker of the run may use; None: all of them
         self.given_up = ""  # reason why it gets no more requests of this dispatcher
         self.leaving = False  # it gets no more requests, and is removed after its last answer
         self.is_hungry: Callable[[], bool] = _never

@@ -137,7 +137,6 @@ class ServerState:
         self.denials = Denials()
         self.reasons: dict[str, Reason] = {}  # of the present conclusions, by what they are about
         self.past: deque[Reason] = deque(maxlen=MOST_REASONS)
-        self.allotted: int | None = None  # slots that this process may use; None: all of them
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
@@ -213,14 +212,14 @@ class ServerState:
 
     def share(self, endpoint: Endpoint) -> int | None:
         """Return the most requests that one dispatcher may have in flight now; None: no limit."""
-        limit = self.capacity.limit
-        if self.allotted is not None:
-            limit = self.allotted if limit is None else min(limit, self.allotted)
-        if limit is None or len(self.endpoints) == 1:
-            return limit
-        hungry = sum(other.is_hungry() for other in self.endpoints if other is not endpoint)
-        fair = -(-limit // (1 + hungry))
-        return min(fair, limit - self.inflight + endpoint.inflight)
+        limit, allotted = self.capacity.limit, endpoint.allotted
+        if limit is not None and len(self.endpoints) > 1:
+            hungry = sum(other.is_hungry() for other in self.endpoints if other is not endpoint)
+            fair = -(-limit // (1 + hungry))
+            limit = min(fair, limit - self.inflight + endpoint.inflight)
+        if limit is None or allotted is None:
+            return allotted if limit is None else limit
+        return min(limit, allotted)
 
     # Conclusions and their reasons
 
