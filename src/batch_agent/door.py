@@ -16,6 +16,7 @@ import os
 import platform
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, Self
@@ -44,7 +45,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 class RequestRefused(Exception):
     """A request that gets an error ``status`` instead of an answer. ``param`` is the field of the body to blame,
-    ``code`` a word for programs."""
+    ``code`` a word for programs. ``kind`` is the type of the error, if it is not the usual one of the status."""
 
     def __init__(
         self,
@@ -52,11 +53,12 @@ class RequestRefused(Exception):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        code: str | int | None = None,
+        kind: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.status, self.param, self.code, self.kind, self.headers = status, param, code, kind, headers
 
 
 Refuse = Callable[[web.BaseRequest, RequestRefused], web.Response]
@@ -90,6 +92,8 @@ class Door:
         self._patience, self._cancels, self._unpacks = patience, cancels, unpacks
         self._allowed = _allowed_names()
         self._runner: web.ServerRunner | None = None
+        self._pending = 0  # requests that are not answered
+        self._answered = asyncio.Event()
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -124,7 +128,26 @@ class Door:
         if runner is not None:
             await runner.cleanup()
 
+    async def drain(self, seconds: float) -> None:
+        """Accept no further connection, and wait until the requests that came are answered, for ``seconds`` at most."""
+        if self._runner is not None:
+            for site in tuple(self._runner.sites):
+                await site.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._pending:
+                    self._answered.clear()
+                    await self._answered.wait()
+
     async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._pending += 1
+        try:
+            return await self._respond(request)
+        finally:
+            self._pending -= 1
+            self._answered.set()
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             self._check(request)
             return await self._handler(request)

@@ -28,7 +28,7 @@ that raises an error writes its message, which never contains a secret.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Literal, cast
@@ -115,6 +115,7 @@ class BackendError(JobError):
         self.text = text  # the model's text before the failure
         self.usage = usage  # tokens used nevertheless, if the server reports them
         self.quota = quota  # the provider's rate limits, if the server reports them
+        self.fields: Mapping[str, str | int] = {}  # type, param and code of the server's error object
 
 
 class Timeout(BackendError):

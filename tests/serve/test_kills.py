@@ -166,3 +166,63 @@ async def test_a_kill_after_the_files_were_completed_changes_no_number(
         async with serving(tmp_path, model) as client:
             again = await client.wait_messages(batch["id"])
             assert again["request_counts"] == ended["request_counts"]
+
+
+async def test_a_server_that_is_stopped_lets_answers_end_and_ends_longer_ones_with_an_error(tmp_path: Path) -> None:
+    def script(request: Request) -> ScriptedReply:
+        if "never" in request.text:
+            return Hang()
+        return Say("word " * (100_000 if "endless" in request.text else 40), chunk_delay=0.02, latency=0.2)
+
+    command = ("-m", "batch_agent", "serve", "--data", str(tmp_path), "--port", "0", "--reserve", "1K", "--drain", "2s")
+    async with backend(script) as model, aiohttp.ClientSession() as session:
+        process = await start(*command, "--backend", model.backend_url, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().strip()
+        key = (await process.stdout.readline()).decode().rpartition("=")[2].strip()
+        client = Client(url, key, session, cast("Any", None))
+
+        async def ask(text: str, *, stream: bool) -> tuple[int, bytes]:
+            body = {"model": "m", "messages": [{"role": "user", "content": text}], "stream": stream}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+                return answer.status, await answer.read()
+
+        asked = [asyncio.create_task(ask("endless" if n == 2 else "short", stream=n > 0)) for n in range(3)]
+        asked.append(asyncio.create_task(ask("never", stream=False)))
+        await model.wait_requests(4)
+        await client.get("/serve/status")  # its connection stays open
+        process.terminate()
+        (status, whole), (_, streamed), (_, cut), (late, told) = await asyncio.gather(*asked)
+        assert status == 200 and orjson.loads(whole)["choices"][0]["message"]["content"] == "word " * 40
+        assert streamed.endswith(b"data: [DONE]\n\n") and b"error" not in streamed
+        events = [part.removeprefix(b"data: ") for part in cut.split(b"\n\n") if part]
+        assert events[-1] == b"[DONE]" and orjson.loads(events[-2])["error"]["code"] == "stopping"
+        assert late == 503 and orjson.loads(told)["error"]["code"] == "stopping"
+        assert await process.wait() == 0
+
+
+async def test_a_server_that_is_being_stopped_accepts_nothing_new(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def script(request: Request) -> ScriptedReply:
+        await gate.wait()
+        return Say("done")
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    async with backend(script) as model, serving(tmp_path, model, drain=60.0) as client:
+        asked = asyncio.create_task(client.post("/v1/chat/completions", body))
+        await model.wait_requests(1)
+        await client.get("/serve/status")
+        door = client.server.door
+        stopping = asyncio.create_task(client.server._drain(door))
+        while not client.server.stopping:
+            await asyncio.sleep(0.01)
+        status, told = await client.send("GET", "/v1/models")  # on the connection that is open
+        assert status == 503 and "stopping" in told["error"]["message"]
+        with pytest.raises(aiohttp.ClientConnectorError):
+            async with aiohttp.ClientSession() as session, session.get(client.url + "/health"):
+                pass
+        gate.set()
+        assert (await asked)["choices"][0]["message"]["content"] == "done"
+        await stopping

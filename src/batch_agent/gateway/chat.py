@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
+from batch_agent.door import RequestRefused
 from batch_agent.gateway.client_request import (
     BadRequest,
     ClientRequest,
@@ -111,13 +112,14 @@ class ChatDialect:
             yield sse({**head, "choices": [], "usage": document.get("usage")})
         yield b"data: [DONE]\n\n"
 
-    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
-        kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        code = "insufficient_quota" if status == 402 else None
-        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    def error(self, refused: RequestRefused) -> JsonObject:
+        status = refused.status
+        kind = refused.kind or KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        code = refused.code or ("insufficient_quota" if status == 402 else None)
+        return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": code}}
 
-    def error_event(self, status: int, message: str) -> bytes:
-        return sse(self.error(status, message)) + b"data: [DONE]\n\n"
+    def error_event(self, refused: RequestRefused) -> bytes:
+        return sse(self.error(refused)) + b"data: [DONE]\n\n"
 
 
 # Requests

@@ -63,10 +63,10 @@ class ClientDialect(Protocol):
     def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
         """Yield the same answer as server-sent events."""
 
-    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+    def error(self, refused: RequestRefused) -> JsonObject:
         """Return an error document."""
 
-    def error_event(self, status: int, message: str) -> bytes:
+    def error_event(self, refused: RequestRefused) -> bytes:
         """Return the error as an event inside a stream that has begun."""
 
 

@@ -219,7 +219,7 @@ class Gateway:
         dialect = asked.dialect
         if guest.answers:
             asked.messages = [_as_answered(message, guest.answers) for message in asked.messages]
-        failure: tuple[int, str] | None = None
+        failure: RequestRefused | None = None
         reply: Reply | None = None
         envelope, live = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model), None
         own = dialect.wire in guest.row.wires
@@ -231,11 +231,11 @@ class Gateway:
                 if live is not None:
                     live.finish(reply)
             except BatchAgentError as error:
-                failure = _status(error), str(error)
+                failure = RequestRefused(_status(error), str(error))
         if reply is None:
             assert failure is not None
             if waiting.response is None:
-                raise RequestRefused(*failure)
+                raise failure
             return await _fail_late(waiting.response, request, asked, failure)
         if reply.tool_calls:
             guest.answers[reply.tool_calls[0].id] = reply.message()
@@ -265,11 +265,11 @@ class Gateway:
 
 
 async def _fail_late(
-    response: web.StreamResponse, request: web.BaseRequest, asked: ClientRequest, failure: tuple[int, str]
+    response: web.StreamResponse, request: web.BaseRequest, asked: ClientRequest, failure: RequestRefused
 ) -> web.StreamResponse:
     """Report a failure after the response has begun with status 200: with an event, or by breaking the connection."""
     if asked.stream:
-        await response.write(asked.dialect.error_event(*failure))
+        await response.write(asked.dialect.error_event(failure))
     elif request.transport is not None:
         request.transport.abort()
     return response
@@ -319,7 +319,7 @@ def _status(error: BatchAgentError) -> int:
 
 def _refused(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
     dialect = DIALECTS.get(_path(request), CHAT)
-    return json_response(dialect.error(refused.status, str(refused), refused.param), refused.status, FINAL)
+    return json_response(dialect.error(refused), refused.status, FINAL)
 
 
 def _card(name: str) -> JsonObject:

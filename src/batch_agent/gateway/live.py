@@ -15,6 +15,7 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import ModelRequest
+from batch_agent.door import RequestRefused
 from batch_agent.gateway.client_request import ClientRequest, Envelope
 from batch_agent.messages import JsonObject, Reply
 
@@ -97,7 +98,7 @@ class LiveAnswer:
             if len(reply.text) > len(written):
                 self._say(reply.text[len(written) :])
         elif self._question is not None and self._question.tries > self._first_try + 1:
-            self._put(self._asked.dialect.error_event(502, DIFFERENT))
+            self._put(self._asked.dialect.error_event(RequestRefused(502, DIFFERENT)))
             return
         events = [*self._document_events(replace(reply, text=MARK, sealed=None))]
         for event in events[_place(events) + 1 :]:

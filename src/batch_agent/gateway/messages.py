@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.wire import echoed_object
+from batch_agent.door import RequestRefused
 from batch_agent.gateway.client_request import (
     BadRequest,
     ClientRequest,
@@ -105,12 +106,14 @@ class MessagesDialect:
         yield _event({"type": "message_delta", "delta": end, "usage": usage})
         yield _event({"type": "message_stop"})
 
-    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
-        kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    def error(self, refused: RequestRefused) -> JsonObject:
+        status, kind = refused.status, refused.kind
+        if kind not in KINDS.values():  # its clients know only these
+            kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(refused)}, "request_id": None}
 
-    def error_event(self, status: int, message: str) -> bytes:
-        return _event(self.error(status, message))
+    def error_event(self, refused: RequestRefused) -> bytes:
+        return _event(self.error(refused))
 
 
 def _event(value: JsonObject) -> bytes:

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.http.wire import echoed_object
+from batch_agent.door import RequestRefused
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import (
     BadRequest,
@@ -97,8 +98,9 @@ class ResponsesDialect(ChatDialect):
         for place, event in enumerate(_events(document)):
             yield sse({**event, "sequence_number": place}, str(event["type"]))
 
-    def error_event(self, status: int, message: str) -> bytes:
-        error: JsonObject = {"code": "server_error" if status >= 500 else "invalid_request", "message": message}
+    def error_event(self, refused: RequestRefused) -> bytes:
+        code = refused.code or ("server_error" if refused.status >= 500 else "invalid_request")
+        error: JsonObject = {"code": code, "message": str(refused)}
         response: JsonObject = {"object": "response", "status": "failed", "error": error, "output": []}
         return sse({"type": "response.failed", "response": response, "sequence_number": 0}, "response.failed")
 

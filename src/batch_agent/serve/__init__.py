@@ -27,5 +27,5 @@ class ServeOptions:
     max_inflight: int | None = None
     shared: bool = False  # several processes serve the same data
     store: str = ""  # URL of the Redis server that has the runs of batches; implies ``shared``
-    drain: float = 5.0  # for lines in flight, when the server is stopped
+    drain: float = 5.0  # for answers and lines in flight, when the server is stopped
     now: Callable[[], float] = time.time

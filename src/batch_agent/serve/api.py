@@ -19,6 +19,7 @@ from typing import BinaryIO, ParamSpec, TypeVar
 
 import orjson
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import JsonValue
 
 from batch_agent.blocking import in_thread
@@ -53,6 +54,9 @@ MOST_MESSAGES = 100_000
 PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NO_ROOM = "the disk of this server is almost full: no file is accepted now"
+
+# What the parser of forms raises for one that is not well-formed.
+BROKEN_FORM = (ValueError, LookupError, AssertionError, RuntimeError, HttpProcessingError, web.RequestPayloadError)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +137,7 @@ class Api:
                     if not isinstance(field, BodyPartReader):
                         raise RequestRefused(400, "a form inside the form is not accepted")
                     if field.name == "file" and name is None:
-                        name = field.filename or "file"
+                        name = _file_name(field.filename or "file")
                         await self._store(_chunks(field, watch), part, tenant.max_file, self._too_large(tenant))
                     else:
                         fields[field.name or ""] = await _field(field, watch)
@@ -143,8 +147,9 @@ class Api:
             await in_thread(self._catalog.add_file, file)
         except TimeoutError:
             raise RequestRefused(408, "the file came too slowly") from None
-        except ValueError as error:  # of the parser
-            raise RequestRefused(400, f"the form cannot be read: {error}") from None
+        except BROKEN_FORM as error:
+            told = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RequestRefused(400, f"the form cannot be read: {told}") from None
         finally:
             part.unlink(missing_ok=True)
         return json_response(file_object(file))
@@ -196,6 +201,8 @@ class Api:
         if order not in ("asc", "desc"):
             raise RequestRefused(400, "order must be asc or desc", param="order")
         purpose, after = query.get("purpose"), query.get("after")
+        if after is not None:
+            await self._file(tenant, after, param="after")
         found = await in_thread(
             self._catalog.files,
             tenant.name,
@@ -309,6 +316,8 @@ class Api:
 
     async def _list(self, request: web.BaseRequest, tenant: Tenant, _: str) -> web.StreamResponse:
         limit, after = read_limit(request.query, 100, 20), request.query.get("after")
+        if after is not None:
+            await self._batch(tenant, after)
         found = await in_thread(self._catalog.batches, tenant.name, "openai", after=after, limit=limit + 1)
         items = [batch_object(self._batches.progress(batch), self._batches.estimate(batch)) for batch in found[:limit]]
         return json_response(page_object(items, more=len(found) > limit))
@@ -378,6 +387,8 @@ class Api:
         after, before = query.get("after_id"), query.get("before_id")
         if after is not None and before is not None:
             raise RequestRefused(400, "before_id and after_id cannot be used together")
+        if (cursor := after or before) is not None:
+            await self._batch(tenant, cursor, "anthropic")
         ask = partial(self._catalog.batches, tenant.name, "anthropic", after=after, before=before, limit=limit + 1)
         found = await in_thread(ask)
         page = found[-limit:] if before is not None else found[:limit]
@@ -425,14 +436,9 @@ class Api:
 
 def refuse(request: web.BaseRequest, refused: RequestRefused) -> web.Response:
     """Return an error in the form of the API that a request belongs to."""
-    status, told = refused.status, str(refused)
     if request.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
-        return json_response(MESSAGES.error(status, told), status)
-    document = CHAT.error(status, told, refused.param)
-    error = document["error"]
-    assert isinstance(error, dict)
-    error["code"] = refused.code or error["code"]
-    return json_response(document, status)
+        return json_response(MESSAGES.error(refused), refused.status)
+    return json_response(CHAT.error(refused), refused.status)
 
 
 def _pattern(path: str) -> tuple[str, str]:
@@ -492,6 +498,13 @@ async def _on_disk(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         return await in_thread(function, *args, **kwargs)
     except OSError as error:
         raise RequestRefused(507, f"{NO_ROOM} ({error.strerror})") from None
+
+
+def _file_name(name: str) -> str:
+    """Return the name of an uploaded file. Raises RequestRefused for one that could add lines to a header or a log."""
+    if not name.isprintable():
+        raise RequestRefused(400, "the filename has a line break or another control character", param="file")
+    return name
 
 
 def _created(path: Path) -> BinaryIO:

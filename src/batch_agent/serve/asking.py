@@ -68,11 +68,11 @@ class _PlainDialect:
 
     wire = ""
 
-    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
-        return CHAT.error(status, message, param)
+    def error(self, refused: RequestRefused) -> JsonObject:
+        return CHAT.error(refused)
 
-    def error_event(self, status: int, message: str) -> bytes:
-        return CHAT.error_event(status, message)
+    def error_event(self, refused: RequestRefused) -> bytes:
+        return CHAT.error_event(refused)
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
         own = own_document(reply, self.wire)
@@ -204,7 +204,7 @@ class ClientCall(ModelCall):
             overflow = isinstance(error, ContextOverflow)
             if not overflow and (status is None or status in OPERATORS or not 400 <= status < 500):
                 raise
-            return refusal(status or 400, for_clients(str(error)))
+            return refusal(status or 400, error)
 
     def again(self) -> ClientCall:
         return ClientCall(self.backend, super().again().request)
@@ -215,17 +215,38 @@ def for_clients(message: str) -> str:
     return _ADDRESS.sub("the server of the model", message)
 
 
-def refusal(status: int, message: str) -> Reply:
-    document: JsonObject = {"status": status, "message": message}
+def refusal(status: int, error: BackendError) -> Reply:
+    message = for_clients(str(error))
+    document: JsonObject = {"status": status, "message": message, **error.fields}
     return Reply(message, finish_reason=REFUSED, sealed=Sealed(REFUSED, document))
 
 
-def refused(reply: Reply) -> tuple[int, str] | None:
-    """Return status and message of an answer that is a refusal."""
+def refused(reply: Reply) -> RequestRefused | None:
+    """Return the refusal that an answer is; None if it is none."""
     sealed = reply.sealed
     if sealed is None or sealed.wire != REFUSED or not isinstance(sealed.value, dict):
         return None
-    return int(str(sealed.value["status"])), str(sealed.value["message"])
+    return _with_fields(int(str(sealed.value["status"])), str(sealed.value["message"]), sealed.value)
+
+
+def refused_for(error: JobError) -> RequestRefused:
+    """Return the error that a client gets for a request that failed, with the fields of the server's error if the
+    status is the server's."""
+    status, fields = status_of(error), dict[str, JsonValue]()
+    if isinstance(error, BackendError) and error.status == status:
+        fields.update(error.fields)
+    return _with_fields(status, for_clients(str(error)), fields)
+
+
+def _with_fields(status: int, message: str, fields: JsonObject) -> RequestRefused:
+    kind, param, code = (fields.get(name) for name in ("type", "param", "code"))
+    return RequestRefused(
+        status,
+        message,
+        param=None if param is None else str(param),
+        code=code if isinstance(code, int | str) else None,
+        kind=None if kind is None else str(kind),
+    )
 
 
 def model_request(asked: ClientRequest, request: ModelRequest, *, priority: int = 0) -> ModelRequest:
@@ -273,7 +294,7 @@ async def ask_line(
     try:
         request = read_request(READER, models, dialect, body)
     except RequestRefused as refusal:
-        return failed_line(endpoint, name, refusal.status, str(refusal), refusal.param)
+        return failed_line(endpoint, name, refusal)
     conversation = Conversation(request.messages)
 
     def send(question: ModelRequest) -> ClientCall:
@@ -283,7 +304,7 @@ async def ask_line(
 
     reply = await ask(request.shape, conversation, send)
     if (told := refused(reply)) is not None:
-        return failed_line(endpoint, name, *told)
+        return failed_line(endpoint, name, told)
     document = dialect.document(reply, request, envelope(request, name))
     if endpoint == "/v1/messages":
         outcome: JsonObject = {"result": {"type": "succeeded", "message": document}}
@@ -292,11 +313,11 @@ async def ask_line(
     return LineAnswer(True, outcome, reply.usage.prompt_tokens, reply.usage.completion_tokens)
 
 
-def failed_line(endpoint: str, name: str, status: int, message: str, param: str | None = None) -> LineAnswer:
-    body = DIALECTS[endpoint].error(status, message, param)
+def failed_line(endpoint: str, name: str, refused: RequestRefused) -> LineAnswer:
+    body = DIALECTS[endpoint].error(refused)
     if endpoint == "/v1/messages":
         return LineAnswer(False, {"result": {"type": "errored", "error": body}})
-    return LineAnswer(False, _response(name, status, body))
+    return LineAnswer(False, _response(name, refused.status, body))
 
 
 def _response(name: str, status: int, body: JsonObject) -> JsonObject:
@@ -340,12 +361,14 @@ def status_of(error: JobError) -> int:
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MOST_RETRIES = 2
 OUTAGE_SECONDS = 60.0  # that an outage is waited out
+GAPS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # between events
 
 
 class Interactive:
     def __init__(self, models: ServedModels, dispatcher: Dispatcher, turnstile: Turnstile) -> None:
         self._models, self._dispatcher, self._turnstile = models, dispatcher, turnstile
         self._reader = RequestReader()
+        self._limits: set[asyncio.Timeout] = set()  # of the requests that are not answered
         self.requests = 0
         self.failures = 0
 
@@ -364,11 +387,33 @@ class Interactive:
         try:
             if asked.stream:
                 return await self._streamed(request, asked, tenant)
-            reply = await self._ask(asked, tenant)
+            reply = await self._ask_in_time(asked, tenant)
         except RequestRefused:
             self.failures += 1
             raise
         return json_response(dialect.document(reply, asked, envelope(asked)), headers={"Cache-Control": "no-cache"})
+
+    def stop(self) -> None:
+        """End all requests that are not answered with an error: the server is stopping."""
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _ask_in_time(
+        self, asked: ClientRequest, tenant: Tenant, stream: Waiting | None = None, live: LiveAnswer | None = None
+    ) -> Reply:
+        """Return the answer, unless the server is stopped before it is complete."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                try:
+                    return await self._ask(asked, tenant, stream, live)
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RequestRefused(503, "the server is stopping; send the request again", code="stopping") from None
 
     async def _ask(
         self,
@@ -389,7 +434,8 @@ class Interactive:
             live.follow(question)
             call.on_tool_call = start_nothing  # so that the backend streams
         elif stream is not None:
-            question.relay = stream.put
+            call.events = events = PassedEvents(stream.put)
+            question.relay = events.take
         wait_until = clock() + OUTAGE_SECONDS
         policy = Policy(MOST_RETRIES, wait_until=wait_until, wanted=lambda _: stream is None or not stream.begun)
         before = turnstile.inflight
@@ -400,7 +446,7 @@ class Interactive:
             ticket = self._dispatcher.slots.claim(progress, FIRST)
             reply = await self._dispatcher.ask(call, policy, ticket=ticket)
         except JobError as error:
-            raise RequestRefused(status_of(error), for_clients(str(error))) from None
+            raise refused_for(error) from None
         except BatchAgentError as error:
             raise RequestRefused(400, str(error)) from None
         finally:
@@ -409,7 +455,9 @@ class Interactive:
             governor.ended(clock())
             turnstile.touch()
         if (refusal := refused(reply)) is not None:
-            raise RequestRefused(*refusal)
+            raise refusal
+        if call.events is not None:
+            call.events.finish()
         usage = reply.usage
         turnstile.spend(tenant.name, usage.prompt_tokens + usage.completion_tokens)
         governor.answered(clock() - call.sent_at, usage.completion_tokens, before, turnstile.inflight, clock())
@@ -421,7 +469,7 @@ class Interactive:
         async with Waiting(request, streamed=True, keeps_alive=False) as waiting:
             live = None if own else LiveAnswer(asked, envelope(asked), waiting.put)
             try:
-                reply = await self._ask(asked, tenant, waiting, live)
+                reply = await self._ask_in_time(asked, tenant, waiting, live)
                 if live is not None:
                     live.finish(reply)
                 elif not waiting.begun:
@@ -430,22 +478,53 @@ class Interactive:
             except RequestRefused as refused:
                 if not waiting.begun:
                     raise
-                waiting.put(dialect.error_event(refused.status, str(refused)))
+                waiting.put(dialect.error_event(refused))
         if waiting.response is None:
             raise ConnectionResetError("the client left before its answer began")
         return waiting.response
 
 
+class PassedEvents:
+    """Passes the events of a server on to its client, each when it is complete: if the server breaks off in the middle
+    of an event, the client gets no part of it. ``count``: the events that were passed on."""
+
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        self._put, self._rest, self.count = put, bytearray(), 0
+
+    def begin(self) -> None:
+        """Forget what an attempt that failed has left."""
+        self._rest.clear()
+
+    def take(self, data: bytes) -> None:
+        rest, seen = self._rest, max(0, len(self._rest) - 3)
+        rest += data
+        end = max(at + len(gap) if (at := rest.rfind(gap, seen)) >= 0 else 0 for gap in GAPS)
+        if end:
+            whole = bytes(rest[:end])
+            del rest[:end]
+            self.count += whole.count(b"data:")
+            self._put(whole)
+
+    def finish(self) -> None:
+        """Pass on the end of a complete answer, which may lack its last blank line."""
+        if self._rest:
+            self._put(bytes(self._rest))
+            self.begin()
+
+
 class _PersonCall(ClientCall):
     """Tells when the request is sent."""
 
-    __slots__ = ("_turnstile", "admitted", "sent_at")
+    __slots__ = ("_turnstile", "admitted", "events", "sent_at")
 
     def __init__(self, backend: ServedModels, request: ModelRequest, turnstile: Turnstile) -> None:
         super().__init__(backend, request)
         self._turnstile, self.admitted, self.sent_at = turnstile, False, asyncio.get_running_loop().time()
+        self.events: PassedEvents | None = None
 
     async def send(self, endpoint: str) -> Reply:
+        if self.events is not None:
+            self.events.begin()
         self._turnstile.note_sent(endpoint)
         if not self.admitted:
             self.admitted = True

@@ -37,7 +37,7 @@ from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.run.run import Run
 from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
-from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, for_clients, status_of
+from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, refused_for
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
 from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, check_lines, has_index
 from batch_agent.serve.models import ServedModels
@@ -212,7 +212,7 @@ class RunningBatch(Entrant):
                 return
             error: JobError = result.error.exception()
             name = self._name(result.index)
-            answer = failed_line(self.batch.endpoint, name, status_of(error), for_clients(result.error.message))
+            answer = failed_line(self.batch.endpoint, name, refused_for(error))
         elif isinstance(result.output, LineAnswer):
             answer = result.output
         else:
@@ -336,7 +336,14 @@ class ServedBatches:
         if running is None or batch.is_over:
             return batch
         tallied = running.lines.tallied
-        return replace(batch, completed=tallied.completed, failed=tallied.failed, usage=dict(tallied.usage))
+        return replace(
+            batch,
+            completed=tallied.completed,
+            failed=tallied.failed,
+            cancelled=tallied.not_done.get("cancelled", 0),
+            expired=tallied.not_done.get("expired", 0),
+            usage=dict(tallied.usage),
+        )
 
     def estimate(self, batch: ServedBatch) -> float | None:
         """Return the unix time at which a batch will be done; None if it is not known."""

@@ -73,6 +73,20 @@ def batch_object(batch: ServedBatch, estimate: float | None) -> JsonObject:
     }
 
 
+def summary_of(batch: ServedBatch) -> str:
+    """Return how far a batch is, for people: '36 of 80 done, 44 cancelled'."""
+    failed = batch.failed - batch.cancelled - batch.expired
+    rest = {"failed": failed, "cancelled": batch.cancelled, "expired": batch.expired}
+    parts = [f"{count} {name}" for name, count in rest.items() if count > 0]
+    return ", ".join([f"{batch.completed} of {batch.total} done", *parts])
+
+
+def shown_beside(batch: ServedBatch) -> JsonObject:
+    """Return what people see of a batch beside the object of OpenAI's API."""
+    counts = {"cancelled": batch.cancelled, "expired": batch.expired}
+    return {"tenant": batch.tenant, "api": batch.wire, "summary": summary_of(batch), **counts}
+
+
 def _whole(time: float | None) -> int | None:
     return None if time is None else int(time)
 

@@ -43,7 +43,7 @@ from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.lines import ERRORS, OUTPUT, PART, row_of, rows_of
 from batch_agent.serve.models import ServedModels
-from batch_agent.serve.objects import batch_object, read_limit
+from batch_agent.serve.objects import batch_object, read_limit, shown_beside
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
@@ -57,6 +57,7 @@ SCRIPTS = ("dom", "serve")
 PATHS = ("/", "/static/app.js", "/static/app.css")
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
+LAST_SECONDS = 1.0  # for clients to read the error of an answer that took too long at the end
 LOCK = "serve.lock"
 OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
 
@@ -83,6 +84,7 @@ class BatchService:
                 raise SpecError("with --store, workers open the models too: give URLs, and keys in their environment")
             undone.pop_all()
         self.room = True  # the disk has more than the reserve free
+        self.stopping = False  # what is in flight ends, and nothing new begins
 
     def close(self) -> None:
         """Close the catalog, and release the data. ``serve`` does it at its end."""
@@ -114,19 +116,27 @@ class BatchService:
             await in_thread(self._clean)
             await self.batches.forget_runs()  # raises if the store is unreachable
             await self._keep_books()
+            self.door = door = Door(self._handle, refuse, host=options.host, port=options.port)
+            await extent.enter_async_context(door)  # before any line is sent: the port may be in use
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.turnstile.run())
                 tasks.create_task(self.webhooks.run())
                 await self.batches.resume(tasks)
-                door = Door(self._handle, refuse, host=options.host, port=options.port)
-                async with door:
-                    tasks.create_task(self._look_after())
-                    try:
-                        await ready(door.url, self.key)
-                    finally:
-                        await self.batches.drain(self.options.drain)
-                        with suppress(StoreError):
-                            await self._keep_books()
+                tasks.create_task(self._look_after())
+                try:
+                    await ready(door.url, self.key)
+                finally:
+                    await self._drain(door)
+                    with suppress(StoreError):
+                        await self._keep_books()
+
+    async def _drain(self, door: Door) -> None:
+        """Start nothing more, and let answers and lines in flight end. An answer that takes longer than ``drain`` ends
+        with an error."""
+        self.stopping, seconds = True, self.options.drain
+        await asyncio.gather(door.drain(seconds), self.batches.drain(seconds))
+        self.interactive.stop()
+        await door.drain(LAST_SECONDS)
 
     def _take_data(self) -> Lock:
         """Take the lock of the data. Raises SpecError if a process serves it already, unless all share it."""
@@ -185,6 +195,8 @@ class BatchService:
         await dispatcher.wait_closed()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.stopping and request.path != "/health/live":
+            raise RequestRefused(503, "the server is stopping", headers={"Retry-After": "5", "Connection": "close"})
         if request.path == "/health" and request.method in ("GET", "HEAD"):
             return json_response({"status": "ok"})
         if request.path in PATHS and request.method in ("GET", "HEAD"):
@@ -288,9 +300,11 @@ class Admin:
             case "GET", ["status"]:
                 return json_response(await in_thread(self.status, tenant))
             case "GET", ["batches"]:
-                limit = read_limit(request.query, 1000, 100)
+                limit, after = read_limit(request.query, 1000, 100), request.query.get("after")
+                if after is not None:
+                    await self._batch(tenant, after)
                 own = None if tenant.is_operator else tenant.name
-                ask = partial(self._service.catalog.batches, own, after=request.query.get("after"), limit=limit)
+                ask = partial(self._service.catalog.batches, own, after=after, limit=limit)
                 return json_response({"data": [self.shown(batch) for batch in await in_thread(ask)]})
             case "GET", ["batches", id]:
                 return json_response(self.shown(await self._batch(tenant, id)))
@@ -339,7 +353,7 @@ class Admin:
             seconds = asyncio.get_running_loop().time() - running.began
             rate = round(running.answered / max(seconds, 0.001), 3)
         document = batch_object(batch, self._service.batches.estimate(batch))
-        return {**document, "tenant": batch.tenant, "api": batch.wire, "lines_per_second": rate}
+        return {**document, **shown_beside(batch), "lines_per_second": rate}
 
     def status(self, tenant: Tenant) -> JsonObject:
         """Return the state of the server, or what a tenant may see of it. Blocks."""

@@ -149,7 +149,7 @@ def signature(thought: str) -> str:
 
 
 def error_object(status: int, message: str) -> JsonObject:
-    return MessagesRequest.dialect.error(status, message)
+    return MessagesRequest.dialect.error(RequestRefused(status, message))
 
 
 def usage_object(usage: Usage) -> JsonObject:

@@ -129,6 +129,12 @@ class ServerError:
         document = json_of(body)
         return cls(body[: 64 * SHOWN_CHARS].decode("utf-8", "replace")) if document is None else cls.of(document)
 
+    def fields(self, *, overflow: bool) -> dict[str, str | int]:
+        """Return what the server said beside its message, for a client that reads it."""
+        code = "context_length_exceeded" if overflow and (not self.code or self.code.isdecimal()) else self.code
+        told = {"type": self.kind, "param": self.param, "code": int(code) if code.isdecimal() else code}
+        return {name: value for name, value in told.items() if value}
+
     def is_overflow(self, wording: Wording) -> bool:
         told = (self.code, self.kind, self.message)
         return self.param == "input_tokens" or any(wording.overflow.search(text) for text in told)
@@ -203,6 +209,11 @@ class Faults:
                 return failure
 
     def _build(self, status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
+        error = self._error(status, said, message, wait)
+        error.fields = said.fields(overflow=isinstance(error, ContextOverflow))
+        return error
+
+    def _error(self, status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
         if status in (400, 413, 422, 500) and said.is_overflow(self._wording):
             return ContextOverflow(message, status=status)
         if not self._wording.filtered.isdisjoint((said.code, said.kind)):

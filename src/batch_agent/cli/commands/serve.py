@@ -31,7 +31,7 @@ from batch_agent.record.address import StoreAddress
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
 from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
 from batch_agent.serve.lines import ERRORS, OUTPUT, PART
-from batch_agent.serve.objects import batch_object
+from batch_agent.serve.objects import batch_object, shown_beside
 
 ADMIN = {
     "status": "show the state of a server",
@@ -260,6 +260,7 @@ LIMITS: Mapping[str, tuple[Callable[[str], object], object, str]] = {
     "reserve": (byte_size, "1GB", "disk that stays free"),
     "keep": (duration, "30d", "how long batches are kept after their end"),
     "anthropic_window": (duration, "24h", "deadline of Message Batches"),
+    "drain": (duration, "5s", "how long answers in flight may take when the server is stopped"),
 }
 # Each term of a tenant with its reader, the name of its value, and its help. ``Tenant`` has the defaults.
 TERMS: Mapping[str, tuple[Callable[[str], object], str, str]] = {
@@ -269,7 +270,9 @@ TERMS: Mapping[str, tuple[Callable[[str], object], str, str]] = {
     "max_file": (byte_size, "SIZE", "(default 2GB)"),
     "webhook": (str, "URL", "gets a signed notice when a batch ends"),
 }
-METAVARS = {"interactive_latency": "FACTOR", "reserve": "SIZE", "keep": "TIME", "anthropic_window": "TIME"}
+METAVARS = {"interactive_latency": "FACTOR", "reserve": "SIZE"} | dict.fromkeys(
+    ("keep", "anthropic_window", "drain"), "TIME"
+)
 
 
 def admin_command(options: argparse.Namespace) -> int:
@@ -286,7 +289,7 @@ def admin_command(options: argparse.Namespace) -> int:
         for line in _listed(document):
             put(line)
     elif options.action == "cancel":
-        put(f"{document['id']} is {document['status']}")
+        put(f"{document['id']} is {document['status']}: {document['summary']}")
     else:
         for name, value in document.items():
             put(f"{name}: {value if not isinstance(value, dict | list) else orjson.dumps(value).decode()}")
@@ -295,9 +298,7 @@ def admin_command(options: argparse.Namespace) -> int:
 
 def _listed(document: JsonObject) -> Iterator[str]:
     for batch in cast("list[JsonObject]", document["data"]):
-        counts = cast("JsonObject", batch["request_counts"])
-        done = f"{counts['completed']} of {counts['total']} done, {counts['failed']} failed"
-        yield f"{batch['id']}  {batch['status']}  {batch['tenant']}  {batch['endpoint']}  {done}"
+        yield f"{batch['id']}  {batch['status']}  {batch['tenant']}  {batch['endpoint']}  {batch['summary']}"
 
 
 # By address
@@ -356,7 +357,7 @@ def _read(options: argparse.Namespace) -> JsonObject:
 
 
 def _shown(batch: ServedBatch) -> JsonObject:
-    return {**batch_object(batch, None), "tenant": batch.tenant, "api": batch.wire}
+    return {**batch_object(batch, None), **shown_beside(batch)}
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -30,16 +30,20 @@ const pill = (name) => h("span", { class: `state ${LIVE.includes(name) || name =
 
 const ended = (batch) => batch.completed_at || batch.failed_at || batch.expired_at || batch.cancelled_at;
 
+// Lines that were not done when the batch was cancelled or expired.
+const undone = (batch) => batch.cancelled + batch.expired;
+
 // Lines per second: now, or of the whole batch if it has ended.
 function rate(batch) {
-  const { completed, failed } = batch.request_counts;
-  const value = batch.lines_per_second ?? (ended(batch) && batch.in_progress_at ? (completed + failed) / Math.max(1, ended(batch) - batch.in_progress_at) : 0);
+  const { completed, failed } = batch.request_counts, answered = completed + failed - undone(batch);
+  const value = batch.lines_per_second ?? (ended(batch) && batch.in_progress_at ? answered / Math.max(1, ended(batch) - batch.in_progress_at) : 0);
   return value ? `${value >= 10 ? number(value) : value.toFixed(1)}/s` : "–";
 }
 
-function progress({ total, completed, failed }) {
+function progress(batch) {
+  const { total, completed } = batch.request_counts, failed = batch.request_counts.failed - undone(batch);
   const part = (count, kind) => h("span", { class: kind, style: { width: `${(100 * count) / (total || 1)}%` } });
-  return h("div", { class: "bar", title: `${number(completed)} succeeded, ${number(failed)} failed, of ${number(total)}` }, part(completed, "f-ok"), part(failed, "f-bad"));
+  return h("div", { class: "bar", title: batch.summary }, part(completed, "f-ok"), part(failed, "f-bad"));
 }
 
 // When a batch ended, or when it is expected to.
@@ -121,12 +125,12 @@ async function batches() {
   const [state, listed] = await Promise.all([ask("status"), ask(`batches?limit=${BATCHES}${after ? `&after=${after}` : ""}`)]);
   const many = Boolean(state.tenants), found = listed.data;
   const line = (batch) => {
-    const counts = batch.request_counts, done = counts.completed + counts.failed;
+    const counts = batch.request_counts, failed = counts.failed - undone(batch);
     return h("tr", { class: "opens", onclick: () => (location.hash = address("batch", batch.id)) },
       h("td", null, pill(batch.status)),
-      h("td", { style: { minWidth: "130px" } }, progress(counts), h("span", { class: "quiet" }, `${number(done)} of ${number(counts.total)}, ${share(done, counts.total)}`)),
+      h("td", { style: { minWidth: "130px" } }, progress(batch), h("span", { class: "quiet" }, `${batch.summary} (${share(counts.completed, counts.total)})`)),
       h("td", { class: "id" }, link(address("batch", batch.id), batch.id)), many ? h("td", { class: "clip" }, text(batch.tenant)) : null,
-      h("td", { class: counts.failed ? "r bad" : "r quiet" }, number(counts.failed)), h("td", { class: "r" }, rate(batch)), h("td", { class: "r" }, short(batch.usage.total_tokens)),
+      h("td", { class: failed ? "r bad" : "r quiet" }, number(failed)), h("td", { class: "r" }, rate(batch)), h("td", { class: "r" }, short(batch.usage.total_tokens)),
       h("td", null, end(batch)), h("td", { class: "clip" }, text(batch.model || "")), h("td", { class: "r" }, cancel(batch)));
   };
   const next = found.length === BATCHES ? found.at(-1).id : "";
@@ -157,7 +161,7 @@ function output(answer) {
 
 async function batch(id) {
   const found = await ask(`batches/${encodeURIComponent(id)}`), counts = found.request_counts, usage = found.usage;
-  const left = counts.total - counts.completed - counts.failed;
+  const left = counts.total - counts.completed - counts.failed, failed = counts.failed - undone(found);
   if (!chosen) chosen = counts.completed ? "succeeded" : counts.failed ? "failed" : "waiting";
   const query = new URLSearchParams({ state: chosen, limit: LINES, ...(cursors.at(-1) ? { after: cursors.at(-1) } : {}), ...(sought ? { custom_id: sought } : {}) });
   const lines = await ask(`batches/${encodeURIComponent(id)}/rows?${query}`);
@@ -185,8 +189,8 @@ async function batch(id) {
         Object.entries(found.metadata || {}).map(([name, each]) => h("span", { class: "clip" }, text(`${name}: ${each}`)))),
       found.errors ? panel("The file was refused", null, table([["line", "r"], "code", "message"], found.errors.data.map((each) => h("tr", null, h("td", { class: "r" }, each.line ?? ""), h("td", { class: "id" }, text(each.code)), h("td", null, text(each.message)))))) : null,
       h("div", { class: "tiles" },
-        tile("done", [number(counts.completed + counts.failed), h("small", null, ` of ${number(counts.total)}`)], share(counts.completed + counts.failed, counts.total), progress(counts)),
-        tile("failed", h("span", { class: counts.failed ? "bad" : null }, number(counts.failed)), share(counts.failed, counts.completed + counts.failed)),
+        tile("done", [number(counts.completed), h("small", null, ` of ${number(counts.total)}`)], `${share(counts.completed, counts.total)}: ${found.summary}`, progress(found)),
+        tile("failed", h("span", { class: failed ? "bad" : null }, number(failed)), share(failed, counts.completed + failed)),
         tile("rate", rate(found)), tile("tokens", short(usage.total_tokens), `${short(usage.input_tokens)} in, of these ${short(usage.input_tokens_details.cached_tokens)} cached`, `${short(usage.output_tokens)} out`),
         tile(LIVE.includes(found.status) ? "estimated end" : "ended", end(found)[0], end(found)[1])),
       h("div", { class: "line filters" }, h("div", { class: "choice" }, Object.entries(states).map(([name, title]) => h("button", { class: chosen === name && !sought ? "on" : null, onclick: again(() => { chosen = name; sought = ""; }) }, `${title} ${number(amounts[name])}`))), search, h("span", { class: "grow" }), lines.note ? h("span", { class: "quiet" }, lines.note) : null, turning(lines.next, look)),
