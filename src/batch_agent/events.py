@@ -189,14 +189,16 @@ class LimitChanged(RunEvent):
 
 @value_type
 class HealthChanged(RunEvent):
-    """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure; ``since`` and
-    ``next_trial`` use the same clock as ``at``, and are 0 while it works."""
+    """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure, ``rule`` is the
+    rule by which it counts as down or doubted; ``since`` and ``next_trial`` use the same clock as ``at``, and are 0
+    while it works."""
 
     endpoint: str
     state: Literal["healthy", "suspect", "down", "on trial"]
     reason: str
     since: float = 0.0
     next_trial: float = 0.0
+    rule: str = ""
 
 
 @value_type

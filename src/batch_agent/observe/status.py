@@ -6,14 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from batch_agent.messages import JsonObject
+from batch_agent.observe.metrics import Clock
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import cache_json, usage_json
 from batch_agent.record.timeline import SAMPLE, Line
 from batch_agent.scheduler.server import Endpoint
+from batch_agent.scheduler.server_events import Reason
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics
 
 ENDPOINTS = 256  # maximum listed
+EARLIER = 10  # earlier conclusions about an endpoint that are listed
 LIMITS = ("max_cost", "max_total_tokens", "max_wall_time")
 
 
@@ -33,13 +36,13 @@ def status_json(
     spec: BatchSpec,
     *,
     slots: int | None,
-    at: float,
+    clock: Clock,
     paused: bool,
 ) -> JsonObject:
     now = statistics
     state = now.ended or ("paused" if paused else "draining" if now.draining else "running")
     return {
-        "at": round(at, 3),
+        "at": round(clock(), 3),
         "state": state,
         "reason": now.reason or None,
         "model": now.model,
@@ -71,7 +74,7 @@ def status_json(
         "budget": {name: value for name in LIMITS if (value := getattr(spec, name)) is not None},
         "cache_hits": now.cache_hits,
         "max_inflight": slots,
-        "endpoints": [_endpoint(endpoint) for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)],
+        "endpoints": [_endpoint(endpoint, clock) for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)],
         "outage_seconds": round(now.outage_seconds, 1),
         "kv": None if now.kv is None else cache_json(now.kv),
         "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
@@ -89,7 +92,7 @@ def status_json(
     }
 
 
-def _endpoint(labelled: LabelledEndpoint) -> JsonObject:
+def _endpoint(labelled: LabelledEndpoint, clock: Clock) -> JsonObject:
     endpoint = labelled.endpoint
     health = endpoint.health
     return {
@@ -99,7 +102,18 @@ def _endpoint(labelled: LabelledEndpoint) -> JsonObject:
         "limit": endpoint.capacity.limit,
         "state": "given up" if endpoint.given_up else "leaving" if endpoint.leaving else health.state,
         "reason": endpoint.given_up or (health.reason if health.is_down else "") or None,
+        "why": [_reason(reason, clock) for reason in endpoint.server.why()],
+        "history": [_reason(reason, clock) for reason in list(endpoint.server.past)[-EARLIER:]],
         "seconds_per_turn": round(endpoint.server.seconds, 3) or None,
+    }
+
+
+def _reason(reason: Reason, clock: Clock) -> JsonObject:
+    return {
+        "about": reason.about,
+        "rule": reason.rule,
+        "evidence": reason.evidence,
+        "since": round(clock.at(reason.since), 3),
     }
 
 

@@ -265,7 +265,7 @@ class Run(Generic[T]):
             self.tool_statistics(),
             self._prepared.spec,
             slots=self.shared.slots,
-            at=self.shared.clock(),
+            clock=self.shared.clock,
             paused="pause" in self._requests,
         )
 
@@ -794,6 +794,7 @@ class Run(Generic[T]):
         since = next_trial = 0.0
         if health.is_down:
             since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
-        self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
+        state, rule = health.state, endpoint.server.rule_of("health")
+        self._emit(HealthChanged(wall(now), self.id, endpoint.name, state, health.reason, since, next_trial, rule))
         if self._feeder is not None and health.state != "on trial":
             self._feeder.set_trouble(health.reason if health.is_down else None, since)

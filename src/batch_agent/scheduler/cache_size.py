@@ -56,6 +56,20 @@ class CacheSize:
             return None
         return self.reported if self.is_believed else self.learnt
 
+    @property
+    def conclusion(self) -> tuple[str, str]:
+        """Return which rule decides the size, and its evidence; two empty texts while nothing is known."""
+        if self.is_one_of_several:
+            return "the report is that of one of several replicas", "the engine counts less than half of our requests"
+        if self.reported is not None and self._larger >= N.larger:
+            return (
+                "the cache is larger than reported",
+                f"{self._larger} contexts beyond {self.reported} tokens were cached",
+            )
+        if self.reported is not None:
+            return "the engine's report is believed", f"{self.reported} tokens"
+        return ("", "") if self.learnt is None else ("the size is learnt from evictions", f"{self.learnt} tokens")
+
     def read(self, load: Load, answers: int, in_flight: int, now: float) -> None:
         """Learn from a reading. ``answers``: the server's answers to our requests so far."""
         self.queue = load.waiting

@@ -148,7 +148,7 @@ Effect = Judged | Limit | SendProbe | Control | WentDown | CameUp | TrialEnded |
 Effects = list[Effect]
 
 
-About = Literal["health", "hold", "limit"]
+About = Literal["health", "hold", "limit", "cache"]
 
 
 class Reason(NamedTuple):

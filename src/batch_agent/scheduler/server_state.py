@@ -136,7 +136,7 @@ class ServerState:
         self.history = EndpointHistory()
         self.denials = Denials()
         self.reasons: dict[str, Reason] = {}  # of the present conclusions, by what they are about
-        self.past: deque[Reason] = deque(maxlen=MOST_REASONS)
+        self.past: deque[Reason] = deque(maxlen=MOST_REASONS)  # that do not hold any more
         self.inflight = 0  # of all dispatchers
         self.most_in_flight = 0  # since the end of the last outage
         self.held_until = 0.0  # the server asked to wait until this time
@@ -224,16 +224,37 @@ class ServerState:
     # Conclusions and their reasons
 
     def why(self) -> list[Reason]:
-        """Return why it is down, held back or limited: rule, evidence, since when."""
+        """Return why it is down, held back or limited, and why its cache has its size: rule, evidence, since when."""
         return list(self.reasons.values())
 
+    def rule_of(self, about: About) -> str:
+        """Return the rule of a conclusion that holds, or an empty text."""
+        return reason.rule if (reason := self.reasons.get(about)) is not None else ""
+
     def _conclude(self, about: About, rule: str, evidence: str, now: float) -> None:
-        self.reasons[about] = reason = Reason(about, rule, evidence, now)
-        self.past.append(reason)
+        before = self.reasons.get(about)
+        if before is not None and before.rule == rule:
+            now = before.since
+        elif before is not None:
+            self.past.append(before)
+        self.reasons[about] = Reason(about, rule, evidence, now)
+
+    def _end(self, about: About) -> None:
+        """A conclusion does not hold any more."""
+        if (ended := self.reasons.pop(about, None)) is not None:
+            self.past.append(ended)
+
+    def _conclude_cache(self, now: float) -> None:
+        rule, evidence = self.memory.conclusion
+        if rule != self.rule_of("cache"):
+            if rule:
+                self._conclude("cache", rule, evidence, now)
+            else:
+                self._end("cache")
 
     def _limit(self, reason: str, now: float, effects: Effects) -> None:
         if reason:
-            self._conclude("limit", reason, f"{self.capacity.limit} requests at once", now)
+            self._conclude("limit", reason, f"at most {self.capacity.limit} at once", now)
             effects.append(Limit(reason))
 
     def is_held(self, now: float) -> bool:
@@ -245,7 +266,7 @@ class ServerState:
 
     def _end_hold(self) -> None:
         self.held_until = 0.0
-        self.reasons.pop("hold", None)
+        self._end("hold")
 
     # Events
 
@@ -264,11 +285,13 @@ class ServerState:
             case Reading(load):
                 self._limit(self.capacity.loaded(load, self.inflight), now, effects)
                 self.memory.read(load, self.answers, self.inflight, now)
+                self._conclude_cache(now)
                 if load.generated is not None:
                     self.health.counted(load.generated, self.began_at, now)
             case ReadingLost():
                 self.capacity.unread()
                 self.memory.unread()
+                self._conclude_cache(now)
             case ProbeEnded():
                 self._probed(event, now, effects)
             case Unasked(around):
@@ -336,10 +359,10 @@ class ServerState:
             self._end_hold()
             effects.append(self._up(was_slow=slot.sent_at < health.down_since))
         elif not health.is_down:
-            self.reasons.pop("health", None)
+            self._end("health")
 
     def _up(self, *, was_slow: bool = False) -> CameUp:
-        self.reasons.pop("health", None)
+        self._end("health")
         return CameUp(was_slow)
 
     # Failures

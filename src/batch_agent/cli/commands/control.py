@@ -110,4 +110,7 @@ def _lines(status: JsonObject) -> list[str]:
         name = endpoint["name"] or status["backend"]
         name = f"{name}, {endpoint['model']}" if endpoint.get("model") else name
         lines.append(("server", f"{name}: {endpoint['inflight']} of {limit} in flight, {endpoint['state']}{reason}"))
+        for why in cast("list[dict[str, object]]", endpoint.get("why", [])):
+            ago = duration(max(0.0, cast(float, status["at"]) - cast(float, why["since"])))
+            lines.append(("", f"{why['about']}: {why['rule']} ({why['evidence']}), for {ago}"))
     return [f"  {label:<8} {harmless(text)}" for label, text in lines]

@@ -1,5 +1,5 @@
 // The numbers of a run.
-import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, rowAt, state } from "./dom.js";
+import { h, fill, panel, table, text, number, short, seconds, dollars, share, pace, when, link, address, rowAt, state, clock } from "./dom.js";
 import { get, isReport } from "./source.js";
 import { timeChart, spark, bar, stageGraph } from "./charts.js";
 
@@ -133,11 +133,18 @@ function endpoints(data, live) {
   const colour = { healthy: "good", down: "bad", "given up": "bad" };
   const lines = list.map((each) => h("tr", null,
     h("td", null, text(each.name || (status.backend || "server")), each.model ? h("div", { class: "quiet" }, text(each.model)) : null),
-    h("td", { class: live ? colour[each.state] || "warn" : "quiet" }, each.state, each.reason ? h("div", { class: "quiet" }, text(each.reason, 160)) : null),
+    h("td", { class: live ? colour[each.state] || "warn" : "quiet" }, each.state, each.reason ? h("div", { class: "quiet" }, text(each.reason, 160)) : null, live ? reasons(each) : null),
     h("td", { class: "r" }, live ? number(each.inflight) : "–"), h("td", { class: "r" }, each.limit === null ? "none" : number(each.limit)),
     h("td", { class: "r" }, seconds(each.seconds_per_turn))));
   return panel("Endpoints", status.outage_seconds ? `down for ${seconds(status.outage_seconds)} in total` : null,
     table(["endpoint", "health", ["in flight", "r"], ["limit", "r"], ["per turn", "r"]], lines));
+}
+
+// Which rules decided about a server, and their evidence: the present ones, and the earlier ones behind a click.
+function reasons(each) {
+  const line = (why) => h("div", { class: "quiet" }, text(`${why.about}: ${why.rule} (${why.evidence}), since ${clock(why.since)}`, 240));
+  const now = (each.why || []).map(line), past = (each.history || []).toReversed();
+  return h("div", null, now, past.length ? h("details", null, h("summary", null, `${past.length} earlier`), past.map(line)) : null);
 }
 
 function cache(data, live) {
