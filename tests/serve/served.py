@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from batch_agent.serve import ServeOptions
+from batch_agent.serve.catalog import ConfiguredTenant
 from batch_agent.serve.models import ServedModel, ServedModels, open_models
 from batch_agent.serve.server import BatchService
 from batch_agent.testing import ScriptedServer
@@ -110,10 +111,15 @@ def chat(name: str, text: str = "", *, model: str = "m", **fields: object) -> di
 
 
 @asynccontextmanager
-async def serving(data: Path, backend: ScriptedServer | ServedModels, **options: Any) -> AsyncIterator[Client]:
+async def serving(
+    data: Path,
+    backend: ScriptedServer | ServedModels,
+    configured: Sequence[ConfiguredTenant] | None = None,
+    **options: Any,
+) -> AsyncIterator[Client]:
     """Serve batches until exit, as if the process then ended."""
     models = backend if isinstance(backend, ServedModels) else open_models(backend.backend_url, {})
-    server = BatchService(ServeOptions(data, port=0, **{"reserve": 0, "drain": 0.0, **options}), models)
+    server = BatchService(ServeOptions(data, port=0, **{"reserve": 0, "drain": 0.0, **options}), models, configured)
     told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     async def ready(url: str, key: str) -> None:

@@ -87,7 +87,8 @@ def test_a_configuration_has_models_limits_and_keys() -> None:
     assert (found["keep"], found["reserve"], found["max_lines"]) == (2 * 86400.0, 1024**2, 1_000_000)
     assert found["interactive_latency"] == 2.5 and found["max_inflight"] is None
     assert _limits(parser.parse_args(["--interactive-latency", "off"]), {})["interactive_latency"] is None
-    tenant, key = _tenant_in("alice", {"key": "k" * 20, "share": 2, "max_file": "1GB"})
+    configured = _tenant_in("alice", {"key": "k" * 20, "share": 2, "max_file": "1GB"})
+    tenant, key = configured.tenant, configured.key
     assert (tenant.name, tenant.share, tenant.max_file, key) == ("alice", 2.0, 1024**3, "k" * 20)
     with pytest.raises(SpecError, match="max_lines"):
         _limits(parser.parse_args([]), {"limits": {"max_lines": "many"}})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from threading import RLock
 from typing import Literal, Self, TypeVar
@@ -24,12 +25,15 @@ from batch_agent.messages import JsonObject
 from batch_agent.serve import GB
 
 OPERATOR = "operator"  # the tenant of the generated key
+ACTIVE, REVOKED, AWAY = 0, 1, 2  # a tenant; AWAY: one of a configuration, and the server was started without one
+AGAIN = "~"  # in the name of a tenant, before a number: a name that was given again after it was revoked
 KEY_FILE = "key"
 FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
 BUSY_SECONDS = 30.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS tenant (
     name TEXT PRIMARY KEY, hash TEXT UNIQUE NOT NULL, revoked INTEGER NOT NULL DEFAULT 0, terms TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS former_key (hash TEXT PRIMARY KEY, tenant TEXT NOT NULL, until REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS file (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, expires REAL,
     document TEXT NOT NULL);
@@ -59,8 +63,9 @@ class KeyReused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``share``: its weight beside other tenants. ``max_queued``: lines that may wait in all. ``tokens_per_day``: None
-    for any number."""
+    """``name`` is never used twice: a name that is given again after it was revoked is "alice~2", and ``label`` is
+    "alice". ``share``: its weight beside other tenants. ``max_queued``: lines that may wait in all. ``tokens_per_day``:
+    None for any number. ``configured``: its key is in the configuration."""
 
     name: str
     share: float = 1.0
@@ -70,6 +75,11 @@ class Tenant:
     webhook: str = ""
     secret: str = ""  # signs what is sent to the webhook
     created: float = 0.0
+    configured: bool = False
+
+    @property
+    def label(self) -> str:
+        return label_of(self.name)
 
     @property
     def is_operator(self) -> bool:
@@ -139,8 +149,34 @@ class ServedBatch:
 Stored = TypeVar("Stored", Tenant, StoredFile, ServedBatch)
 
 
+@dataclass(frozen=True, slots=True)
+class ConfiguredTenant:
+    """A tenant of the configuration. ``old_key`` is accepted beside ``key``; "" for none."""
+
+    tenant: Tenant
+    key: str
+    old_key: str = ""
+
+
+def label_of(name: str) -> str:
+    """Return the name of a tenant as people gave it."""
+    return name.partition(AGAIN)[0]
+
+
+def check_tenant_name(name: str) -> None:
+    """Raise SpecError for a name that a tenant cannot have."""
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64:
+        raise SpecError("the name of a tenant has letters, digits, '-', '_' and '.', and at most 64 of them")
+    if name == OPERATOR:
+        raise SpecError(f"{OPERATOR!r} is the name of the generated key: choose another name")
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
+
+
+def new_key() -> str:
+    return f"sk-serve-{secrets.token_urlsafe(32)}"
 
 
 def hashed(key: str) -> str:
@@ -213,45 +249,123 @@ class Catalog:
             except FileNotFoundError:
                 key = ""
             if not key:
-                key = f"sk-serve-{secrets.token_urlsafe(32)}"
-                part = path.with_suffix(".part")
-                part.touch(0o600)
-                part.write_text(key + "\n")
-                part.replace(path)
+                key = new_key()
+                self._write_operator_key(key)
             if self.tenant_of(key) is None:
-                self.set_tenant(Tenant(OPERATOR), key)
+                with self._writing() as db:
+                    self._put_tenant(db, Tenant(OPERATOR), key)
             return key
 
+    def _write_operator_key(self, key: str) -> None:
+        path = self.data / KEY_FILE
+        part = path.with_suffix(".part")
+        part.touch(0o600)
+        part.write_text(key + "\n")
+        part.replace(path)
+
     def add_tenant(self, tenant: Tenant) -> str:
-        """Add a tenant, and return its new key. Raises SpecError if the name is in use."""
-        key = f"sk-serve-{secrets.token_urlsafe(32)}"
-        self.set_tenant(tenant, key, new=True)
+        """Add a tenant, and return its new key. What an earlier tenant of this name had stays separate. Raises
+        SpecError if the name is in use."""
+        key = new_key()
+        with self._writing() as db:
+            rows = _tenants_named(db, tenant.name)
+            if any(state != REVOKED for _, state in rows):
+                raise SpecError(f"there is a tenant {tenant.name!r} already: revoke it first, or choose another name")
+            self._put_tenant(db, replace(tenant, name=_next_name(tenant.name, rows)), key)
         return key
 
-    def set_tenant(self, tenant: Tenant, key: str, *, new: bool = False) -> None:
-        """Add or change a tenant with a given key. With ``new``, raises SpecError if the name is in use."""
-        terms = orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
+    def rotate_key(self, label: str, overlap: float) -> str:
+        """Return a new key of a tenant. The former one is accepted for ``overlap`` seconds. Raises SpecError if there
+        is no such tenant, or if its key is in the configuration."""
+        key = new_key()
         with self._writing() as db:
-            known = db.execute("SELECT revoked FROM tenant WHERE name = ?", (tenant.name,)).fetchone()
-            if new and known is not None and not known[0]:
-                raise SpecError(f"there is a tenant {tenant.name!r} already: revoke it first, or choose another name")
-            db.execute("INSERT OR REPLACE INTO tenant VALUES (?, ?, 0, ?)", (tenant.name, hashed(key), terms))
+            name = next((name for name, state in _tenants_named(db, label) if state == ACTIVE), None)
+            if name is None:
+                raise SpecError(f"there is no tenant {label!r}")
+            former, terms = db.execute("SELECT hash, terms FROM tenant WHERE name = ?", (name,)).fetchone()
+            if _read(Tenant, terms).configured:
+                told = f"the key of {label!r} is in the configuration: change it there, and keep the former as old_key"
+                raise SpecError(told)
+            now = self._clock()
+            db.execute("DELETE FROM former_key WHERE until <= ?", (now,))
+            db.execute("INSERT OR REPLACE INTO former_key VALUES (?, ?, ?)", (former, name, now + overlap))
+            db.execute("UPDATE tenant SET hash = ? WHERE name = ?", (hashed(key), name))
+            if name == OPERATOR:
+                self._write_operator_key(key)
+        return key
 
-    def revoke(self, name: str) -> None:
-        """Revoke a tenant's key. Raises SpecError if there is no such tenant."""
+    def configure(self, given: Sequence[ConfiguredTenant]) -> list[str]:
+        """Make the tenants of the configuration those that are given, and return the labels of those that are revoked
+        because they are not given any more. A tenant that comes back with the key that it had is the same. Raises
+        SpecError for a key that two tenants have."""
         with self._writing() as db:
-            changed = db.execute("UPDATE tenant SET revoked = 1 WHERE name = ? AND NOT revoked", (name,)).rowcount
-        if not changed:
-            raise SpecError(f"there is no tenant {name!r}")
+            found = db.execute(f"SELECT {TERMS} FROM tenant WHERE revoked != ?", (REVOKED,)).fetchall()
+            before = [tenant for tenant in (_read(Tenant, row[0]) for row in found) if tenant.configured]
+            kept = {each.tenant.name for each in given}
+            gone = [tenant for tenant in before if tenant.label not in kept]
+            for tenant in gone:
+                db.execute("UPDATE tenant SET revoked = ? WHERE name = ?", (REVOKED, tenant.name))
+            for tenant in before:
+                db.execute("DELETE FROM former_key WHERE tenant = ?", (tenant.name,))
+                if tenant.label in kept:  # two tenants may exchange their keys
+                    db.execute("UPDATE tenant SET hash = name || ' is configured now' WHERE name = ?", (tenant.name,))
+            for each in given:
+                rows = _tenants_named(db, each.tenant.name)
+                name = next((name for name, state in rows if state != REVOKED), "") or _holder(db, rows, each.key)
+                name = name or _next_name(each.tenant.name, rows)
+                self._put_tenant(db, replace(each.tenant, name=name, configured=True), each.key)
+                if each.old_key:
+                    row = (hashed(each.old_key), name, inf)
+                    db.execute("INSERT OR REPLACE INTO former_key VALUES (?, ?, ?)", row)
+        return [tenant.label for tenant in gone]
+
+    def set_configured_away(self) -> list[str]:
+        """Refuse the keys of all configured tenants until a configuration is given again; return their labels. Their
+        batches continue."""
+        found = [tenant for tenant in self.tenants() if tenant.configured]
+        with self._writing() as db:
+            for tenant in found:
+                db.execute("UPDATE tenant SET revoked = ? WHERE name = ?", (AWAY, tenant.name))
+        return [tenant.label for tenant in found]
+
+    def _put_tenant(self, db: sqlite3.Connection, tenant: Tenant, key: str) -> None:
+        digest, terms = hashed(key), orjson.dumps({**asdict(tenant), "created": self._clock()}).decode()
+        other = db.execute("SELECT name FROM tenant WHERE hash = ? AND name != ?", (digest, tenant.name)).fetchone()
+        if other is not None:
+            state = db.execute("SELECT revoked FROM tenant WHERE name = ?", other).fetchone()[0]
+            if state != REVOKED:
+                raise SpecError(f"{tenant.label} and {label_of(other[0])} have the same key: give each its own")
+            db.execute("UPDATE tenant SET hash = hash || name WHERE name = ?", other)
+        db.execute(
+            "INSERT INTO tenant VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+            "hash = excluded.hash, revoked = excluded.revoked, terms = excluded.terms",
+            (tenant.name, digest, ACTIVE, terms),
+        )
+
+    def revoke(self, label: str) -> Tenant:
+        """Revoke the keys of a tenant, and return it. Raises SpecError if there is no such tenant."""
+        with self._writing() as db:
+            name = next((name for name, state in _tenants_named(db, label) if state != REVOKED), None)
+            if name is None:
+                raise SpecError(f"there is no tenant {label!r}")
+            db.execute("UPDATE tenant SET revoked = ? WHERE name = ?", (REVOKED, name))
+            db.execute("DELETE FROM former_key WHERE tenant = ?", (name,))
+            return _read(Tenant, db.execute(f"SELECT {TERMS} FROM tenant WHERE name = ?", (name,)).fetchone()[0])
 
     def tenants(self) -> list[Tenant]:
-        """Return the tenants that are not revoked."""
-        return self._all(Tenant, f"SELECT {TERMS} FROM tenant WHERE NOT revoked ORDER BY name")
+        """Return the tenants whose keys are accepted."""
+        return self._all(Tenant, f"SELECT {TERMS} FROM tenant WHERE revoked = ? ORDER BY name", ACTIVE)
+
+    def revoked(self) -> set[str]:
+        """Return the names of the tenants that were revoked."""
+        return {row[0] for row in self._rows("SELECT name FROM tenant WHERE revoked = ?", REVOKED)}
 
     def tenant_of(self, key: str) -> Tenant | None:
         """Return the tenant that a key belongs to."""
-        query = f"SELECT {TERMS} FROM tenant WHERE hash = ? AND NOT revoked"
-        return next(iter(self._all(Tenant, query, hashed(key))), None)
+        digest = hashed(key)
+        query = f"SELECT {TERMS} FROM tenant WHERE revoked = ? AND (hash = ? OR name = (SELECT tenant FROM former_key "
+        query += "WHERE hash = ? AND until > ?))"
+        return next(iter(self._all(Tenant, query, ACTIVE, digest, digest, self._clock())), None)
 
     # Files
 
@@ -464,6 +578,25 @@ def _read(kind: type[Stored], document: str) -> Stored:
 
 def _json(value: ServedBatch | StoredFile) -> str:
     return orjson.dumps(asdict(value)).decode()
+
+
+def _tenants_named(db: sqlite3.Connection, label: str) -> list[tuple[str, int]]:
+    """Return name and state of the tenants that have or had a name, the latest first."""
+    query = "SELECT name, revoked FROM tenant WHERE name = ? OR substr(name, 1, ?) = ? ORDER BY rowid DESC"
+    start = label + AGAIN
+    return [(name, state) for name, state in db.execute(query, (label, len(start), start))]
+
+
+def _next_name(label: str, rows: Sequence[tuple[str, int]]) -> str:
+    return f"{label}{AGAIN}{len(rows) + 1}" if rows else label
+
+
+def _holder(db: sqlite3.Connection, rows: Sequence[tuple[str, int]], key: str) -> str:
+    """Return the name of the tenant, among these, whose key it was, or ""."""
+    for name, _ in rows:
+        if db.execute("SELECT 1 FROM tenant WHERE name = ? AND hash = ?", (name, hashed(key))).fetchone():
+            return name
+    return ""
 
 
 def _insert_file(db: sqlite3.Connection, file: StoredFile) -> None:

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from batch_agent.door import RequestRefused
 from batch_agent.messages import JsonObject
-from batch_agent.serve.catalog import ServedBatch, StoredFile
+from batch_agent.serve.catalog import ServedBatch, StoredFile, label_of
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -84,7 +84,7 @@ def summary_of(batch: ServedBatch) -> str:
 def shown_beside(batch: ServedBatch) -> JsonObject:
     """Return what people see of a batch beside the object of OpenAI's API."""
     counts = {"cancelled": batch.cancelled, "expired": batch.expired}
-    return {"tenant": batch.tenant, "api": batch.wire, "summary": summary_of(batch), **counts}
+    return {"tenant": label_of(batch.tenant), "api": batch.wire, "summary": summary_of(batch), **counts}
 
 
 def _whole(time: float | None) -> int | None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from batch_agent.serve import ServeOptions
 from batch_agent.serve.api import Api, refuse, send_files
 from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
-from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
+from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, label_of
 from batch_agent.serve.governor import Governor
 from batch_agent.serve.lines import ERRORS, OUTPUT, PART, row_of, rows_of
 from batch_agent.serve.models import ServedModels
@@ -65,7 +65,10 @@ OLD_SECONDS = 86400.0  # after which no process is still about to enter somethin
 class BatchService:
     """All parts of a server. ``serve`` runs it; ``ready`` gets its address and key."""
 
-    def __init__(self, options: ServeOptions, models: ServedModels) -> None:
+    def __init__(
+        self, options: ServeOptions, models: ServedModels, configured: Sequence[ConfiguredTenant] | None = None
+    ) -> None:
+        """``configured``: the tenants of the configuration; None if the server is started without one."""
         self.options, self.models = replace(options, shared=options.shared or bool(options.store)), models
         options = self.options
         self._lock = self._take_data()
@@ -74,7 +77,9 @@ class BatchService:
             self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
             for name in ("files", "batches"):
                 (options.data / name).mkdir(mode=0o700, exist_ok=True)
+            undone.callback(self.catalog.close)
             self.key = self.catalog.operator_key()
+            self._configure(configured)
             if not is_loopback(options.host) and len(self.catalog.tenants()) < 2:
                 raise SpecError(
                     f"--host {options.host} can be reached from other machines, and there is no tenant: add one with "
@@ -85,6 +90,14 @@ class BatchService:
             undone.pop_all()
         self.room = True  # the disk has more than the reserve free
         self.stopping = False  # what is in flight ends, and nothing new begins
+
+    def _configure(self, configured: Sequence[ConfiguredTenant] | None) -> None:
+        if configured is not None:
+            for label in self.catalog.configure(configured):
+                logger.warning("the key of %s is not in the configuration any more: it is revoked", label)
+        elif not self.options.shared:  # another server of this data may have a configuration
+            for label in self.catalog.set_configured_away():
+                logger.warning("the key of %s is refused until the server is started with --config again", label)
 
     def close(self) -> None:
         """Close the catalog, and release the data. ``serve`` does it at its end."""
@@ -245,11 +258,11 @@ class BatchService:
         tenants = await in_thread(self.catalog.tenants)
         used = await in_thread(self.catalog.used_today)
         self.turnstile.set_terms({each.name: (each.share, each.tokens_per_day) for each in tenants}, used)
-        names = {each.name for each in tenants}
+        revoked = await in_thread(self.catalog.revoked)
         unfinished = await in_thread(self.catalog.unfinished)
         await self.batches.take_over(unfinished)
         for batch in unfinished:
-            if batch.tenant not in names or batch.stop == "cancelled":  # its key was revoked; or by another process
+            if batch.tenant in revoked or batch.stop == "cancelled":  # the latter by another process
                 await self.batches.cancel(batch.id)
 
     async def _sweep(self) -> None:
@@ -386,8 +399,8 @@ class Admin:
             for each in self._service.dispatcher.scheduler.endpoints
         ]
         tenants: JsonObject = {
-            name: {"share": account.share, "tokens_today": account.today, "lines_in_flight": account.inflight}
-            for name, account in tuple(turnstile.accounts.items())
+            label_of(name): {"share": account.share, "tokens_today": account.today, "lines_in_flight": account.inflight}
+            for name, account in sorted(turnstile.accounts.items())
         }
         people = {
             "in_flight": governor.active,

@@ -25,11 +25,11 @@ from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.results import opened_output
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.numbers import add_address, amount, byte_count, number, positive
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, about
 from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
-from batch_agent.serve.catalog import Catalog, ServedBatch, Tenant
+from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, check_tenant_name
 from batch_agent.serve.lines import ERRORS, OUTPUT, PART
 from batch_agent.serve.objects import batch_object, shown_beside
 
@@ -65,7 +65,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="redis://host:6379/0, so that batch-agent work adds machines; implies --shared",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    _add_keys(actions.add_parser("keys", help="add, list and revoke tenants"))
+    _add_keys(actions.add_parser("keys", help="add, list and revoke tenants, and rotate their keys"))
     for name, told in ADMIN.items():
         action = actions.add_parser(name, help=told)
         if name in ("cancel", "export"):
@@ -87,7 +87,12 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         add.add_argument(f"--{term.replace('_', '-')}", type=read, metavar=metavar, help=told)
     revoke = does.add_parser("revoke", help="revoke the key of a tenant, and cancel its batches")
     revoke.add_argument("name", metavar="NAME")
-    for each in (add, revoke, does.add_parser("list", help="list the tenants")):
+    rotate = does.add_parser("rotate", help="give a tenant a new key, and print it; the former one works for a while")
+    rotate.add_argument("name", metavar="NAME")
+    rotate.add_argument(
+        "--overlap", type=_overlap, default=86400.0, metavar="TIME", help="that the former key works (default 24h)"
+    )
+    for each in (add, rotate, revoke, does.add_parser("list", help="list the tenants")):
         each.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
 
 
@@ -113,9 +118,8 @@ def serve_command(options: argparse.Namespace) -> int:
             **_limits(options, config),
         ),
         open_models(None if backend is None else str(backend), models),
+        None if options.config is None else [_tenant_in(*each) for each in _tables(config, "keys").items()],
     )
-    for name, terms in _tables(config, "keys").items():
-        server.catalog.set_tenant(*_tenant_in(name, terms))
 
     async def ready(address: str, key: str) -> None:
         put(address)
@@ -149,14 +153,21 @@ def _keys(options: argparse.Namespace) -> int:
                     limits.append(f"tokens-per-day {tenant.tokens_per_day}")
                 if tenant.webhook:
                     limits.append(f"webhook {tenant.webhook}")
-                put(f"{tenant.name}  {'  '.join(limits)}")
+                if tenant.configured:
+                    limits.append("in the configuration")
+                put(f"{tenant.label}  {'  '.join(limits)}")
             return 0
         if options.does == "revoke":
-            catalog.revoke(options.name)
+            revoked = catalog.revoke(options.name)
             say(f"the key of {options.name} is revoked; its batches are cancelled")
+            if revoked.configured:
+                say("it is in the configuration: remove it there too, or the next start of the server accepts it again")
             return 0
-        if not options.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(options.name) > 64:
-            raise SpecError("the name of a tenant has letters, digits, '-', '_' and '.', and at most 64 of them")
+        if options.does == "rotate":
+            put(catalog.rotate_key(options.name, options.overlap))
+            say(f"the former key of {options.name} is accepted for {options.overlap:g} s more")
+            return 0
+        check_tenant_name(options.name)
         secret = new_secret() if options.webhook else ""
         terms: dict[str, Any] = {term: value for term in TERMS if (value := getattr(options, term)) is not None}
         put(catalog.add_tenant(Tenant(options.name, **terms, secret=secret)))
@@ -210,19 +221,23 @@ def _limits(options: argparse.Namespace, config: Mapping[str, object]) -> dict[s
     return found
 
 
-def _tenant_in(name: str, terms: Mapping[str, object]) -> tuple[Tenant, str]:
-    """Return a tenant of the file, and its key."""
-    check_known(terms, ("key", *TERMS, "webhook_secret"), f"--config: keys.{name} has no")
-    key, secret = terms.get("key"), terms.get("webhook_secret", "")
+def _tenant_in(name: str, terms: Mapping[str, object]) -> ConfiguredTenant:
+    """Return a tenant of the file."""
+    with about(f"--config: keys.{name}: "):
+        check_tenant_name(name)
+    check_known(terms, ("key", "old_key", *TERMS, "webhook_secret"), f"--config: keys.{name} has no")
+    key, old, secret = terms.get("key"), terms.get("old_key", ""), terms.get("webhook_secret", "")
     if not isinstance(key, str) or len(key) < 16:
         raise SpecError(f"--config: keys.{name} needs key = a text of at least 16 characters")
+    if not isinstance(old, str) or (old and len(old) < 16):
+        raise SpecError(f"--config: keys.{name}.old_key is a text of at least 16 characters")
     if terms.get("webhook") and not str(secret).startswith("whsec_"):
         raise SpecError(f'--config: keys.{name} needs webhook_secret = "whsec_…" for its webhook')
     try:
         read: dict[str, Any] = {term: TERMS[term][0](str(terms[term])) for term in TERMS if term in terms}
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise SpecError(f"--config: keys.{name}: {error}") from None
-    return Tenant(name, **read, secret=str(secret)), key
+    return ConfiguredTenant(Tenant(name, **read, secret=str(secret)), key, old)
 
 
 def byte_size(text: str) -> int:
@@ -238,6 +253,10 @@ def duration(text: str) -> float:
     if seconds is None:
         raise argparse.ArgumentTypeError(f"must be a number with s, m, h or d, such as 24h, not {text!r}")
     return seconds
+
+
+def _overlap(text: str) -> float:
+    return 0.0 if text in ("0", "0s") else duration(text)
 
 
 OFF, FOUND = "off", "found"
