@@ -65,6 +65,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
     },
     "See what happens": {
         "docs/results": "Results and control",
+        "docs/trust": "How good the answers are",
         "docs/view": "Watch in the browser",
         "docs/terminal": "Watch on the terminal",
         "docs/view-api": "Read a run over HTTP",

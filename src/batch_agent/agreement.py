@@ -20,6 +20,7 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     """Yield what is wrong with these options, which are those of a whole BatchSpec."""
     yield from _of_workers(options)
     yield from _of_the_record(options)
+    yield from _of_samples(options)
     for name, instead in NOT_BLANK.items():
         value = options[name]
         if isinstance(value, str) and not value.strip():
@@ -34,7 +35,7 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
 
 def _of_workers(options: Mapping[str, object]) -> Iterator[str]:
     task, worker, runtime = options["task"], options["worker"], options["runtime"]
-    works = isinstance(runtime, str | Mapping) or callable(runtime)  # else it is a backend
+    works = _works(runtime)  # else it is a backend
     if options["backend"] is not None and runtime is not None and not works:
         yield "backend and a runtime that is a backend mean the same: give one of them"
     if worker is not None and runtime is not None and works:
@@ -43,6 +44,47 @@ def _of_workers(options: Mapping[str, object]) -> Iterator[str]:
         yield "task is empty: it is the message each agent gets"
     if worker is not None and options["oversized"] != "fail":
         yield f"oversized={options['oversized']!r} is for the tool loop: a worker reads its rows itself"
+
+
+def _works(runtime: object) -> bool:
+    return isinstance(runtime, str | Mapping) or callable(runtime)
+
+
+# Fields of ``extra_body`` with which all samples of a row are equal, and the value that makes them so; None: any.
+ALIKE: Mapping[str, object] = {
+    **dict.fromkeys(("seed", "random_seed", "rng_seed", "sampling_seed"), None),
+    **{"temperature": 0, "top_k": 1, "do_sample": False, "use_beam_search": True},
+}
+LEAST_TOP_P = 0.01  # at and below this only the likeliest token is left
+
+
+def _of_samples(options: Mapping[str, object]) -> Iterator[str]:
+    samples, top_p, body = options["samples"], options["top_p"], options["extra_body"]
+    given = [name for name in ("samples", "doubt") if options[name] not in (1, False)]
+    for name in given:
+        if options["worker"] is not None or _works(options["runtime"]):
+            yield f"{name} is for the tool loop: a worker decides itself what it asks"
+        if options["oversized"] == "chunk":
+            yield f"{name} and oversized='chunk' exclude each other: an answer made of many answers is not voted"
+    if samples == 1:
+        if options["vote"] is not None:
+            yield "vote needs samples of the answers: give samples=3"
+        return
+    if options["temperature"] == 0:
+        yield f"samples={samples} needs a temperature above 0: at 0 all samples are equal"
+    if isinstance(top_p, int | float) and top_p <= LEAST_TOP_P:
+        yield f"samples={samples} needs a larger top_p: at {top_p:g} all samples are equal"
+    for name, value in _alike(body):
+        yield f"samples={samples}: extra_body has {name}={value!r}, with which all samples are equal; leave it out"
+
+
+def _alike(body: object) -> Iterator[tuple[str, object]]:
+    """Yield what makes all samples equal, also in fields of fields."""
+    for name, value in body.items() if isinstance(body, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from _alike(value)
+        elif name in ALIKE and value is not None and ALIKE[name] in (None, value):
+            yield name, value
 
 
 def _of_the_record(options: Mapping[str, object]) -> Iterator[str]:

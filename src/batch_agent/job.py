@@ -34,6 +34,7 @@ class Job:
     shortened: bool = False  # its longest field was cut to fit
     affinity: str = ""  # jobs with the same value are preferably sent to the same endpoint
     images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # behind the marks in its prompt
+    seed: int | None = None  # of a sample of a row; it replaces the seed of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,10 @@ class BaseResult(_WithTexts, Generic[T_co]):
     chunks: int = 1  # parts that the input was split into because it did not fit (oversized="chunk")
     shortened: bool = False  # only the beginning of the input was sent because it did not fit (oversized="truncate")
     artifacts: Mapping[str, Path] = field(default_factory=dict)  # files that a worker saved, by name
+    # With samples: by field the ``counts`` of each value, and the samples ``against`` the winner. None: no vote.
+    votes: Mapping[str, Mapping[str, Any]] | None = None
+    samples: tuple[T_co | None, ...] = ()  # the outputs of the samples that were asked; None for one that failed
+    doubts: Mapping[str, float | None] | None = None  # with doubt=True, by field; None for a field: not known
 
     def __new__(
         cls, index: int = 0, job_id: str = "", input: object = None, ok: bool | None = None, *rest: Any, **named: Any
@@ -156,10 +161,15 @@ class BaseResult(_WithTexts, Generic[T_co]):
         made: Self = object.__new__(kind)
         return made
 
+    @property
+    def doubt(self) -> float | None:
+        """The largest doubt of a field: a rank from 0, certain, to 1. None if no doubt is known."""
+        return max((doubt for doubt in (self.doubts or {}).values() if doubt is not None), default=None)
+
     def as_failure(self, error: AgentError) -> Failure:
         """Return the same job as a failure, when its output turns out to be unusable."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Failure(**{**known, "ok": False, "output": None, "error": error})
+        return Failure(**{**known, "ok": False, "output": None, "error": error, "doubts": None})
 
     def __bool__(self) -> bool:
         return self.ok

@@ -35,6 +35,9 @@ class Options(TypedDict, total=False):
     document_column: str | None
     image_root: str | Path | None
     system_prompt: str
+    samples: int
+    vote: str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]] | None
+    doubt: bool
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None

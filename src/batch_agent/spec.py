@@ -134,6 +134,31 @@ class BatchSpec(BaseModel):
         description="Schema of each answer: a pydantic model, dataclass, TypedDict, `list[T]`, JSON schema, or a dict "
         'of fields such as `{"score": "number", "tags": ["text"]}`, which ignores other fields.',
     )
+    samples: Annotated[
+        Count, Allowed("a whole number above 0"), Compared.VALUE, Flag("N", group=FlagGroup.QUESTION)
+    ] = Field(
+        1,
+        description="Ask each row this many times, each time by an agent of its own, and let the answers vote: "
+        "[trust.md](trust.md). No sample is asked that cannot change the vote.",
+    )
+    vote: Annotated[
+        Word | Callable[..., Any] | Mapping[str, Word | Callable[..., Any]] | None,
+        Allowed('"majority", "median", a function, or a mapping of fields to these'),
+        Compared.VALUE,
+        Unset("`majority`"),
+        Flag("HOW", "how samples vote: majority, median or module:function", group=FlagGroup.QUESTION),
+    ] = Field(
+        None,
+        description='How samples vote: `"majority"`, `"median"`, or your own function (`"module:function"`) of the '
+        "values of a field; or a mapping of fields to these: [trust.md](trust.md).",
+    )
+    doubt: Annotated[
+        Switch, Flag(None, "tell for each field how much the model doubts its answer", group=FlagGroup.QUESTION)
+    ] = Field(
+        False,
+        description="Tell for each field how much the model doubts its answer, from the log-probabilities of its "
+        "tokens or from votes: a rank, no probability ([trust.md](trust.md)).",
+    )
     worker: Annotated[
         Callable[..., Any] | None,
         Allowed("a function of a row and a context, or None"),

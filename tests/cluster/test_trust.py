@@ -41,7 +41,11 @@ SPEC = {
     "cache": "/var/cache",
     "task": "Do {row}",
 }
-FACTS: dict[str, Any] = {"spec": SPEC, "specs": {"second": {"worker": "reviews:judge"}}, "row_schema": "reviews:Row"}
+FACTS: dict[str, Any] = {
+    "spec": SPEC,
+    "specs": {"second": {"worker": "reviews:judge", "vote": {"mood": "reviews:pick", "tone": "majority"}}},
+    "row_schema": "reviews:Row",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +66,7 @@ def test_everything_that_a_record_can_name_is_known() -> None:
         "reviews:Review",
         "reviews:Row",
         "reviews:judge",
+        "reviews:pick",
         "reviews:search",
         'runtime:{"name":"codex","command":["codex"]}',
         "vllm://gpu-1:8000",
@@ -71,7 +76,7 @@ def test_everything_that_a_record_can_name_is_known() -> None:
 def test_an_option_that_could_name_something_is_decided_on() -> None:
     texts = {"task", "id_column", "images", "document_column", "system_prompt", "model", "affinity", "stop"}
     values = {"compaction_model", "extra_body", "prices", "tool_choice"}
-    known = {*FEEDERS, *PLACES, *NAMES, *DIRECTORIES, "tools", "runtime", *texts, *values}
+    known = {*FEEDERS, *PLACES, *NAMES, *DIRECTORIES, "tools", "runtime", "vote", *texts, *values}
     numbers = {int, float, bool, type(None)}
     for name, field in BatchSpec.model_fields.items():
         assert name in known or kinds(field.annotation) <= numbers, name

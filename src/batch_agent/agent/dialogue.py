@@ -102,6 +102,7 @@ class Resources:
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced
     hints: bool = True  # send hints about each agent to servers that plan
+    doubt: bool = False  # results tell how much their answers are doubted
     answers: int = 0  # number of complete answers
     answer_tokens: int = 0  # sum over all of them
 
@@ -478,6 +479,7 @@ class Dialogue:
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, job.index, number),
             usual_tokens=r.answer_tokens // r.answers if r.answers else None,
+            seed=job.seed,
             on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
         )
         calls_tools = self._follows or self.max_turns is not None  # else the worker does

@@ -31,6 +31,7 @@ def fingerprint_of(prepared: Prepared, worker: AnyWorker | None = None) -> bytes
         shapes=prepared.shapes.asked,
         tool_versions={tool.name: tool.version for tool in prepared.tools},
         worker=None if function is None else name_of(function),
+        samples=None if prepared.voting is None else [prepared.spec.samples, prepared.spec.seed],
     )
 
 

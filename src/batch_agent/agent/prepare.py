@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
 
 from pydantic import JsonValue
 
@@ -28,7 +30,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.documents.content import read_document
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
-from batch_agent.foreign import is_async
+from batch_agent.foreign import boundary, is_async
 from batch_agent.messages import Image, JsonObject
 from batch_agent.observe.text import rows
 from batch_agent.record.address import directory_of
@@ -43,6 +45,7 @@ from batch_agent.scheduler.server_state import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
+from batch_agent.trust.votes import Function, Voting, rules_of
 
 if TYPE_CHECKING:
     from batch_agent.agent.comparison import Comparison
@@ -77,6 +80,7 @@ class Prepared:
     summaries: tuple[Backend, str | None] | None = None  # backend and model that write summaries, if a model does
     context: int | None = None  # the model's context in tokens, from the user or the server
     where: object = None  # the backend as it was given, in the options, the environment or the record
+    voting: Voting | None = None  # set if each row has several samples
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
 
     @property
@@ -149,8 +153,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
         _check_context(spec, spec.model_max_context)
     asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
-    for shape in {shapes.first, shapes.later, shapes.repair}:
-        backend.check(shape)
+    shapes = _checked(spec, backend, shapes)
     look = _look(spec, backend, confined=confined)
     plan = compile_plan(
         spec,
@@ -176,9 +179,58 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
     known = spec.model_max_context
+    voting = None if spec.samples == 1 else _voting(spec, tools, schema, backend, shapes)
     return Prepared(
-        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known, where
+        *(spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known),
+        where=where,
+        voting=voting,
     )
+
+
+def _checked(spec: BatchSpec, backend: Backend, shapes: Shapes) -> Shapes:
+    """Return the shapes, which the backend can send. The temperature that samples get if the user set none is left out
+    for a model that takes no temperature."""
+    every = {shapes.first, shapes.later, shapes.repair}
+    try:
+        for shape in every:
+            backend.check(shape)
+    except SpecError:
+        if spec.samples == 1 or spec.temperature is not None:
+            raise
+    else:
+        return shapes
+    bare = {shape: replace(shape, temperature=None) for shape in every}
+    for shape in bare.values():
+        backend.check(shape)
+    return replace(shapes, first=bare[shapes.first], later=bare[shapes.later], repair=bare[shapes.repair])
+
+
+def _voting(
+    spec: BatchSpec, tools: tuple[Tool, ...], schema: OutputSchema[object] | None, backend: Backend, shapes: Shapes
+) -> Voting:
+    """Return how the samples of a row vote. Raises SpecError for tools that write: each sample would write."""
+    if writing := [tool.name for tool in tools if tool.effect == "write"]:
+        raise SpecError(
+            f"samples={spec.samples}: each sample would call {', '.join(writing)}, which may write; leave the tool "
+            "out, or declare that it only reads (docs/tools.md)"
+        )
+    rules = rules_of(spec.vote, None if schema is None else schema.json_schema, _imported)
+    try:
+        backend.check(replace(shapes.first, seed=0))
+        takes_seed = True
+    except SpecError:
+        takes_seed = False
+    return Voting(spec.samples, rules, stops=not backend.capabilities.patient, seed=spec.seed, takes_seed=takes_seed)
+
+
+def _imported(name: str) -> Function:
+    """Return the function that ``module:function`` names. Raises SpecError."""
+    with boundary(lambda raised: SpecError(f"vote: {name} cannot be imported: {raised}")):
+        import_module(name.partition(":")[0])
+        found: object = resolve_name(name)
+    if not callable(found):
+        raise SpecError(f"vote: {name} is no function")
+    return cast(Function, found)
 
 
 def _given_backend(spec: BatchSpec, agent: str) -> object:

@@ -17,6 +17,8 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import ToolSpec
 from batch_agent.spec import BatchSpec
 
+SAMPLING = 0.7  # temperature of samples, if none is set
+
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
@@ -45,15 +47,16 @@ def build_shapes(
     capabilities: Capabilities,
 ) -> Shapes:
     _check_choice(spec, tools)
+    temperature = SAMPLING if spec.samples > 1 and spec.temperature is None else spec.temperature
     stop = (spec.stop,) if isinstance(spec.stop, str) else tuple(spec.stop or ())
     native = schema is not None and capabilities.native_schema
     composed = native and (not tools or capabilities.schema_with_tools)
     free = RequestShape(
         model=model,
         max_tokens=spec.max_tokens,
-        temperature=spec.temperature,
+        temperature=temperature,
         top_p=spec.top_p,
-        seed=spec.seed,
+        seed=None if spec.samples > 1 else spec.seed,  # each sample has its own
         stop=stop,
         tools=tools,
         tool_choice=spec.tool_choice,

@@ -96,6 +96,7 @@ class ModelRequest:
     hints: bool = True  # whether a scheduling server may receive hints about the agent
     traceparent: str = ""  # W3C traceparent header; "": not traced
     usual_tokens: int | None = None  # average tokens of this run's answers so far
+    seed: int | None = None  # of this request, instead of the seed of its shape
     heard_at: float = 0.0  # loop time of the latest piece of a streamed answer; 0: none
     # Called when a streamed answer begins.
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)

@@ -73,7 +73,7 @@ class CachingBackend(ForwardingBackend):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
-        if not repeatable(shape.temperature, shape.seed):
+        if not repeatable(shape.temperature, shape.seed if request.seed is None else request.seed):
             return await self.inner.infer(request, on_tool_call)
         key = self._key(request)
         while (asked := self._asked.get(key)) is not None:
@@ -131,6 +131,8 @@ class CachingBackend(ForwardingBackend):
         key = blake2b(head, digest_size=32)
         if request.client is not None:
             key.update(request.client.digest)
+        if request.seed is not None:
+            key.update(b"\nseed %d" % request.seed)
         for message in request.conversation.messages:
             key.update(_body(message))
         return key.digest()

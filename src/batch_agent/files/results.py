@@ -35,6 +35,8 @@ def result_line(result: AgentResult[object], schema: OutputSchema[object] | None
         record["raw_text"] = result.raw_text
     elif schema is not None:
         record["output"] = _plain_output(result.output, schema)
+        if result.samples:
+            record["samples"] = [_plain_output(sample, schema) for sample in result.samples]
     return record_line(record)
 
 
@@ -64,6 +66,10 @@ def result_record(result: AgentResult[object]) -> dict[str, object]:
         record["shortened"] = True
     if result.artifacts:
         record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
+    if result.votes is not None:
+        record["votes"], record["samples"] = result.votes, result.samples
+    if result.doubts is not None:
+        record["doubt"], record["doubts"] = result.doubt, result.doubts
     return record
 
 

@@ -48,7 +48,7 @@ class Column:
         value: object = record
         for name in self.path:
             value = value.get(name) if isinstance(value, dict) else None
-        if value is None or (len(self.path) == 1 and isinstance(value, dict)):  # its fields have their own columns
+        if value is None or (self.path in WHOLE and isinstance(value, dict)):  # its fields have their own columns
             return None
         if self.type == "text":
             return value if nested and isinstance(value, list | dict) else as_text(value)
@@ -73,13 +73,19 @@ OWN = (
 )
 
 
+TRUST = (Column("doubt", ("doubt",), "float"), Column("votes", ("votes",), "text"))  # if a row has them
+WHOLE = (("output",), ("input",))
+
+
 class Fields:
     """The fields of outputs and inputs, in the order of their first appearance."""
 
     def __init__(self) -> None:
         self._kinds: dict[_Path, set[str]] = {}
+        self._more: set[str] = set()  # columns that only some runs have
 
     def see(self, record: Record) -> None:
+        self._more.update(column.name for column in TRUST if column.name in record)
         for part in ("output", "input"):
             value = record.get(part)
             if isinstance(value, dict):
@@ -91,6 +97,7 @@ class Fields:
     def columns(self) -> list[Column]:
         outputs = {path: kinds for path, kinds in self._kinds.items() if path[0] == "output"} or {("output",): set()}
         results = [*(Column(".".join(path), path, _type(kinds)) for path, kinds in outputs.items()), *OWN]
+        results += [column for column in TRUST if column.name in self._more]
         taken, inputs = {column.name for column in results}, []
         for path, kinds in self._kinds.items():
             if path[0] == "input":

@@ -57,6 +57,7 @@ NOTHING = Usage()
 COUNTED = (
     *("turns", "retries", "control_requests", "cache_hits", "rejected", "peak_running"),
     *("tool_runs", "tool_shared", "tool_cached", "tool_errors", "inference_seconds", "tool_wait_seconds"),
+    *("voted", "samples", "samples_spared", "samples_identical"),
 )
 USED, SAVED = "used ", "saved "  # in the names of counts, before the kinds of tokens
 TOOL_PARTS = ("calls of ", "failed calls of ", "seconds of ")  # before the name of a tool
@@ -119,6 +120,7 @@ class Metrics(TypedSink):
         self._tool_errors = 0
         self._tools: dict[str, list[float]] = {}  # calls, failed, seconds
         self._rejected = 0
+        self._samples = (0, 0, 0, 0)  # rows with a vote, their samples, those not needed, rows with identical samples
         self._last_rejected: RecentError | None = None
         self._draining = False
         self._latest_start = self._row_seconds = 0.0
@@ -157,7 +159,7 @@ class Metrics(TypedSink):
         numbers = (self._turns, self._retries, self._controls, self._cache_hits, self._rejected, self._peak_running)
         tools = (sources["run"], sources["shared"], sources["cache"], self._tool_errors)
         seconds = (self._running_seconds, self._waiting_seconds)
-        counts: dict[str, float] = dict(zip(COUNTED, (*numbers, *tools, *seconds), strict=True))
+        counts: dict[str, float] = dict(zip(COUNTED, (*numbers, *tools, *seconds, *self._samples), strict=True))
         usage = Usage(self._prompt, self._cached, self._completion, self._reasoning, self._cache_writes)
         for kind, spent in ((USED, usage), (SAVED, self._saved)):
             counts |= {f"{kind}{name}": amount for name, amount in asdict(spent).items() if amount}
@@ -462,6 +464,11 @@ class Metrics(TypedSink):
             self._resumed += 1
         else:
             self._work_done(None if not row.turns else agent, at)
+
+    def samples_ended(self, asked: int, spared: int, *, identical: bool) -> None:
+        """Count a row whose samples have voted."""
+        rows, samples, unneeded, same = self._samples
+        self._samples = rows + 1, samples + asked, unneeded + spared, same + identical
 
     def _work_done(self, agent: LiveAgent | None, at: float) -> None:
         """Count a row of this session for rates and remaining time."""

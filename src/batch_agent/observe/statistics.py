@@ -99,6 +99,10 @@ class Statistics:
     tool_errors: int = 0
     prewarm: Prewarm | None = None  # set if calls are started before a model requests them
     tools: Mapping[str, ToolUse] = field(default_factory=dict)
+    voted: int = 0  # rows whose samples have voted
+    samples: int = 0  # of these rows
+    samples_spared: int = 0  # that were not asked, because the vote was decided
+    samples_identical: int = 0  # rows with several samples whose answers were equal
     rejected: int = 0  # answers that failed validation and were requested again
     last_rejected: RecentError | None = None
     inference_seconds: float = 0.0  # slot-seconds of finished turns
@@ -130,6 +134,11 @@ class Statistics:
     @property
     def tool_calls(self) -> int:
         return self.tool_runs + self.tool_shared + self.tool_cached
+
+    @property
+    def samples_are_identical(self) -> bool:
+        """Return whether all samples of each row had the same answer, in several rows."""
+        return self.voted > 1 and self.samples_identical == self.voted
 
     @property
     def fresh(self) -> int:

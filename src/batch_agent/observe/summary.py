@@ -57,6 +57,8 @@ def summary_lines(
         lines += _labelled("cost", [dollars(statistics.cost) + per_row])
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
+    if statistics.voted:
+        lines += _labelled("samples", _sample_lines(statistics))
     if statistics.prewarm is not None:
         begun, used, wasted = statistics.prewarm.begun, statistics.prewarm.hits, statistics.prewarm.wasted
         words = f"{begun:,} calls begun before they were asked for: {used:,} used, {wasted:,} wasted"
@@ -91,6 +93,14 @@ def summary_json(
         "retries": statistics.retries,
         "control_requests": statistics.control_requests,
         "answers_rejected": statistics.rejected,
+        "samples": None
+        if not statistics.voted
+        else {
+            "rows": statistics.voted,
+            "asked": statistics.samples,
+            "spared": statistics.samples_spared,
+            "identical": statistics.samples_are_identical,
+        },
         "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,
         "limits": [
@@ -163,6 +173,17 @@ def _token_line(statistics: Statistics) -> str:
     if statistics.rejected:
         line += f", {counted(statistics.rejected, 'answer')} rejected and asked for again"
     return line
+
+
+def _sample_lines(statistics: Statistics) -> list[str]:
+    asked, spared = statistics.samples, statistics.samples_spared
+    line = f"{counted(asked, 'sample')} of {rows(statistics.voted)} voted"
+    if spared:
+        line += f"; {spared:,} more ({share(spared, asked + spared)}) could not have changed a vote and were not asked"
+    if not statistics.samples_are_identical:
+        return [line]
+    alike = "all samples of all rows were identical: the server may ignore temperature and seed, or answer from a cache"
+    return [line, alike]
 
 
 def _cache_line(kv: CacheRead) -> str:

@@ -32,14 +32,18 @@ def fingerprint(
     tool_versions: Mapping[str, str | None],
     worker: str | None = None,
     template: str = "braces",
+    samples: Sequence[int | None] | None = None,
 ) -> bytes:
     """Return the digest of what all rows have in common. ``system`` is the system prompt before hoisting: moving a
-    shared value forward does not change the question. ``template`` is the template language of the task."""
+    shared value forward does not change the question. ``template`` is the template language of the task. ``samples``
+    are the number of samples of a row and their seed."""
     asked = [SCHEME, task, system, [shape_fields(shape) for shape in shapes], dict(tool_versions)]
     if worker is not None:
         asked.append(worker)
     if template != "braces":
         asked.append({"template": template})
+    if samples is not None:
+        asked.append({"samples": list(samples)})
     text = json.dumps(from_json(to_json(asked)), sort_keys=True)
     return blake2b(text.encode("ascii"), digest_size=KEY_BYTES).digest()
 

@@ -118,6 +118,8 @@ def decode_result(
         return typed, worker
     try:
         typed.output = instance_of(typed.output, schema, typed)  # type: ignore[misc]
+        if typed.samples:
+            typed.samples = tuple(_sample_of(each, schema) for each in typed.samples)  # type: ignore[misc]
     except OutputError as refused:
         return typed.as_failure(AgentError.of(refused)), worker
     return typed, worker
@@ -133,6 +135,14 @@ def instance_of(plain: object, schema: OutputSchema[object], result: AgentResult
             if schema.is_written_as(value, plain):
                 return value
     return schema.read_back(to_json(plain))
+
+
+def _sample_of(plain: object, schema: OutputSchema[object]) -> object:
+    """Return the output of a sample; as plain JSON if the schema does not read what it has written."""
+    try:
+        return None if plain is None else schema.read_back(to_json(plain))
+    except OutputError:
+        return plain
 
 
 def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[object], int]:
@@ -158,6 +168,9 @@ def _decoded(data: bytes, index: int, *, resumed: bool) -> tuple[AgentResult[obj
         chunks=record.get("chunks", 1),
         shortened=record.get("shortened", False),
         artifacts={name: Path(path) for name, path in record.get("artifacts", {}).items()},
+        votes=record.get("votes"),
+        samples=tuple(record.get("samples", ())),
+        doubts=record.get("doubts"),
     )
     result.read_later(partial(_texts, texts, index))
     return cast("AgentResult[object]", result), int(worker)

@@ -1,4 +1,5 @@
-"""A row that does not fit and is processed in parts: the results of the parts, and the one result of the row.
+"""Rows on which several agents work: what their results have in common with that of the row (``Several``), and a row
+that does not fit and is processed in parts (``Parts``): the results of the parts, and the one result of the row.
 
 Each part is an agent with its own record; so is each request that merges answers. The batch starts them, and this
 module counts them.
@@ -7,6 +8,7 @@ module counts them.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -22,8 +24,9 @@ from batch_agent.messages import Usage
 NOT_BEGUN = "the run ended before every part of this row was begun"
 
 
-class Parts:
-    """``recorded`` is None, unlike that of an agent: only the ends of the parts are recorded."""
+class Several(ABC):
+    """A row on which several agents work, each with its own record. ``recorded`` is None, unlike that of an agent: only
+    the ends of its agents are recorded."""
 
     recorded: None = None
 
@@ -31,12 +34,61 @@ class Parts:
         self.job = job
         self.error: AgentError | None = None
         self.tasks: list[asyncio.Task[None]] = []  # tasks that work on it
+        self._began = asyncio.get_running_loop().time()
+
+    def fail(self, error: JobError) -> None:
+        self.error = AgentError.of(error)
+
+    @abstractmethod
+    def result(self) -> AgentResult[object]: ...
+
+    def summed(
+        self, results: Sequence[AgentResult[object]], last: AgentResult[object] | None, chunks: int = 1
+    ) -> BaseResult[object]:
+        """Return the result of the row: the output and the texts of ``last``, and what all agents have used."""
+        costs = [result.cost for result in results if result.cost is not None]
+        return BaseResult(
+            index=self.job.index,
+            job_id=self.job.job_id,
+            input=self.job.input,
+            ok=self.error is None,
+            output=last.output if last is not None and self.error is None else None,
+            error=self.error,
+            attempts=1 + sum(max(0, result.attempts - 1) for result in results) if results else 0,
+            turns=sum(result.turns for result in results),
+            usage=reduce(add, (result.usage for result in results), Usage()),
+            cost=sum(costs) if costs else None,
+            timings=self._timings(results),
+            messages=last.messages if last is not None else (),
+            raw_text=last.raw_text if last is not None else "",
+            repaired=self.error is None and any(result.repaired for result in results),
+            truncated=self.error is None and any(result.truncated for result in results),
+            resumed=bool(results) and all(result.resumed for result in results),
+            chunks=chunks,
+            shortened=self.job.shortened,
+        )
+
+    def _timings(self, results: Sequence[AgentResult[object]]) -> Timings:
+        """Return the sums over all agents; ``total`` is the wall time of the row."""
+        timings = [result.timings for result in results]
+        first = [timing.first_token for timing in timings if timing.first_token is not None]
+        return Timings(
+            sum(timing.queued for timing in timings),
+            sum(timing.inference for timing in timings),
+            sum(timing.tool_wait for timing in timings),
+            asyncio.get_running_loop().time() - self._began,
+            first[0] if first else None,
+        )
+
+
+class Parts(Several):
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._results: dict[int, AgentResult[object]] = {}  # of the parts
         self._merges: list[AgentResult[object]] = []
         self._begun = 0
         self._every: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed = False
-        self._began = asyncio.get_running_loop().time()
 
     def begin(self) -> int:
         """Count another part that begins, and return its position."""
@@ -79,46 +131,11 @@ class Parts:
         self.error = next((result.error for result in plain if result.error is not None), None)
         return [_text(result.output) for result in plain]
 
-    def fail(self, error: JobError) -> None:
-        self.error = AgentError.of(error)
-
     def result(self) -> AgentResult[object]:
         """Return the result of the last merge, with the usage of all others added."""
         results = [*(self._results[place] for place in sorted(self._results)), *self._merges]
-        last = results[-1] if results else None
-        costs = [result.cost for result in results if result.cost is not None]
-        result: BaseResult[object] = BaseResult(
-            index=self.job.index,
-            job_id=self.job.job_id,
-            input=self.job.input,
-            ok=self.error is None,
-            output=last.output if last is not None and self.error is None else None,
-            error=self.error,
-            attempts=1 + sum(max(0, result.attempts - 1) for result in results) if results else 0,
-            turns=sum(result.turns for result in results),
-            usage=reduce(add, (result.usage for result in results), Usage()),
-            cost=sum(costs) if costs else None,
-            timings=self._timings(results),
-            messages=last.messages if last is not None else (),
-            raw_text=last.raw_text if last is not None else "",
-            repaired=self.error is None and any(result.repaired for result in results),
-            truncated=self.error is None and any(result.truncated for result in results),
-            resumed=bool(results) and all(result.resumed for result in results),
-            chunks=len(self.job.parts),
-        )
+        result = self.summed(results, results[-1] if results else None, len(self.job.parts))
         return cast("AgentResult[object]", result)
-
-    def _timings(self, results: Sequence[AgentResult[object]]) -> Timings:
-        """Return the sums over all parts; ``total`` is the wall time of the row."""
-        timings = [result.timings for result in results]
-        first = [timing.first_token for timing in timings if timing.first_token is not None]
-        return Timings(
-            sum(timing.queued for timing in timings),
-            sum(timing.inference for timing in timings),
-            sum(timing.tool_wait for timing in timings),
-            asyncio.get_running_loop().time() - self._began,
-            first[0] if first else None,
-        )
 
 
 def _text(output: object) -> str:

@@ -34,7 +34,7 @@ FEEDERS = {
     *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
     *("lease", "keep", "feed_only", "cluster"),
 }
-REFERENCES = ("worker", "compaction")
+REFERENCES = ("worker", "compaction", "vote")
 HINT = "define it at the top of a module that every worker can import (batch-agent work --import-from DIR)"
 
 
@@ -52,6 +52,8 @@ def spec_json(prepared: Prepared) -> JsonObject:
             options["runtime"] = _runtime(value)
         elif name in REFERENCES and callable(value):
             options[name] = reference(value, name)
+        elif name == "vote" and isinstance(value, Mapping):
+            options[name] = {field: reference(how, name) if callable(how) else how for field, how in value.items()}
         elif name in ("backend", "compaction_backend", "runtime"):
             options[name] = _place(value, name)
         else:
@@ -193,6 +195,7 @@ def pieces(prepared: Prepared) -> dict[str, str]:
         "task": [spec.task, spec.template],
         "system prompt": prepared.plan.own_system,
         "worker": None if spec.worker is None else name_of(spec.worker),
+        "samples": None if spec.samples == 1 else [spec.samples, spec.seed],
     }
     for tool in prepared.tools:
         asked[f"the tool {tool.name}"] = [tool.version, tool.spec]

@@ -57,6 +57,10 @@ def _things_in(spec: Mapping[str, object]) -> Iterator[str]:
         yield from _addresses(spec.get(name))
     yield from (str(tool) for tool in cast("list[object]", spec.get("tools") or ()))
     yield from (str(value) for name in NAMES if isinstance(value := spec.get(name), str) and value not in MODES)
+    votes = spec.get("vote")
+    for how in votes.values() if isinstance(votes, Mapping) else [votes]:
+        if isinstance(how, str) and ":" in how:
+            yield how
     yield from (f"{name}={value}" for name in DIRECTORIES if isinstance(value := spec.get(name), str))
     if spec.get("image_root") is None and (spec.get("images") or spec.get("document_column")):
         yield "image_root=."

@@ -36,9 +36,11 @@ from batch_agent.record.memory import MemoryStore
 from batch_agent.record.row_json import decode_row
 from batch_agent.record.steps import Past, read_past
 from batch_agent.record.store import Identity, KeptStep, LeasedRow, RowLease, RunStanding, WorkStore
-from batch_agent.run.parts import Parts
+from batch_agent.run.parts import Parts, Several
 from batch_agent.run.rows import compile_all
+from batch_agent.run.samples import Samples, identity_of
 from batch_agent.scheduler.core import Ticket
+from batch_agent.trust.votes import Voting
 
 if TYPE_CHECKING:
     from batch_agent.run.feeder import Feeder
@@ -359,8 +361,8 @@ class Worker:
     that of the rows, if they are outputs of another stage. ``left`` returns the number of rows that were not started;
     None if it is unknown. ``tells``: the feeder is in another process, so this worker reports the ends of its rows.
     ``begun`` are the unfinished rows whose JobStarted the sinks have got, also from other processes. ``retry_from`` is
-    the option. ``on_unfinished`` is called with the result of a row that was interrupted: it is not recorded, so that a
-    resumed run works on the row."""
+    the option. ``voting`` is how the samples of each row vote, if there are several. ``on_unfinished`` is called with
+    the result of a row that was interrupted: it is not recorded, so that a resumed run works on the row."""
 
     def __init__(
         self,
@@ -378,12 +380,13 @@ class Worker:
         left: Callable[[], int | None] = lambda: None,
         tells: bool = True,
         retry_from: str = "auto",
+        voting: Voting | None = None,
     ) -> None:
-        self.live: dict[int, Agent | Parts] = {}
+        self.live: dict[int, Agent | Several] = {}
         self._leases, self._journal, self._plan, self._r, self._feed = leases, journal, plan, resources, feed
         self._function, self._asks_first = function, asks_first
         self._keys, self._part_keys, self._left, self._tells = keys, part_keys, left, tells
-        self._begun, self._retry_from = begun, retry_from
+        self._begun, self._retry_from, self._voting = begun, retry_from, voting
         self.row_schema: OutputSchema[object] | None = None
         self.on_unfinished: Callable[[AgentResult[object]], None] = lambda result: None
         self._lead = resources.lead  # until the first agent with a request has started
@@ -428,6 +431,8 @@ class Worker:
                     continue
                 if isinstance(job, Job) and job.parts:
                     await self._begin_parts(held, job, left, agents)
+                elif self._voting is not None and isinstance(job, Job):
+                    await self._begin_samples(held, job, agents, self._voting)
                 else:
                     await self._begin(held, job, agents)
                 started += 1
@@ -502,8 +507,9 @@ class Worker:
         agent = next((live for live in self.live.values() if live.job.job_id == name), None)
         if agent is None and name.isdecimal():
             agent = self.live.get(int(name))
-        if isinstance(agent, Parts):
-            raise SpecError(f"row {row} is processed in parts, which cannot be controlled one by one")
+        if isinstance(agent, Several):
+            several = "samples" if isinstance(agent, Samples) else "parts"
+            raise SpecError(f"row {row} is processed in {several}, which cannot be controlled one by one")
         if agent is None or agent.recorded is not None:
             raise SpecError(
                 f"row {row} is not running: it has not begun, or it has its result; batch-agent retry-failed retries "
@@ -524,9 +530,9 @@ class Worker:
             identity = LeasedIdentity(own.key, own.row, row.lease)
         return self._follow(held, identity, held.past(identity, row.steps) if row.steps else None)
 
-    def _follow(self, held: HeldRow, identity: LeasedIdentity, past: Past | None) -> Trail:
-        """Return the trail of an agent with this record."""
-        retried = held.retries(past)
+    def _follow(self, held: HeldRow, identity: LeasedIdentity, past: Past | None, *, retries: bool = True) -> Trail:
+        """Return the trail of an agent with this record. ``retries``: a failed one may be tried again."""
+        retried = retries and held.retries(past)
         restarts = past is not None and self._restarts(past, retried=retried)
         return Trail(self._journal, identity, past, retried=retried, restarts=restarts, checks=held.row.checks)
 
@@ -630,6 +636,60 @@ class Worker:
         finally:
             self._r.dispatcher.end_agent(agent.progress, agent.turns)
 
+    # Rows with samples
+
+    async def _begin_samples(self, held: HeldRow, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
+        """Start the samples that could be needed, when there is room. Later ones follow when these end."""
+        self._tell_start(job)
+        row = self.live[job.index] = Samples(job, voting, self._r.schema, tells_doubt=self._r.doubt)
+        start = await self._sampler(held, row, voting, agents)
+        while (number := row.next()) is not None:
+            ticket = start(number)
+            if ticket is not None and (lead := self._lead) is not None:
+                self._lead = None
+                await lead.wait()
+            await self._feed.wait_room(self._is_over)  # without room too the row continues: it was begun
+
+    async def _sampler(
+        self, held: HeldRow, row: Samples, voting: Voting, agents: asyncio.TaskGroup
+    ) -> Callable[[int], Ticket | None]:
+        """Return a function that starts a sample, with what an earlier session has recorded of it."""
+        job, recorded = row.job, not self._journal.in_memory
+        own = Identity(held.row.key, held.row.content)
+        if not own.key:
+            own = self._keys.identity(job, self._plan.question(job))
+        leased = [
+            LeasedIdentity(each.key, each.row, held.lease)
+            for each in (identity_of(own, number) for number in range(voting.samples))
+        ]
+        pasts = await self._leases.claim(held, leased) if recorded else [None] * voting.samples
+        # A failed sample is not replaced. But if the row failed by that, it is tried again.
+        retries = voting.must_fail(sum(past is not None and past.failed is not None for past in pasts))
+
+        def start(number: int) -> Ticket | None:
+            trail = self._nowhere
+            if recorded:
+                trail = self._follow(held, leased[number], pasts[number], retries=retries)
+            agent = Agent(row.job_of(number, own.key), self._r, trail, self._function)
+            ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
+            row.tasks.append(agents.create_task(accompany(number, agent, ticket)))
+            return ticket
+
+        async def accompany(number: int, agent: Agent, ticket: Ticket | None) -> None:
+            row.end(number, await self._work_on(agent, ticket))
+            while (more := row.next()) is not None:
+                start(more)
+            if row.is_done:
+                self._end_samples(held, row)
+
+        return start
+
+    def _end_samples(self, held: HeldRow, row: Samples) -> None:
+        result = row.result()
+        if not is_interrupted(result):
+            self._r.emit.metrics.samples_ended(row.asked, row.spared, identical=row.are_identical)
+        self._publish(held, row, result)
+
     def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
         """Count an agent as started. With ``asks_first``, also request its slot and return the ticket."""
         if asks_first:
@@ -649,7 +709,7 @@ class Worker:
 
     # Results
 
-    def _publish(self, held: HeldRow, agent: Agent | Parts | None, result: AgentResult[object]) -> None:
+    def _publish(self, held: HeldRow, agent: Agent | Several | None, result: AgentResult[object]) -> None:
         """Record a result. After the commit the feeder delivers it, and its agent is no longer live."""
         if self._tells:
             self._tell(result)

@@ -84,6 +84,7 @@ class Workshop:
                 tells=feeder is None,
                 begun=set() if feeder is None else feeder.begun,
                 retry_from=spec.retry_from,
+                voting=prepared.voting if loops else None,
             )
             yield self.worker
             watch.tell()
@@ -122,6 +123,7 @@ class Workshop:
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
             digests=ShapeDigests(),
+            doubt=spec.doubt and loops,
         )
 
     def _tools(self) -> ToolPool:

@@ -271,8 +271,9 @@ class LocalBackend(Backend):
 
     async def _infer(self, turn: _Turn, request: ModelRequest) -> Reply:
         sampling = turn.sampling
-        if "temperature" in sampling and "rng_seed" not in sampling:
-            sampling = {**sampling, "rng_seed": secrets.randbelow(2**31)}
+        if "temperature" in sampling and ("rng_seed" not in sampling or request.seed is not None):
+            seed = secrets.randbelow(2**31) if request.seed is None else request.seed % 2**31
+            sampling = {**sampling, "rng_seed": seed}
         messages = chat_messages(request.conversation.messages, turn.instructions)
         answer = await self._ask(
             {

@@ -533,12 +533,14 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def tail_of(self, request: ModelRequest) -> Tail:
         """Return the fields of this request; the user's extra_body overrides them."""
-        if self._tail is None and not self._dialect.cache_key:
+        if self._tail is None and not self._dialect.cache_key and request.seed is None:
             return NO_TAIL  # most servers
         fields, headers = tail = NO_TAIL if self._tail is None else self._tail(request)
         extra = request.shape.extra_body
-        if not self._dialect.cache_key and not (extra and fields):
+        if not self._dialect.cache_key and request.seed is None and not (extra and fields):
             return tail
+        if request.seed is not None and self._dialect.seed_field is not None:
+            fields = {**fields, self._dialect.seed_field: request.seed}
         if self._dialect.cache_key:
             fields = {**fields, "prompt_cache_key": self._cache_key(request)}
         return {name: value for name, value in fields.items() if name not in extra}, headers

@@ -97,6 +97,7 @@ class SpecFile:
             "output_schema": self._schema,
             "runtime": self._runtime,
             "worker": self._worker,
+            "vote": self._vote,
         }
         followed = dict(options)
         for name in resolvers.keys() & options.keys():
@@ -150,6 +151,11 @@ class SpecFile:
         if worker is not None and not callable(worker):
             raise SpecError(f"{value!r} must be a function, as module:function")
         return worker
+
+    def _vote(self, value: object) -> object:
+        if isinstance(value, Mapping):
+            return {name: self._vote(how) for name, how in value.items()}
+        return self._worker(value) if isinstance(value, str) and ":" in value else value
 
     def imported(self, reference: str) -> object:
         if not REFERENCE.fullmatch(reference):
