@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for sockets and processes, so there are more processes than cores.
 WORKERS ?= $(or $(shell expr 2 \* $$(nproc 2>/dev/null) 2>/dev/null),auto)
 
-.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench numbers-gpu bench-peers test-vllm-pin test-cluster test-wheel clean
+.PHONY: demo test test-serve test-pythons test-view docs screenshots test-local test-docs test-prometheus test-vllm test-dynamo test-agents test-llamacpp soak soak-load lint format bench numbers numbers-gpu release-numbers bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -122,6 +122,16 @@ lint: $(VENV)/.ready  ## style, words and types
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+numbers: $(VENV)/.ready  ## the numbers that a CPU can repeat, then all pages; half an hour on a quiet machine of two cores
+	-$(BIN)/python -m benchmarks.kv --simulated
+	-$(BIN)/python -m benchmarks.outages --real 0
+	-$(BIN)/python -m benchmarks.at_scale
+	-$(MAKE) bench
+	$(BIN)/python -m benchmarks.readme
+
+release-numbers: $(VENV)/.ready  ## fails if a headline of README.md is older than the code that it measures
+	$(BIN)/python -m benchmarks.readme --release
 
 bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; needs a C compiler
 	-$(BIN)/python -m benchmarks.scheduler

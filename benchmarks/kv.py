@@ -360,6 +360,7 @@ def variants_of(work: Work, asked: Sequence[str]) -> list[str]:
     return list(found)
 
 
+SIMULATED_VARIANTS = ["loop", "sweep", "ttl", "off", "ours", "ours+pin"]
 # What must hold on each engine: the loop's seconds over ours.
 REAL_BARS = {
     ("vllm", "many turns"): 1.40,
@@ -398,7 +399,7 @@ def main() -> int:
     parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--url", action="append", help="vllm://host:port or sglang://host:port; once per server")
     parser.add_argument("--work", action="append", choices=[*WORKS])
-    parser.add_argument("--variants", nargs="+", default=["loop", "sweep", "off", "ours"], metavar="VARIANT")
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help="default: loop sweep off ours; simulated more")
     parser.add_argument("--repeat", type=int, default=1, help="repetitions of each variant, one after the other")
     parser.add_argument("--kv-tokens", type=int, help="of the server, for the record, or of the simulated engine")
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
@@ -409,10 +410,11 @@ def main() -> int:
     engine = "simulated" if options.simulated else urls[0].partition("://")[0]
     bars: list[report.Bar] = []
     measurements: list[dict[str, object]] = []
+    usual = SIMULATED_VARIANTS if options.simulated else ["loop", "sweep", "off", "ours"]
     for work in (WORKS[name] for name in options.work or WORKS):
         if options.kv_tokens:
             work = replace(work, kv_tokens=options.kv_tokens)
-        for variant in variants_of(work, options.variants) * options.repeat:
+        for variant in variants_of(work, options.variants or usual) * options.repeat:
             seed = int(time.time() * 1_000) % 1_000_000
             if options.simulated:
                 measured = simulated(work, variant)

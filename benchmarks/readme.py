@@ -1,16 +1,23 @@
-"""``python -m benchmarks.readme``: writes what was measured last (``results/``) into README.md, between two marks."""
+"""``python -m benchmarks.readme``: writes what was measured last (``results/``) into the pages that show numbers.
+
+Each page has a place between two marks. ``--check`` writes nothing, and fails if a page differs from the files.
+``--release`` also fails if a number of the project's README is older than the code that it measures.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS
+from benchmarks.report import HEADLINES, RESULTS, stale
 
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
+ROOT = Path(__file__).parent.parent
+END = "<!-- end of measured -->"
 NAMES = (
     "throughput",
     "scheduler",
@@ -102,12 +109,165 @@ def section(name: str) -> Iterator[str]:
         yield from markdown(("", *speeds[0][1]), ((what, *(f"{n:.0f}" for n in of.values())) for what, of in speeds))
 
 
-def main() -> None:
-    before, rest = README.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    measured = "\n".join(line for name in NAMES for line in section(name))
-    README.write_text(f"{before}{BEGIN}\n{measured}\n\n{END}{after}")
+def everything() -> Iterator[str]:
+    for name in NAMES:
+        yield from section(name)
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a results file; empty if nothing was measured."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def bar(result: Mapping[str, Any], name: str) -> str:
+    return next((f"{each['measured']:.2f}" for each in result["bars"] if each["name"].startswith(name)), "not measured")
+
+
+def headlines() -> Iterator[str]:
+    rows = []
+    if costs := read("throughput"):
+        whole, recorded, streamed = (
+            bar(costs, f"CPU per turn, {what}")
+            for what in (
+                "batch_agent/loop: 2,000 agents, 2 turns",
+                "batch_agent, recorded/loop",
+                "batch_agent/loop: 2,000 agents, 2 turns, streamed",
+            )
+        )
+        what = "CPU per turn, relative to a hand-written aiohttp loop without these features (lower is better)"
+        said = f"{streamed} streamed, {whole} not streamed, {recorded} with every turn recorded"
+        rows.append((what, said, "`python -m benchmarks.throughput`", costs))
+    for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        if found := read(f"kv-{engine}"):
+            faster = [f"{each['measured']:.2f}" for each in found["bars"] if "the loop over ours" in each["name"]]
+            server = found["environment"]["server"]
+            what = (
+                "speed with a KV cache that is smaller than the agents' contexts, relative to a plain loop "
+                f"({len(faster)} workloads; {found['environment']['accelerator']}, {label} {server['version']}, "
+                "random weights of the size of Qwen2.5-32B)"
+            )
+            rows.append((what, f"{' and '.join(faster)} times faster", "`make numbers-gpu`", found))
+    if found := read("people-vllm") or read("people"):
+        what = (
+            "people beside a batch through `batch-agent serve`, five requests per second (H200, vLLM 0.26): their "
+            "latency relative to an idle engine, and the share of its throughput that the batch keeps"
+        )
+        median, late = bar(found, "latency beside a batch over idle"), bar(found, "the same, 95th percentile")
+        share, some = bar(found, "lines per second beside people"), bar(found, "the same with people for a fifth")
+        said = f"{median} in the median, {late} at the 95th percentile; {share}, and {some} with people for a fifth"
+        rows.append((what, f"{said} of the time", "`python -m benchmarks.people`", found))
+    if found := read("at_scale"):
+        said = f"{bar(found, 'simulated: throughput over the ideal')} of the ideal throughput"
+        rows.append(
+            ("one million agents on 1,000 endpoints, simulated", said, "`python -m benchmarks.at_scale`", found)
+        )
+    yield from markdown(
+        ("what", "measured", "command", "date"),
+        ((what, said, command, result["environment"]["date"][:10]) for what, said, command, result in rows),
+    )
+
+
+def of_engines() -> Iterator[str]:
+    """The two workloads whose contexts do not fit, on real engines."""
+    rows = []
+    for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        if not (found := read(f"kv-{engine}")):
+            continue
+        env = found["environment"]
+        yield f"{label} {env['server']['version']} on {env['accelerator']}, {env['date'][:10]}, commit {env['commit']}."
+        for work, by_variant in of_works(found["measurements"]).items():
+            loop = next(variant for variant in by_variant if variant.startswith("loop"))
+            plain, mine = (statistics.median(by_variant[variant]["seconds"]) for variant in (loop, "ours"))
+            jobs = [statistics.median(by_variant[variant]["seconds_per_job"]) for variant in (loop, "ours")]
+            each = [", ".join(f"{one:.1f}" for one in by_variant[variant]["seconds"]) for variant in (loop, "ours")]
+            mean = f"{jobs[0]:.1f}; {jobs[1]:.1f}"
+            rows.append((f"{label}, {work}", *each, f"{plain / mine:.2f}", mean))
+    if rows:
+        yield ""
+    header = ("workload", "plain loop", "default", "times faster", "mean seconds per job: loop; default")
+    yield from markdown(header, rows)
+
+
+def of_simulated() -> Iterator[str]:
+    result = read("kv-simulated")
+    env = result["environment"]
+    yield f"{env['date'][:10]}, commit {env['commit']}."
+    yield ""
+    rows = []
+    for work, by_variant in of_works(result["measurements"]).items():
+        loops = {variant: of["seconds"][0] for variant, of in by_variant.items() if variant.startswith("loop ")}
+        all_at_once = next(iter(loops))
+        best = min((seconds, variant) for variant, seconds in loops.items())
+        few = f"{best[0]:.1f} ({best[1].removeprefix('loop ')})" if len(loops) > 1 else ""
+        mine, tokens = by_variant["ours"]["seconds"][0], by_variant["ours"]["recomputed_tokens"][0]
+        off = by_variant["off"]["seconds"][0]
+        ttl, pinned = (by_variant[variant]["seconds"][0] for variant in ("ttl", "ours+pin"))
+        jobs = "; ".join(f"{by_variant[variant]['seconds_per_job'][0]:.1f}" for variant in ("ttl", "ours"))
+        default = f"{mine:.1f} ({tokens / 1000:.0f}k)"
+        rows.append(
+            (work, f"{loops[all_at_once]:.1f}", few, f"{ttl:.1f}", f"{off:.1f}", default, f"{pinned:.1f}", jobs)
+        )
+    names = (
+        "plain loop",
+        "best static number",
+        "CacheTTL",
+        "`kvflow=False`",
+        "default (recomputed tokens)",
+        "with pins",
+    )
+    yield from markdown(("workload", *names, "mean seconds per job: CacheTTL; default"), rows)
+
+
+def of_works(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return the numbers of each variant of each work, in the order of the file."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for line in lines:
+        of = found.setdefault(line["work"], {}).setdefault(line["variant"], {})
+        for name in ("seconds", "seconds_per_job", "recomputed_tokens"):
+            of.setdefault(name, []).append(line[name])
+    return found
+
+
+# Each place in a page: its mark, and what stands there.
+PLACES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+    "benchmarks/README.md": {"<!-- measured -->": everything},
+    "README.md": {"<!-- measured: headlines -->": headlines},
+    "docs/kv.md": {"<!-- measured: engines -->": of_engines, "<!-- measured: simulated -->": of_simulated},
+}
+
+
+def filled(page: str, text: str) -> str:
+    """Return the page with the numbers of the files."""
+    for begin, lines in PLACES[page].items():
+        before, rest = text.split(begin)
+        after = rest.split(END, 1)[1]
+        text = f"{before}{begin}\n" + "\n".join(lines()).strip("\n") + f"\n\n{END}{after}"
+    return text
+
+
+def differing() -> list[str]:
+    return [page for page in PLACES if filled(page, text := (ROOT / page).read_text()) != text]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description="Numbers of pages from files.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs from the files")
+    parser.add_argument("--release", action="store_true", help="the same, and fail if a number of README is old")
+    options = parser.parse_args()
+    if not options.check and not options.release:
+        for page in PLACES:
+            (ROOT / page).write_text(filled(page, (ROOT / page).read_text()))
+    failed = [f"{page} does not have the numbers of the files: python -m benchmarks.readme" for page in differing()]
+    for name, date in stale().items():
+        said = f"{name} ({date}) is older than the code that it measures"
+        if options.release and name in HEADLINES:
+            failed.append(f"{said}, and a headline of README.md: make numbers, make numbers-gpu or make bench-peers")
+        else:
+            print(said)
+    print(*failed, sep="\n", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -54,18 +54,39 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "gpu": (*TURN, "backends/engines"),
     "engines": (*TURN, "backends/engines"),
     "people": ("serve", *ENGINES),
+    "throughput": (*TURN, "record", "run", "tools"),
+    "at_scale": ("scheduler", "dispatch"),
+    "peers": ("agent", "record", "run", "tools"),
 }
+BUDGETS = ("scheduler/budget.py", "dispatch/spending.py")  # nothing of it runs in a measurement
+HEADLINES = ("throughput", "kv-vllm", "kv-sglang", "people-vllm", "at_scale", "peers")  # files whose numbers README has
+
+
+def stale() -> dict[str, str]:
+    """Return the results files that are older than the code that they measure, each with its date."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        env = json.loads(path.read_text()).get("environment", {})
+        if measured_by(path.stem) and env.get("measures") != digest_of(path.stem):
+            found[path.stem] = str(env.get("date", "no date"))[:10]
+    return found
+
+
+def measured_by(name: str) -> tuple[str, ...]:
+    """Return what a results file measures: its own line of ``MEASURES``, or that of its name without the engine."""
+    return MEASURES.get(name) or MEASURES.get(name.rpartition("-")[0]) or ()
 
 
 def digest_of(name: str) -> str:
     """Return a digest of the code that a benchmark measures. Comments and docstrings do not count."""
     found = hashlib.sha256()
-    for part in MEASURES[name]:
+    for part in measured_by(name):
         place = SOURCE / part
         if not place.exists():
-            raise SystemExit(f"MEASURES[{name!r}] names {part}, which is not in {SOURCE}")
+            raise SystemExit(f"MEASURES of {name!r} names {part}, which is not in {SOURCE}")
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            found.update(f"{path.relative_to(SOURCE).as_posix()}\n{code_of(path)}\n".encode())
+            if (file := path.relative_to(SOURCE).as_posix()) not in BUDGETS:
+                found.update(f"{file}\n{code_of(path)}\n".encode())
     return found.hexdigest()[:16]
 
 
@@ -151,7 +172,7 @@ def finish(name: str, env: Mapping[str, object], bars: Sequence[Bar], measuremen
     print(table(("bar", "measured", "allowed", ""), rows))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    recorded = {**({"measures": digest_of(name)} if name in MEASURES else {}), **env}
+    recorded = {**({"measures": digest_of(name)} if measured_by(name) else {}), **env}
     content = {"environment": recorded, "bars": [bar.to_dict() for bar in bars], "measurements": measurements}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
