@@ -24,7 +24,7 @@ async def test_below_the_reserve_uploads_get_507_and_no_line_starts(tmp_path: Pa
         status, told = await client.try_upload([chat("b")])
         assert status == 507 and told["error"]["message"]
         assert len((await client.get("/v1/files"))["data"]) == 1 and file
-        assert [path.name for path in (tmp_path / "files").iterdir()] == [file["id"]]
+        assert [path.stem for path in (tmp_path / "files").iterdir()] == [file["id"]] * 2  # and its description
     async with backend() as model, serving(tmp_path, model) as client:
         client.server._has_room = lambda: False  # type: ignore[method-assign]
         client.server.room = False

@@ -28,11 +28,13 @@ from batch_agent.errors import SpecError
 from batch_agent.files.json_array import parse_field
 from batch_agent.messages import JsonObject
 from batch_agent.record.private import private
+from batch_agent.run.recording import in_thread as in_whole_thread
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import CHAT, DIALECTS, MESSAGES, Interactive
 from batch_agent.serve.batches import QUEUE_LIMIT, ServedBatches
 from batch_agent.serve.catalog import Catalog, KeyReused, ServedBatch, StoredFile, Tenant, Wire, new_id
-from batch_agent.serve.lines import ERRORS, INPUT, OUTPUT, MessageBatchLines, sync
+from batch_agent.serve.directory import ERRORS, INPUT, OUTPUT, sync
+from batch_agent.serve.lines import MessageBatchLines
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import (
     ENDPOINTS,
@@ -225,18 +227,12 @@ class Api:
 
     async def _delete_file(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
         file = await self._file(tenant, id)
-        await in_thread(self._catalog.remove_file, id)
-        await in_thread(self.path_of(file).unlink, missing_ok=True)
+        await in_thread(self._catalog.remove_file, file)
         return json_response({"id": id, "object": "file", "deleted": True})
-
-    def path_of(self, file: StoredFile) -> Path:
-        if not file.batch:
-            return self._files / file.id
-        return self._batches.folder(file.batch) / (ERRORS if file.id.endswith("-error") else OUTPUT)
 
     async def _file_content(self, request: web.BaseRequest, tenant: Tenant, id: str) -> web.StreamResponse:
         file = await self._file(tenant, id)
-        return await send_files(request, [self.path_of(file)], "application/octet-stream")
+        return await send_files(request, [self._catalog.content_of(file)], "application/octet-stream")
 
     # Batches of OpenAI
 
@@ -273,9 +269,9 @@ class Api:
             input_file=file.id, metadata=metadata, output_expires=expires, digest=digest,
         )  # fmt: skip
         self.check_room(0)
-        folder = self._batches.folder(batch.id)
+        folder = self._batches.draft(batch.id)
         try:
-            await in_thread(_link_input, self.path_of(file), folder)
+            await in_thread(_link_input, self._catalog.content_of(file), folder)
         except FileNotFoundError:
             raise RequestRefused(404, f"No such File object: {file.id}", param="input_file_id") from None
         return self._batch_response(await self._add(request, batch, folder))
@@ -297,18 +293,22 @@ class Api:
         folder: Path,
         admit: Callable[[], None] = lambda: None,
     ) -> ServedBatch:
-        key = request.headers.get("Idempotency-Key")
+        """Add a batch whose files are in ``folder``, which gets its final name now."""
+        key, final = request.headers.get("Idempotency-Key"), self._batches.folder(batch.id)
         try:
-            added = await in_thread(self._catalog.add_batch, batch, key, admit)
+            await in_whole_thread(partial(folder.rename, final))
+            added = await in_whole_thread(partial(self._catalog.add_batch, batch, key, admit))
         except BaseException as error:
-            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+            if await in_thread(self._catalog.batch, batch.id) is None:  # else the client left after it was added
+                for each in (folder, final):
+                    await in_thread(shutil.rmtree, each, ignore_errors=True)
             if isinstance(error, KeyReused):
                 raise _reused() from None
             raise
         if added.id == batch.id:
             await self._batches.start(batch)
         else:
-            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+            await in_thread(shutil.rmtree, final, ignore_errors=True)
         return added
 
     def _batch_response(self, batch: ServedBatch) -> web.Response:
@@ -343,8 +343,8 @@ class Api:
         self.check_room(request.content_length or 0)
         now, window = self._now(), self._options.anthropic_window
         id = new_id("msgbatch_")
-        folder, kept = self._batches.folder(id), False
-        await in_thread(folder.mkdir, mode=0o700, parents=True)
+        folder, kept = self._batches.draft(id), False
+        await in_thread(folder.mkdir, mode=0o700)
         try:
             body = folder / "body.json"
             digest = await self._spool(request, body)
@@ -517,7 +517,7 @@ def _opened(path: Path) -> BinaryIO:
 
 def _link_input(source: Path, folder: Path) -> None:
     """Give a batch its own name for its input, so that it stays when the file is deleted."""
-    folder.mkdir(mode=0o700, parents=True)
+    folder.mkdir(mode=0o700)
     try:
         os.link(source, folder / INPUT)
     except FileNotFoundError:

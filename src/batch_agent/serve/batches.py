@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 import sqlite3
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -39,7 +38,8 @@ from batch_agent.run.shared import Shared
 from batch_agent.serve import ServeOptions
 from batch_agent.serve.asking import ClientCall, LineAnswer, answer_line, ask_line, failed_line, refused_for
 from batch_agent.serve.catalog import Catalog, ServedBatch, StoredFile, Tenant
-from batch_agent.serve.lines import ERRORS, OUTPUT, BatchLine, BatchLines, Checked, check_lines, has_index
+from batch_agent.serve.directory import BATCHES, PART
+from batch_agent.serve.lines import BatchLine, BatchLines, Checked, check_lines, has_index, with_files
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
 from batch_agent.serve.turnstile import Entrant, Turnstile
@@ -280,7 +280,11 @@ class ServedBatches:
         self._tasks: asyncio.TaskGroup | None = None
 
     def folder(self, id: str) -> Path:
-        return self._catalog.data / "batches" / id
+        return self._catalog.data / BATCHES / id
+
+    def draft(self, id: str) -> Path:
+        """Return the folder of a batch that is being created. After a kill it is removed."""
+        return self._catalog.data / BATCHES / f"{id}{PART}"
 
     async def resume(self, tasks: asyncio.TaskGroup) -> None:
         """Continue the batches that have not ended."""
@@ -328,7 +332,6 @@ class ServedBatches:
     async def remove(self, batch: ServedBatch) -> None:
         """Remove a batch that has ended, and everything that belongs to it."""
         await in_thread(self._catalog.remove_batch, batch.id)
-        await in_thread(shutil.rmtree, self.folder(batch.id), ignore_errors=True)
 
     def progress(self, batch: ServedBatch) -> ServedBatch:
         """Return a batch with its current numbers."""
@@ -547,20 +550,6 @@ class ServedBatches:
         stop = begun.stop
         await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
         end, now = stop or "completed", self._now()
-        files: dict[str, StoredFile] = {}
-        for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
-            path = self.folder(batch.id) / name
-            if path.exists() and batch.wire == "openai":
-                files[name] = StoredFile(
-                    f"file-{batch.id.rpartition('_')[2]}-{kind}",
-                    batch.tenant,
-                    f"{batch.id}_{kind}.jsonl",
-                    path.stat().st_size,
-                    "batch_output",
-                    now,
-                    None if batch.output_expires is None else now + batch.output_expires,
-                    batch.id,
-                )
         tallied = lines.tallied
         done = begun.at(
             end,  # type: ignore[arg-type]
@@ -570,10 +559,8 @@ class ServedBatches:
             cancelled=tallied.not_done.get("cancelled", 0),
             expired=tallied.not_done.get("expired", 0),
             usage=dict(tallied.usage),
-            output_file=files[OUTPUT].id if OUTPUT in files else "",
-            error_file=files[ERRORS].id if ERRORS in files else "",
         )
-        await self._put(done, list(files.values()))
+        await self._put(*with_files(self.folder(batch.id), done))
         await self.forget_run(batch.id)
 
     async def forget_run(self, id: str) -> None:

@@ -2,32 +2,48 @@
 
 It knows nothing of HTTP or of runs. Every method is one transaction, blocks, and may be called from any thread. What it
 returns are values; changing them changes nothing here. Several processes may use one catalog.
+
+Each batch and each upload has its description in a file beside it, and the tenants have theirs, written after each
+change: if the catalog is lost or older, ``recovery`` reads them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from threading import RLock
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import orjson
 
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.serve import GB
+from batch_agent.serve.descriptions import REVISION, Descriptions
+from batch_agent.serve.directory import (
+    BATCHES,
+    CATALOG,
+    DELETED,
+    ERRORS,
+    FILES,
+    JSON,
+    KEY_FILE,
+    OUTPUT,
+    TENANTS,
+    claim,
+)
 
 OPERATOR = "operator"  # the tenant of the generated key
 ACTIVE, REVOKED, AWAY = 0, 1, 2  # a tenant; AWAY: one of a configuration, and the server was started without one
 AGAIN = "~"  # in the name of a tenant, before a number: a name that was given again after it was revoked
-KEY_FILE = "key"
 FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
 BUSY_SECONDS = 30.0
 SCHEMA = """
@@ -46,6 +62,7 @@ CREATE INDEX IF NOT EXISTS batch_tenant ON batch (tenant, wire, seq);
 CREATE INDEX IF NOT EXISTS batch_status ON batch (status);
 CREATE TABLE IF NOT EXISTS idempotency (
     tenant TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, batch TEXT NOT NULL, PRIMARY KEY (tenant, key));
+CREATE INDEX IF NOT EXISTS idempotency_batch ON idempotency (batch);
 CREATE TABLE IF NOT EXISTS usage (
     tenant TEXT NOT NULL, day INTEGER NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (tenant, day));
 CREATE TABLE IF NOT EXISTS notice (
@@ -59,6 +76,10 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 
 class KeyReused(Exception):
     """The Idempotency-Key was used before with another body."""
+
+
+class CatalogError(StoreError):
+    """The catalog cannot be read or written now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,23 +206,48 @@ def hashed(key: str) -> str:
 
 
 class Catalog:
-    def __init__(self, data: Path, *, shared: bool | None = None, clock: Callable[[], float] = time.time) -> None:
+    makes_again = False  # it may be lost, and is made again; else a lost one is refused
+
+    def __init__(
+        self,
+        data: Path,
+        *,
+        shared: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """``shared``: processes of several machines use it; None: as its servers have opened it."""
         self.data, self._clock, self._lock = data, clock, RLock()
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = data / "serve.db"
+        self._shared = shared
+        self._descriptions = Descriptions(data)
+        claim(data)
+        self._db = self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        path = self.data / CATALOG
+        is_lost = (self.data / TENANTS).exists() and not (path.exists() and path.stat().st_size)
+        if is_lost and not self.makes_again:
+            raise SpecError(f"{path} is missing or empty: the next start of the server makes it again")
         try:
             path.touch(0o600)
-            self._db = sqlite3.connect(
+            db = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
             )
             # A write-ahead log needs memory that the processes share, which two machines do not have.
-            if shared is not None:
-                self._db.execute(f"PRAGMA journal_mode={'DELETE' if shared else 'WAL'}")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(SCHEMA)
+            if self._shared is not None:
+                db.execute(f"PRAGMA journal_mode={'DELETE' if self._shared else 'WAL'}")
+            db.execute("PRAGMA synchronous=FULL")
+            db.executescript(SCHEMA + REVISION)
         except (sqlite3.Error, OSError) as error:
-            raise SpecError(f"cannot open {path}: {error}") from None
+            what = "; the next start of the server makes it again" if "not a database" in str(error) else ""
+            raise SpecError(f"cannot open {path}: {error}{what}") from None
+        return db
+
+    def reopen(self) -> None:
+        """Open the file again: the directory was away, and an open file may belong to what was there before."""
+        with self._lock:
+            fresh = self._opened()
+            self._db.close()
+            self._db = fresh
 
     def close(self) -> None:
         with self._lock:
@@ -225,14 +271,21 @@ class Catalog:
                     raise
                 self._db.execute("COMMIT")
             except sqlite3.Error as error:
-                raise StoreError(f"the catalog {self.data / 'serve.db'}: {error}") from error
+                raise CatalogError(f"the catalog {self.data / CATALOG}: {error}") from error
+            self._descriptions.write(self._db)
+
+    def describe(self, kind: str, ids: Iterable[str]) -> None:
+        """Write the descriptions of batches or files."""
+        with self._lock:
+            self._descriptions.add(kind, ids)
+            self._descriptions.write(self._db)
 
     def _rows(self, query: str, *values: object) -> list[tuple[str, ...]]:
         with self._lock:
             try:
                 return self._db.execute(query, values).fetchall()
             except sqlite3.Error as error:
-                raise StoreError(f"the catalog {self.data / 'serve.db'}: {error}") from error
+                raise CatalogError(f"the catalog {self.data / CATALOG}: {error}") from error
 
     def _all(self, kind: type[Stored], query: str, *values: object) -> list[Stored]:
         """Return the values whose documents a query finds."""
@@ -371,14 +424,12 @@ class Catalog:
 
     def add_file(self, file: StoredFile) -> None:
         with self._writing() as db:
-            _insert_file(db, file)
+            insert_file(db, file)
+            self._descriptions.due.add(("file", file.id))
 
     def file(self, id: str, tenant: str) -> StoredFile | None:
         query = "SELECT document FROM file WHERE id = ? AND tenant = ? AND (expires IS NULL OR expires > ?)"
         return next(iter(self._all(StoredFile, query, id, tenant, self._clock())), None)
-
-    def has_file(self, id: str) -> bool:
-        return bool(self._rows("SELECT 1 FROM file WHERE id = ?", id))
 
     def files(
         self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
@@ -395,9 +446,23 @@ class Catalog:
             more += [after, tenant]
         return self._all(StoredFile, f"{query} ORDER BY seq {order} LIMIT ?", *more, limit)
 
-    def remove_file(self, id: str) -> None:
+    def remove_file(self, file: StoredFile) -> None:
+        """Remove a file and its content. The content gets another name first: a start completes a removal that a kill
+        has interrupted."""
+        content = self.content_of(file)
+        going = content.with_name(content.name + DELETED)
+        with suppress(FileNotFoundError):
+            content.rename(going)
         with self._writing() as db:
-            db.execute("DELETE FROM file WHERE id = ?", (id,))
+            db.execute("DELETE FROM file WHERE id = ?", (file.id,))
+        if not file.batch:
+            content.with_name(file.id + JSON).unlink(missing_ok=True)
+        going.unlink(missing_ok=True)
+
+    def content_of(self, file: StoredFile) -> Path:
+        if not file.batch:
+            return self.data / FILES / file.id
+        return self.data / BATCHES / file.batch / (ERRORS if file.id.endswith("-error") else OUTPUT)
 
     def expired_files(self) -> list[StoredFile]:
         return self._all(StoredFile, "SELECT document FROM file WHERE expires <= ?", self._clock())
@@ -426,10 +491,8 @@ class Catalog:
                     "INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)",
                     (batch.tenant, key, batch.digest, batch.id),
                 )
-            db.execute(
-                "INSERT INTO batch (id, tenant, wire, status, document) VALUES (?, ?, ?, ?, ?)",
-                (batch.id, batch.tenant, batch.wire, batch.status, _json(batch)),
-            )
+            add_batch(db, batch)
+            self._descriptions.due.add(("batch", batch.id))
         return batch
 
     def batch_under(self, tenant: str, key: str) -> ServedBatch | None:
@@ -440,10 +503,11 @@ class Catalog:
     def put_batch(self, batch: ServedBatch, files: Sequence[StoredFile] = (), notice: JsonObject | None = None) -> None:
         """Write a batch with the files that come with its new status, and the notice of it."""
         with self._writing() as db:
-            _put_batch(db, batch)
+            put_batch(db, batch)
             for file in files:
-                _insert_file(db, file)
+                insert_file(db, file)
             self._put_notice(db, batch, notice)
+            self._descriptions.due.add(("batch", batch.id))
 
     def _put_notice(self, db: sqlite3.Connection, batch: ServedBatch, notice: JsonObject | None) -> None:
         if notice is not None:
@@ -467,8 +531,10 @@ class Catalog:
             batch = _read(ServedBatch, found[0])
             changed = change(batch)
             if changed is not None:
-                _put_batch(db, changed)
+                put_batch(db, changed)
                 self._put_notice(db, changed, notice(changed))
+                if (changed.status, changed.stop) != (batch.status, batch.stop):
+                    self._descriptions.due.add(("batch", id))
             return changed or batch
 
     def batch(self, id: str, tenant: str | None = None, wire: Wire | None = None) -> ServedBatch | None:
@@ -526,11 +592,16 @@ class Catalog:
         return self._all(ServedBatch, "SELECT document FROM batch WHERE ended <= ? LIMIT 100", time)
 
     def remove_batch(self, id: str) -> None:
-        """Remove a batch with the files that belong to it."""
+        """Remove a batch with its folder and the files that belong to it."""
+        folder = self.data / BATCHES / id
+        going = folder.with_name(id + DELETED)
+        with suppress(FileNotFoundError):
+            folder.rename(going)
         with self._writing() as db:
             db.execute("DELETE FROM file WHERE json_extract(document, '$.batch') = ?", (id,))
             db.execute("DELETE FROM idempotency WHERE batch = ?", (id,))
             db.execute("DELETE FROM batch WHERE id = ?", (id,))
+        shutil.rmtree(going, ignore_errors=True)
 
     # Tokens by day
 
@@ -571,9 +642,13 @@ class Catalog:
 
 
 def _read(kind: type[Stored], document: str) -> Stored:
+    return value_of(kind, orjson.loads(document))
+
+
+def value_of(kind: type[Stored], document: Mapping[str, Any]) -> Stored:
     """Return a value from its document. Fields of other releases are ignored."""
     known = {each.name for each in fields(kind)}
-    return kind(**{name: value for name, value in orjson.loads(document).items() if name in known})
+    return kind(**{name: value for name, value in document.items() if name in known})
 
 
 def _json(value: ServedBatch | StoredFile) -> str:
@@ -599,14 +674,21 @@ def _holder(db: sqlite3.Connection, rows: Sequence[tuple[str, int]], key: str) -
     return ""
 
 
-def _insert_file(db: sqlite3.Connection, file: StoredFile) -> None:
+def insert_file(db: sqlite3.Connection, file: StoredFile) -> None:
     db.execute(
         "INSERT OR REPLACE INTO file (id, tenant, expires, document) VALUES (?, ?, ?, ?)",
         (file.id, file.tenant, file.expires, _json(file)),
     )
 
 
-def _put_batch(db: sqlite3.Connection, batch: ServedBatch) -> None:
+def add_batch(db: sqlite3.Connection, batch: ServedBatch) -> None:
+    db.execute(
+        "INSERT OR IGNORE INTO batch (id, tenant, wire, status, document) VALUES (?, ?, ?, ?, ?)",
+        (batch.id, batch.tenant, batch.wire, batch.status, _json(batch)),
+    )
+
+
+def put_batch(db: sqlite3.Connection, batch: ServedBatch) -> None:
     db.execute(
         "UPDATE batch SET status = ?, ended = ?, document = ? WHERE id = ?",
         (batch.status, batch.ended, _json(batch), batch.id),

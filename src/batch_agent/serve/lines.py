@@ -14,7 +14,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -27,9 +27,9 @@ from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.surrogates import mended_all, read_json
 from batch_agent.record.private import private
-from batch_agent.serve.catalog import ServedBatch, Wire
+from batch_agent.serve.catalog import ServedBatch, StoredFile, Wire
+from batch_agent.serve.directory import ERRORS, INDEX, INPUT, OUTPUT, PART, sync
 
-INPUT, INDEX, OUTPUT, ERRORS, PART = "input.jsonl", "lines.db", "output.jsonl", "errors.jsonl", ".part"
 MOST_LINE_BYTES = 64 * 1024 * 1024
 MOST_ERRORS = 100  # that a failed batch lists
 MOST_ID_CHARACTERS = 512
@@ -340,12 +340,27 @@ def has_index(folder: Path) -> bool:
     return (folder / INDEX).exists()
 
 
-def sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+def with_files(folder: Path, batch: ServedBatch) -> tuple[ServedBatch, list[StoredFile]]:
+    """Return a batch that has ended with the ids of its files, and these files: those that are on disk."""
+    files, now = list[StoredFile](), batch.ended or batch.created
+    ids = {"output": "", "error": ""}
+    for name, kind in ((OUTPUT, "output"), (ERRORS, "error")):
+        path = folder / name
+        if path.exists() and batch.wire == "openai":
+            ids[kind] = f"file-{batch.id.rpartition('_')[2]}-{kind}"
+            files.append(
+                StoredFile(
+                    ids[kind],
+                    batch.tenant,
+                    f"{batch.id}_{kind}.jsonl",
+                    path.stat().st_size,
+                    "batch_output",
+                    now,
+                    None if batch.output_expires is None else now + batch.output_expires,
+                    batch.id,
+                )
+            )
+    return replace(batch, output_file=ids["output"], error_file=ids["error"]), files
 
 
 # While it runs

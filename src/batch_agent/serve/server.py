@@ -39,11 +39,13 @@ from batch_agent.serve import ServeOptions
 from batch_agent.serve.api import Api, refuse, send_files
 from batch_agent.serve.asking import Interactive
 from batch_agent.serve.batches import RUNS_PREFIX, ServedBatches, travelling_spec
-from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, label_of
+from batch_agent.serve.catalog import ConfiguredTenant, ServedBatch, Tenant, label_of
+from batch_agent.serve.directory import ERRORS, LOCK_FILE, OUTPUT, PART, claim
 from batch_agent.serve.governor import Governor
-from batch_agent.serve.lines import ERRORS, OUTPUT, PART, row_of, rows_of
+from batch_agent.serve.lines import row_of, rows_of
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
+from batch_agent.serve.recovery import open_catalog
 from batch_agent.serve.turnstile import Turnstile
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
@@ -58,8 +60,6 @@ PATHS = ("/", "/static/app.js", "/static/app.css")
 BOOKS_SECONDS = 1.0  # between two looks at tenants and tokens
 SWEEP_SECONDS = 60.0  # between two searches for what may be removed
 LAST_SECONDS = 1.0  # for clients to read the error of an answer that took too long at the end
-LOCK = "serve.lock"
-OLD_SECONDS = 86400.0  # after which no process is still about to enter something in a shared catalog
 
 
 class BatchService:
@@ -74,9 +74,7 @@ class BatchService:
         self._lock = self._take_data()
         with ExitStack() as undone:
             undone.callback(self._lock.release)
-            self.catalog = Catalog(options.data, shared=options.shared, clock=options.now)
-            for name in ("files", "batches"):
-                (options.data / name).mkdir(mode=0o700, exist_ok=True)
+            self.catalog = open_catalog(options.data, shared=options.shared, clock=options.now)
             undone.callback(self.catalog.close)
             self.key = self.catalog.operator_key()
             self._configure(configured)
@@ -126,7 +124,6 @@ class BatchService:
             self.interactive = Interactive(self.models, dispatcher, self.turnstile)
             self.api = Api(self.catalog, self.batches, self.interactive, self.models, options)
             self.admin = Admin(self)
-            await in_thread(self._clean)
             await self.batches.forget_runs()  # raises if the store is unreachable
             await self._keep_books()
             self.door = door = Door(self._handle, refuse, host=options.host, port=options.port)
@@ -154,9 +151,9 @@ class BatchService:
     def _take_data(self) -> Lock:
         """Take the lock of the data. Raises SpecError if a process serves it already, unless all share it."""
         try:
-            self.options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            claim(self.options.data)
             return Lock(
-                self.options.data / LOCK,
+                self.options.data / LOCK_FILE,
                 "stop it, or give --shared to all servers of this data",
                 shared=self.options.shared,
             )
@@ -258,7 +255,7 @@ class BatchService:
         tenants = await in_thread(self.catalog.tenants)
         used = await in_thread(self.catalog.used_today)
         self.turnstile.set_terms({each.name: (each.share, each.tokens_per_day) for each in tenants}, used)
-        revoked = await in_thread(self.catalog.revoked)
+        revoked = await in_thread(self.catalog.revoked)  # a tenant may be unknown if the catalog was lost
         unfinished = await in_thread(self.catalog.unfinished)
         await self.batches.take_over(unfinished)
         for batch in unfinished:
@@ -269,22 +266,10 @@ class BatchService:
         """Remove files and batches that are kept no longer."""
         now = self.options.now()
         for file in await in_thread(self.catalog.expired_files):
-            await in_thread(self.catalog.remove_file, file.id)
-            await in_thread(self.api.path_of(file).unlink, missing_ok=True)
+            await in_thread(self.catalog.remove_file, file)
         for batch in await in_thread(self.catalog.ended_before, now - self.options.keep):
             await self.batches.remove(batch)
         await self.batches.forget_runs()
-
-    def _clean(self) -> None:
-        """Remove what a killed process left: uploads without an end, and folders without a batch."""
-        data = self.options.data
-        before = time.time() - (OLD_SECONDS if self.options.shared else 0.0)
-        for folder in (data / "batches").iterdir():
-            if self.catalog.batch(folder.name) is None and folder.stat().st_mtime <= before:
-                shutil.rmtree(folder, ignore_errors=True)
-        for file in (data / "files").iterdir():
-            if not self.catalog.has_file(file.name) and file.stat().st_mtime <= before:
-                file.unlink(missing_ok=True)
 
 
 # What people and monitoring see of a server: its state, its batches, their outcomes, and the numbers for Prometheus.

@@ -30,7 +30,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.record.address import StoreAddress
 from batch_agent.serve import DEFAULT_PORT, ServeOptions
 from batch_agent.serve.catalog import Catalog, ConfiguredTenant, ServedBatch, Tenant, check_tenant_name
-from batch_agent.serve.lines import ERRORS, OUTPUT, PART
+from batch_agent.serve.directory import ERRORS, OUTPUT, PART
 from batch_agent.serve.objects import batch_object, shown_beside
 
 ADMIN = {
@@ -66,6 +66,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     _add_keys(actions.add_parser("keys", help="add, list and revoke tenants, and rotate their keys"))
+    check = actions.add_parser("check", help="verify --data, and print what a start of the server would do")
+    check.add_argument("--data", default="serve", metavar="DIR", help=DATA_HELP)
+    check.add_argument("--json", action="store_true", help="print JSON")
     for name, told in ADMIN.items():
         action = actions.add_parser(name, help=told)
         if name in ("cancel", "export"):
@@ -99,6 +102,8 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 def serve_command(options: argparse.Namespace) -> int:
     if options.action == "keys":
         return _keys(options)
+    if options.action == "check":
+        return _check(options)
     if options.action is not None:
         return admin_command(options)
     from batch_agent.serve.models import names_in, open_models
@@ -174,6 +179,28 @@ def _keys(options: argparse.Namespace) -> int:
         if secret:
             say(f"webhook secret: {secret}")
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Print what a start would find in a data directory. Returns 1 if there is anything."""
+    from batch_agent.serve.recovery import check
+
+    catalog, findings = check(Path(options.data))
+    with catalog:
+        unfinished, batches, files = catalog.unfinished(), catalog.ids("batch"), catalog.ids("file")
+    if options.json:
+        found = [{"part": each.part, "problem": each.problem, "done": each.done} for each in findings]
+        put(orjson.dumps({"batches": len(batches), "files": len(files), "findings": found}).decode())
+        return int(bool(findings))
+    left = sum(batch.total - batch.completed - batch.failed for batch in unfinished)
+    put(f"{options.data}: {len(batches)} batches, {len(unfinished)} of them not ended, and {len(files)} files")
+    for finding in findings:
+        put(str(finding))
+    if unfinished:
+        put(f"a start continues {len(unfinished)} batches, with about {left} lines that have no outcome")
+    if not findings:
+        put("everything is in order")
+    return int(bool(findings))
 
 
 def _config(path: str | None) -> Mapping[str, object]:
