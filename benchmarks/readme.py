@@ -157,6 +157,15 @@ def headlines() -> Iterator[str]:
         share, some = bar(found, "lines per second beside people"), bar(found, "the same with people for a fifth")
         said = f"{median} in the median, {late} at the 95th percentile; {share}, and {some} with people for a fifth"
         rows.append((what, f"{said} of the time", "`python -m benchmarks.people`", found))
+    if found := read("peers"):
+        own, *others = found["measurements"]["peers"]
+        cpu = sorted(each["cpu_ms_per_turn"] / own["cpu_ms_per_turn"] for each in others)
+        lost = sorted(each["rows_lost_in_outage"] for each in others if each["rows_lost_in_outage"] is not None)
+        agents, command = found["measurements"]["agents"], "`make bench-peers`"
+        what = "CPU per turn of the same work in eight other packages, relative to ours with every turn recorded"
+        rows.append((what, f"{cpu[0]:.0f} to {cpu[-1]:.0f} times as much", command, found))
+        what = f"rows lost of {agents} while the server is away for 12 s: ours; theirs"
+        rows.append((what, f"{own['rows_lost_in_outage']:.0f}; {lost[0]:.0f} to {lost[-1]:.0f}", command, found))
     if found := read("at_scale"):
         said = f"{bar(found, 'simulated: throughput over the ideal')} of the ideal throughput"
         rows.append(
@@ -166,6 +175,30 @@ def headlines() -> Iterator[str]:
         ("what", "measured", "command", "date"),
         ((what, said, command, result["environment"]["date"][:10]) for what, said, command, result in rows),
     )
+
+
+def peers() -> Iterator[str]:
+    """The same work in other packages."""
+    result = read("peers")
+    agents = result["measurements"]["agents"]
+    yield from (where(result["environment"]), "")
+    rows = []
+    for each in result["measurements"]["peers"]:
+        again = each["requests_paid_again"]
+        times = f"{each['cpu_ms_per_turn']:.2f} ms", f"{each['wall_s']:.1f} s", f"{each['first_result_s']:.1f} s"
+        lost = (
+            "not measured" if each["rows_lost_in_outage"] is None else f"{each['rows_lost_in_outage']:.0f} of {agents}"
+        )
+        repeated = "not measured" if again is None else f"{again:.0f} of {each['turns'] * agents:,}"
+        rows.append((f"{each['peer']} {each['version']}".strip(), *times, lost, repeated))
+    header = (
+        "CPU per turn",
+        "wall time",
+        "first result",
+        "rows lost in a 12 s outage",
+        "requests repeated after kill -9",
+    )
+    yield from markdown(("package", *header), rows)
 
 
 def of_engines() -> Iterator[str]:
@@ -231,7 +264,7 @@ def of_works(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str
 
 # Each place in a page: its mark, and what stands there.
 PLACES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
-    "benchmarks/README.md": {"<!-- measured -->": everything},
+    "benchmarks/README.md": {"<!-- measured -->": everything, "<!-- measured: peers -->": peers},
     "README.md": {"<!-- measured: headlines -->": headlines},
     "docs/kv.md": {"<!-- measured: engines -->": of_engines, "<!-- measured: simulated -->": of_simulated},
 }
