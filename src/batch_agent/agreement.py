@@ -12,8 +12,13 @@ NOT_BLANK = {
     "run_dir": "name a directory, or leave it out to record nothing",
     "predictive_prewarm": "name the directory of an earlier run",
     "model": "name one, or leave it out for the one model the server has",
+    "gold": "name a column or a file, or leave it out",
+    "by": "name a field of the rows, or leave it out",
+    "groups": "name a field of the rows, or leave it out",
     "id_column": "name a field of the rows, or leave it out",
 }
+# Options that mean nothing without gold.
+OF_GOLD = ("gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require")
 
 
 def disagreements(options: Mapping[str, object]) -> Iterator[str]:
@@ -21,6 +26,9 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     yield from _of_workers(options)
     yield from _of_the_record(options)
     yield from _of_samples(options)
+    for name in OF_GOLD:
+        if options[name] and options["gold"] is None:
+            yield f"{name} is about a score, and there is no gold: give gold, the right answers of some rows"
     for name, instead in NOT_BLANK.items():
         value = options[name]
         if isinstance(value, str) and not value.strip():

@@ -251,11 +251,11 @@ async def _collect(
             view.conclude(str(summary()))
         with suppress(AttributeError, TypeError):  # an exception class of other code may not allow attributes
             done = sorted(taken, key=lambda result: result.index)
-            error.results = Results(done, summary(), spec.output_schema, page)  # type: ignore[attr-defined]
+            error.results = Results(done, summary(), spec.output_schema, page, run.gold())  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    rows = with_unfinished(taken, spec.inputs, statistics(), spec.id_column)
-    results = Results(rows, summary(), spec.output_schema, page)
+    rows = with_unfinished(taken, run.plan.spec.inputs, statistics(), spec.id_column)
+    results = Results(rows, summary(), spec.output_schema, page, run.gold())
     if interruption.happened:
         return interruption.conclude(results, results, interrupted_words(statistics(), spec))
     return results

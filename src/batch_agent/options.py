@@ -86,6 +86,14 @@ class Options(TypedDict, total=False):
     retry_from: Literal["auto", "start", "failure"]
     on_change: Literal["keep", "resend"] | None
     force_resume: bool
+    gold: str | Mapping[str, str] | Path | None
+    gold_sample: Literal["random"] | None
+    gold_sealed: bool
+    tolerance: Mapping[str, float] | None
+    score: Mapping[str, str | Callable[[Any, Any], bool]] | None
+    by: str | None
+    groups: str | None
+    require: str | Sequence[str]
     sinks: Sequence[Sink]
     events: str | Path | None
     metrics_port: int | str | None

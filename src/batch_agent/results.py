@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import InputError, Interrupted, Invalid
 from batch_agent.files.compression import extra
+from batch_agent.files.gold import GivenGold
 from batch_agent.files.results import result_line, unwritten
 from batch_agent.files.tables import Column, Record, columns_of, complete_file, record_of
 from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
@@ -24,7 +25,10 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
+from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_looks
 from batch_agent.tools.execution import ToolStatistics
+from batch_agent.trust.score import Score
+from batch_agent.trust.table import Scoring
 
 if TYPE_CHECKING:
     import pandas
@@ -67,12 +71,19 @@ class Results(list[AgentResult[T]]):
         summary: Summary | None = None,
         output_schema: object = None,
         page: object = None,
+        gold: RunGold | None = None,
     ) -> None:
-        """``output_schema`` is the spec's; ``page`` is the run's page, served until this is dropped."""
+        """``output_schema`` is the spec's; ``page`` is the run's page, served until this is dropped; ``gold`` is what
+        the run knows of right answers."""
         super().__init__(results)
         self._summary = summary
         self._output_schema = output_schema
         self._page = page
+        self._gold = gold
+
+    def know(self, gold: RunGold) -> None:
+        """Keep what a run knows of right answers, for ``score``."""
+        self._gold = gold
 
     @property
     def ok(self) -> list[Success[T]]:
@@ -97,6 +108,35 @@ class Results(list[AgentResult[T]]):
     def cost(self) -> float | None:
         """Return the run's cost in $, including failed requests; None if no price is known."""
         return self.summary.statistics.cost
+
+    def score(
+        self,
+        gold: GivenGold | None = None,
+        *,
+        gold_sample: Literal["random"] | None = None,
+        tolerance: Mapping[str, float] | None = None,
+        score: Mapping[str, str | Callable[[Any, Any], bool]] | None = None,
+        by: str | None = None,
+        groups: str | None = None,
+        require: str | Sequence[str] = (),
+        open_sealed: bool = False,
+        wrong: bool = False,
+    ) -> Score:
+        """Return how many answers are right, with exact intervals (docs/trust.md). What is not given is that of the
+        run. ``gold`` is a column of the inputs, a mapping from fields to columns, or a file with ids. ``open_sealed``
+        scores the rows that ``gold_sealed`` kept unseen; ``wrong`` keeps the wrong rows."""
+        known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
+        given: dict[str, object] = {"gold": gold, "gold_sample": gold_sample, "tolerance": tolerance, "score": score}
+        given |= {"by": by, "groups": groups, "require": require}
+        rows = ((result.index, result.job_id, row_fields(result.input)) for result in self)
+        typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
+        taken = known.measure(given, rows, schema, typed=typed)
+        scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)
+        for result in self:
+            add_result(scoring, result, schema)
+        total = len(self) if known.population is None else known.population
+        found = scoring.score(total, pilot=known.pilot, complete=known.complete)
+        return with_looks(found, known.asked or digest_of([*map(output_line, self._lines())]))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row per result, with the columns of a CSV or Parquet file (docs/files.md). Lists and dicts are not

@@ -391,6 +391,74 @@ class BatchSpec(BaseModel):
         '`force_resume=True` means `"keep"`.',
     )
 
+    # How good the answers are
+    gold: Annotated[
+        Word | Mapping[str, Word] | Path | None,
+        Allowed("a column, a mapping from fields to columns, a file with ids, or None"),
+        Scope.WHOLE,
+        Unset("no gold"),
+        Flag("COLUMN", "column with the right answers: COLUMN, FIELD=COLUMN (repeatable), or a file joined by id"),
+    ] = Field(
+        None,
+        description="Right answers of some rows: a column (for answers with one field or none), a mapping from fields "
+        "to columns, or a file that is joined by id. The agents never see these columns. See [trust.md](trust.md).",
+    )
+    gold_sample: Annotated[
+        Literal["random"] | None,
+        Allowed('"random" or None'),
+        Scope.WHOLE,
+        Unset("rows that you chose"),
+        Flag("HOW", "random: the rows with gold are a random sample of all rows"),
+    ] = Field(
+        None,
+        description='How the rows with gold were chosen. `"random"`: they are a random sample of all rows, so that '
+        "their score is one of the table.",
+    )
+    gold_sealed: Annotated[
+        Switch, Scope.WHOLE, Flag(None, "keep half of the gold unseen until score --open-sealed")
+    ] = Field(
+        False,
+        description="Keep half of the gold unseen, until `batch-agent score --open-sealed`: for the last "
+        "measurement, after prompts were chosen by the other half.",
+    )
+    tolerance: Annotated[
+        Mapping[str, Annotated[Number, Field(ge=0)]] | None,
+        Allowed("a mapping from fields to numbers, 0 or more, or None"),
+        Scope.WHOLE,
+        Unset("1e-9"),
+        Flag("FIELD=NUMBER", "how far a number may be from its gold and still be right; repeatable"),
+    ] = Field(None, description="How far a number may be from its gold and still be right, by field.")
+    score: Annotated[
+        Mapping[str, Any] | None,
+        Allowed("a mapping from fields to functions, or to their names as module:function, or None"),
+        Scope.WHOLE,
+        Unset("equality, by the type of the field"),
+        Flag("FIELD=MODULE:FUNCTION", "function of answer and gold that decides what is right; repeatable"),
+    ] = Field(
+        None,
+        description="Functions that decide whether an answer is right, by field. Each is called with the answer and "
+        "the gold, and returns True or False.",
+    )
+    by: Annotated[OptionalText, Scope.WHOLE, Unset("all rows together"), Flag("COLUMN")] = Field(
+        None, description="Column of the rows: the score is also given per value of it."
+    )
+    groups: Annotated[OptionalText, Scope.WHOLE, Unset("each row is its own"), Flag("COLUMN")] = Field(
+        None,
+        description="Column of the rows with the groups by which gold was collected, such as customers. Rows of a "
+        "group are alike, so that intervals are wider.",
+    )
+    require: Annotated[
+        Word | Sequence[Word],
+        Allowed("a text such as 'mood.accuracy >= 0.9', or a list of them"),
+        Scope.WHOLE,
+        Unset("nothing"),
+        Flag("TEXT", "what the score must show, such as 'mood.accuracy >= 0.9'; else the exit status is 6; repeatable"),
+    ] = Field(
+        (),
+        description="What the score must show: `[FIELD.]METRIC[CLASS] >= NUMBER`. `>=` tests the lower bound, `<=` the "
+        "upper. On the command line, the exit status is 6 if it does not.",
+    )
+
     # Events and metrics
     sinks: Annotated[
         Sequence[Callable[..., Any]],

@@ -29,6 +29,7 @@ from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.documents.content import read_document
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.files.gold import TakenGold, take_gold
 from batch_agent.files.pictures import read_image
 from batch_agent.foreign import boundary, is_async
 from batch_agent.messages import Image, JsonObject
@@ -82,6 +83,7 @@ class Prepared:
     where: object = None  # the backend as it was given, in the options, the environment or the record
     voting: Voting | None = None  # set if each row has several samples
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
+    gold: TakenGold | None = None  # the right answers of some rows, which are not in the inputs
 
     @property
     def terms(self) -> Terms:
@@ -154,6 +156,11 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     shapes = _checked(spec, backend, shapes)
+    taken = None
+    if spec.gold is not None:
+        typed = schema is not None or spec.worker is None
+        taken = take_gold(spec.gold, spec.inputs, schema, dict(spec), known=typed)
+        spec = spec.model_copy(update={"inputs": taken.inputs})
     look = _look(spec, backend, confined=confined)
     plan = compile_plan(
         spec,
@@ -184,6 +191,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
         *(spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known),
         where=where,
         voting=voting,
+        gold=taken,
     )
 
 

@@ -252,7 +252,7 @@ def read_inputs(
     ``BatchAgent.run(inputs=…)``. ``kind`` is one of PARSERS and overrides the extension."""
     reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
-        return LazyRows(reading, limit)
+        return LazyRows(reading, limit, again=lambda: _open(Path(path), kind))
     try:
         return list(itertools.islice(reading.rows, limit))
     finally:
@@ -296,8 +296,12 @@ def _open(path: Path, asked: str | None) -> Reading:
 class LazyRows(Iterator[Row]):
     """The rows of a file, read as they are taken. Close it if not all rows are taken."""
 
-    def __init__(self, reading: Reading, limit: int | None = None) -> None:
-        self._reading, self._limit = reading, limit
+    def __init__(
+        self, reading: Reading, limit: int | None = None, *, again: Callable[[], Reading] | None = None
+    ) -> None:
+        """``again`` opens the file once more."""
+        self._reading, self._limit, self._again = reading, limit, again
+        self._change: Callable[[Row], Row] | None = None
         self._taken = 0
         self._expected: int | None = 0  # total, when reading has ended
         try:
@@ -318,7 +322,19 @@ class LazyRows(Iterator[Row]):
             self._end(self._taken)
             raise StopIteration
         self._taken += 1
-        return row
+        return row if self._change is None else self._change(row)
+
+    def again(self) -> LazyRows:
+        """Return the same rows, to be read from the beginning."""
+        assert self._again is not None, "only rows of a file can be read again"
+        rows = LazyRows(self._again(), self._limit, again=self._again)
+        if self._change is not None:
+            rows.change(self._change)
+        return rows
+
+    def change(self, change: Callable[[Row], Row]) -> None:
+        """Give each row as ``change`` returns it."""
+        self._change, self.first = change, [*map(change, self.first)]
 
     def close(self) -> None:
         if self._expected is None:

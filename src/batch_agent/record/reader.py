@@ -33,6 +33,7 @@ from batch_agent.record.keys import row_of
 from batch_agent.record.lock import is_locked
 from batch_agent.record.rundir import (
     FAILURES,
+    GOLD,
     JOURNAL,
     LOCK,
     RESULTS,
@@ -309,6 +310,10 @@ class RunReader(ABC):
         """Return what the whole run has recorded about jobs at batch APIs."""
 
     @abstractmethod
+    def gold_lines(self) -> list[bytes]:
+        """Return the gold of the run; none if it has no gold."""
+
+    @abstractmethod
     def status(self) -> JsonObject | None:
         """Return the metrics that the run last reported, or None."""
 
@@ -497,6 +502,10 @@ class DirectoryReader(RunReader):
 
     def timeline(self, *, spans: bool = True) -> TimelineRecord:
         return read_timeline(self.path, spans=spans)
+
+    def gold_lines(self) -> list[bytes]:
+        path = self.path / GOLD
+        return path.read_bytes().splitlines() if path.exists() else []
 
     def job_lines(self) -> list[bytes]:
         return read_jobs(self.path)

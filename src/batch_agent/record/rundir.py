@@ -7,6 +7,7 @@
     summary.json    the totals, written when a session ends
     timeline.jsonl  and the files named in ``timeline``: the history of the run, for the views
     control.json    where the control socket is, while a process works here
+    gold.jsonl      the right answers of some rows, which the run itself does not read; looks.jsonl: looks at them
     run.lock        held while a process works here
     NAME/           the same for each stage of a pipeline, which ``run.json`` names
 
@@ -49,6 +50,8 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK, JOBS = (
     "run.lock",
     "jobs.jsonl",
 )
+GOLD = "gold.jsonl"
+GOLD_FACT, SCHEMA = "gold", "schema"  # facts: the fields with gold and how they are scored; the schema of the answers
 OPTIONS = "options"  # the fact that has the resolved options of a run
 
 

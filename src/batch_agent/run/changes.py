@@ -50,6 +50,7 @@ UNRECORDED = {
         "retry_from",
     ),
     *("on_change", "no_hoist", "metrics_port", "telemetry", "feed_only"),
+    *("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require"),
 }
 MOST_WORDS = 4000  # longest text that is compared word by word
 SHOWN_CHARACTERS = 60  # of the first words that differ

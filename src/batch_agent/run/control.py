@@ -11,6 +11,7 @@ from batch_agent.agent.prepare import Prepared
 from batch_agent.messages import JsonObject
 from batch_agent.observe.statistics import Statistics
 from batch_agent.record.timeline import Line
+from batch_agent.trust.score import Score
 
 if TYPE_CHECKING:
     from batch_agent.run.run import Run
@@ -42,6 +43,10 @@ class Controls(Protocol):
     def status(self) -> JsonObject: ...
 
     def statistics(self) -> Statistics: ...
+
+    def score(self, *, count: bool = True) -> Score:
+        """Return how many answers are right so far. Raises SpecError without gold."""
+        ...
 
     def sample(self) -> Line: ...
 

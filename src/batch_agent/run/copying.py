@@ -25,7 +25,7 @@ from batch_agent.record.keys import Keys
 from batch_agent.record.private import DIRECTORY, private
 from batch_agent.record.reader import RunReader, RunSnapshot, UnfinishedRow, result_line_of
 from batch_agent.record.row_json import encode_record, encode_row
-from batch_agent.record.rundir import FAILURES, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
+from batch_agent.record.rundir import FAILURES, GOLD, JOBS, JOURNAL, RESULTS, RUN, SUMMARY
 from batch_agent.record.sqlite import SqliteJournal
 from batch_agent.record.store import (
     Identity,
@@ -78,6 +78,9 @@ def copy_to_directory(reader: RunReader, directory: Path) -> int:
     if not reader.stage_name and (lines := reader.job_lines()):
         with open(directory / JOBS, "wb", opener=private) as jobs:
             jobs.writelines(line + b"\n" for line in lines)
+    if not reader.stage_name and (gold := reader.gold_lines()):
+        with open(directory / GOLD, "wb", opener=private) as file:
+            file.writelines(line + b"\n" for line in gold)
     _copy_timeline(reader, directory)
     state = "interrupted" if view.state in ("starting", "running") else view.state
     _write(directory / RUN, {**facts, "state": state})
@@ -160,6 +163,8 @@ def copy_to_store(
         count = _copy_rows(reader, store, prepared[stage], session, rows)
     if not stage and (lines := reader.job_lines()):
         store.add_job_lines(lines)
+    if not stage and (gold := reader.gold_lines()):
+        store.put_file(GOLD, b"\n".join(gold).decode())
     spent = Increment(view.latest.tokens, round((view.latest.cost or 0.0) * DOLLAR))
     store.commit(store.join({"copies": reader.name}), 1, (), Outlay(more=spent))
     store.close_feed(session, facts, "ended")

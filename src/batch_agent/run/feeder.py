@@ -37,6 +37,7 @@ from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
 if TYPE_CHECKING:
     from batch_agent.observe.telemetry import Traces
+    from batch_agent.run.scoring import RunScoring
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -107,6 +108,7 @@ class Feeder:
         self._hearing = asyncio.Lock()
         self.begun: set[int] = set()  # unfinished rows whose JobStarted the sinks have got
         self.ok = self.failed = self.resumed = 0
+        self.scoring: RunScoring | None = None
 
     # The session
 
@@ -489,6 +491,8 @@ class Feeder:
         self.ok += result.ok
         self.failed += not result.ok
         self.resumed += result.resumed
+        if self.scoring is not None:
+            self.scoring.took(result)
         self._tell_end(result)
         (self._delivery.deliver if callback else self._delivery.put)(result)
 

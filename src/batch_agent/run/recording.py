@@ -30,7 +30,7 @@ from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.memory import MemoryStore
 from batch_agent.record.redis.store import ANNOUNCED, RedisRunStore
 from batch_agent.record.row_json import encode_result, encode_row
-from batch_agent.record.rundir import OPTIONS, State
+from batch_agent.record.rundir import GOLD_FACT, OPTIONS, SCHEMA, State
 from batch_agent.record.store import OBSERVED, Account, Increment, Resuming, RunStore, WorkStore
 from batch_agent.run.changes import compare, options_of
 from batch_agent.run.control import Inside
@@ -179,7 +179,10 @@ def facts_of(
         "backend": prepared.backend.name,
         "total": prepared.plan.total,
         OPTIONS: options_of(prepared),
+        SCHEMA: None if prepared.schema is None else prepared.schema.json_schema,
     }
+    if prepared.gold is not None:
+        facts[GOLD_FACT] = prepared.gold.facts
     if shapes.raised_from is not None:
         facts[RAISED] = shapes.raised_from
     if observed:

@@ -34,27 +34,20 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import RunUnreachable, SpecError
-from batch_agent.events import (
-    DrainStarted,
-    Ended,
-    HealthChanged,
-    LimitChanged,
-    ModelChosen,
-    RunFinished,
-    RunStarted,
-    Sink,
-)
+from batch_agent.events import DrainStarted, Ended, LimitChanged, ModelChosen, RunFinished, RunStarted, Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Clock, Emit, Metrics, Recorder
 from batch_agent.observe.statistics import Statistics
 from batch_agent.observe.status import LabelledEndpoint, sample_line, status_json
 from batch_agent.observe.summary import summary_json
+from batch_agent.option import check_positive
 from batch_agent.record.address import directory_of
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
 from batch_agent.record.memory import MemoryStore
+from batch_agent.record.scoring import RunGold
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
 from batch_agent.run.changes import Changes, compare
@@ -85,8 +78,9 @@ from batch_agent.run.recording import (
     resuming_of,
 )
 from batch_agent.run.rows import Rows
+from batch_agent.run.scoring import RunScoring, gold_of_run, measured, score_of_run
 from batch_agent.run.serving import Serving
-from batch_agent.run.shared import Shared, labelled, open_dispatcher, open_spending
+from batch_agent.run.shared import Shared, health_change, labelled, open_dispatcher, open_spending
 from batch_agent.run.shares import Shares
 from batch_agent.run.sharing import Lending, shared_budgets
 from batch_agent.run.spec_json import spec_json
@@ -96,6 +90,7 @@ from batch_agent.run.workshop import Workshop
 from batch_agent.scheduler.server import Endpoint
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.pool import ToolStatistics
+from batch_agent.trust.score import Score
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -157,6 +152,7 @@ class Run(Generic[T]):
         self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(spec.inputs)
         self._first: object = None  # the first input
+        self.scoring = None if prepared.gold is None or not feeds else RunScoring(prepared.gold, prepared.schema)
         if self._rows.channel is not None and not self._is_shared and not in_redis:
             self._feed.take_from(self._rows.channel)
         self._store: WorkStore | None = work_on
@@ -243,8 +239,6 @@ class Run(Generic[T]):
     def holds_rows(self) -> bool:
         return self._leases is not None and bool(self._leases.held)
 
-    # Reading
-
     def statistics(self) -> Statistics:
         statistics, spending = self._metrics.statistics(), self.shared.spending
         if spending.per_second and self._outer is None:  # as the budget counts it
@@ -254,20 +248,27 @@ class Run(Generic[T]):
         prewarm = None if self._workshop is None else self._workshop.prewarm
         return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
+    @property
+    def recorded(self) -> JsonObject:
+        """Facts of the record; {} before it begins."""
+        return {} if self._feeder is None else dict(self._feeder.facts)
+
+    def score(self, *, count: bool = True) -> Score:
+        """Return how many answers are right so far. Raises SpecError without gold. ``count``: it is a look at it."""
+        return score_of_run(self, count=count)
+
+    def gold(self) -> RunGold | None:
+        """What the run knows of right answers; None without gold."""
+        return None if self.scoring is None else gold_of_run(self, self._prepared, self._feeder)
+
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
 
     def status(self, statistics: Statistics | None = None) -> JsonObject:
         """Return the current state of the run as one JSON object. ``statistics`` are those of a pipeline."""
-        return status_json(
-            statistics or self.statistics(),
-            self._endpoints(),
-            self.tool_statistics(),
-            self._prepared.spec,
-            slots=self.shared.slots,
-            clock=self.shared.clock,
-            paused="pause" in self._requests,
-        )
+        numbers = (statistics or self.statistics(), self._endpoints(), self.tool_statistics(), self._prepared.spec)
+        paused = "pause" in self._requests
+        return status_json(*numbers, slots=self.shared.slots, clock=self.shared.clock, paused=paused)
 
     def sample(self, statistics: Statistics | None = None) -> Line:
         return sample_line(statistics or self.statistics(), self._endpoints(), self.shared.slots, self.shared.clock())
@@ -308,8 +309,7 @@ class Run(Generic[T]):
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight`` of each backend. A lower limit is reached as answers arrive."""
-        if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
-            raise SpecError("max_inflight is a whole number above 0, or None for no limit")
+        check_positive(int, max_inflight=max_inflight)
         dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
         request: JsonObject = {"do": "resize", "inflight": max_inflight}
         if max_inflight is None or not self._passes_on(request):
@@ -673,6 +673,9 @@ class Run(Generic[T]):
                 logger.warning("to add a worker: %s", joining_command(spec, facts))
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(prepared, self.on_change), keys, prepared.schema, spec.keep)
+        if self.scoring is not None:
+            await in_thread(partial(self.scoring.keep, store))
+            feeder.scoring = self.scoring if self._inside is None else None
         if self._leaving:
             feeder.stop()
 
@@ -739,7 +742,9 @@ class Run(Generic[T]):
             facts: JsonObject = {"state": state, "why": why or None, "ended": now_text()}
             try:
                 await to_its_end(asyncio.ensure_future(self._feeder.count_work()))
-                facts["summary"] = summary_json(self._controls.statistics())
+                if self.scoring is not None and self._record is not None:
+                    await in_thread(partial(self.scoring.keep, self._record))
+                facts["summary"] = summary_json(self._controls.statistics()) | measured(self._controls, self._prepared)
                 failed = await self._feeder.end(facts) or failed
             except Exception as error:  # any error: the run must not appear successful
                 failed = failed or error
@@ -790,11 +795,7 @@ class Run(Generic[T]):
             self._feeder.hold(full)
 
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
-        health, wall = endpoint.health, self.shared.clock.at
-        since = next_trial = 0.0
-        if health.is_down:
-            since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
-        state, rule = health.state, endpoint.server.rule_of("health")
-        self._emit(HealthChanged(wall(now), self.id, endpoint.name, state, health.reason, since, next_trial, rule))
-        if self._feeder is not None and health.state != "on trial":
-            self._feeder.set_trouble(health.reason if health.is_down else None, since)
+        changed = health_change(endpoint, now, self.id, self.shared.clock.at)
+        self._emit(changed)
+        if self._feeder is not None and changed.state != "on trial":
+            self._feeder.set_trouble(changed.reason if endpoint.health.is_down else None, changed.since)

@@ -19,7 +19,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.endpoints import OnHealth
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.events import ControlFinished, Ended, LimitChanged, Sink
+from batch_agent.events import ControlFinished, Ended, HealthChanged, LimitChanged, Sink
 from batch_agent.messages import Usage
 from batch_agent.observe.metrics import Clock
 from batch_agent.observe.prometheus import LiveNumbers
@@ -195,6 +195,15 @@ def _all_slots(dispatcher: Dispatcher) -> int | None:
     if at_endpoints is None or most is None:
         return most if at_endpoints is None else at_endpoints
     return min(at_endpoints, most)
+
+
+def health_change(endpoint: Endpoint, now: float, run: str, wall: Callable[[float], float]) -> HealthChanged:
+    """Return the event that says how an endpoint is now. ``wall`` converts times of the run to those of events."""
+    health, since, next_trial = endpoint.health, 0.0, 0.0
+    if health.is_down:
+        since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
+    state, rule = health.state, endpoint.server.rule_of("health")
+    return HealthChanged(wall(now), run, endpoint.name, state, health.reason, since, next_trial, rule)
 
 
 def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:

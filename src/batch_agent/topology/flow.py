@@ -44,6 +44,7 @@ from batch_agent.run.changes import Changes
 from batch_agent.run.recording import OnChange, open_record
 from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.run import Run
+from batch_agent.run.scoring import OPTIONS as SCORE_OPTIONS
 from batch_agent.run.shared import Shared
 from batch_agent.run.shared_backends import SharedBackends, Wrap
 from batch_agent.run.sharing import Lending
@@ -55,6 +56,7 @@ from batch_agent.tools.execution import ToolStatistics
 from batch_agent.topology.nodes import AgentNode, Collector, InOrder, Item, JoinNode, Receiver
 from batch_agent.topology.plan import graph_of
 from batch_agent.topology.reduce import ReduceNode, Reduction
+from batch_agent.topology.scoring import gold_of_pipeline, score_of_flow
 from batch_agent.topology.stages import (
     OF_THE_WHOLE,
     Agents,
@@ -66,6 +68,7 @@ from batch_agent.topology.stages import (
     carried_after,
     check_options_of_the_whole,
 )
+from batch_agent.trust.score import Score
 
 Inputs = Iterable[Any] | AsyncIterable[Any]
 RUN_DIR = ("run_dir", "checkpoint_dir")
@@ -95,6 +98,10 @@ class Flow:
         wrap: Wrap = lambda backend, api_key: backend,
     ) -> None:
         check_options_of_the_whole(options)
+        self.gold_options = {name: options.get(name) for name in SCORE_OPTIONS}
+        options, self.gold = gold_of_pipeline(inputs, stages, options)
+        if self.gold is not None:
+            inputs = cast("Inputs", self.gold.inputs)
         self.inputs = inputs
         options = _with_recorded_backend(options)
         self.collector = Collector()
@@ -178,6 +185,15 @@ class Flow:
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         """Return the statistics of the tools of all stages, by name; a later stage replaces an earlier one."""
         return {name: use for node in self.nodes for name, use in node.run.tool_statistics().items()}
+
+    def score(self, *, count: bool = True) -> Score:
+        """Return how many answers of the last stage are right so far. Raises SpecError without gold."""
+        return score_of_flow(self, self.inputs, count=count)
+
+    @property
+    def runs(self) -> list[Run[Any]]:
+        """The run around the stages, and that of each stage."""
+        return [self._run, *(node.run for node in self.nodes)]
 
     def pause(self) -> None:
         self._run.pause()
@@ -346,7 +362,8 @@ class Flow:
         plan = copy.copy(prepared.plan)
         plan.total = None  # the pipeline has no rows of its own
         where = self._options.get("backend") or os.environ.get(BACKEND_VARIABLE)
-        return replace(prepared, plan=plan, backend=first.backend, model=first.model, where=where)
+        made = replace(prepared, plan=plan, backend=first.backend, model=first.model, where=where)
+        return replace(made, gold=self.gold)
 
 
 def _with_recorded_backend(options: Mapping[str, Any]) -> Mapping[str, Any]:

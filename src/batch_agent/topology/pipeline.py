@@ -26,6 +26,7 @@ from batch_agent.topology.flow import Flow
 from batch_agent.topology.nodes import AgentNode
 from batch_agent.topology.plan import PipelinePlan, plan_stages
 from batch_agent.topology.reduce import ReduceNode, Reduction, Shape, check_shape
+from batch_agent.topology.scoring import gold_of_flow
 from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, check_stage_options
 
 T = TypeVar("T")
@@ -177,7 +178,10 @@ async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]
 def outcome_of(flow: Flow) -> FlowOutcome[Any]:
     outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
     summary = Summary(flow.statistics(), flow.tool_statistics())
-    return FlowOutcome(outputs, {node.name: results_of(node) for node in flow.nodes}, flow.reductions, summary)
+    results = {node.name: results_of(node) for node in flow.nodes}
+    if flow.gold is not None:
+        results[flow.nodes[-1].name].know(gold_of_flow(flow, flow.inputs))
+    return FlowOutcome(outputs, results, flow.reductions, summary)
 
 
 def results_of(node: AgentNode | ReduceNode) -> Results[Any]:

@@ -241,8 +241,8 @@ def gold_of(
     wanted: Mapping[str, str]
     if columns:
         wanted = {name: name for name in columns}
-        if len(columns) == 1 and known and columns[0] not in fields_in(schema):
-            wanted = {only_field(schema): columns[0]} if len(fields_in(schema)) <= 1 else wanted
+        if len(columns) == 1 and known and not fields_in(schema):
+            wanted = {OUTPUT: columns[0]}
     elif isinstance(given, str):
         wanted = {only_field(schema) if known else OUTPUT: given}
     else:

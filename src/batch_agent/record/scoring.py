@@ -1,0 +1,202 @@
+"""The score of results and of recorded runs: joins their rows with gold, and counts looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import JsonValue
+
+from batch_agent.compiler.fields import fields_of, listed
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import InputError, Interrupted, Invalid, SpecError, StoreError
+from batch_agent.files.gold import (
+    GivenGold,
+    TakenGold,
+    checked_gold,
+    is_gold_file,
+    read_gold_file,
+    score_options,
+    warn_unjoined,
+)
+from batch_agent.files.results import from_json, plainly, to_json
+from batch_agent.files.tables import Record, record_of
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject
+from batch_agent.record.looks import LEDGER, looks_before, looks_of
+from batch_agent.record.private import private
+from batch_agent.trust.gold import Gold, named_problems
+from batch_agent.trust.score import Score
+from batch_agent.trust.table import GoldTable, PilotSample, Scoring
+
+UNKNOWN = "unknown"  # what was asked, if the record does not say it
+
+
+def add_result(scoring: Scoring, result: AgentResult[Any], schema: OutputSchema[object] | None) -> None:
+    """Add a finished row. One that was interrupted is not finished."""
+    if result.error is not None and result.error.type == Interrupted.type:
+        return
+    plain = plainly(result, schema)
+    output: JsonValue = None
+    if plain.ok:
+        try:
+            output = cast(JsonValue, plain.output if schema is not None else from_json(to_json(plain.output)))
+        except (Invalid, TypeError, ValueError):
+            output = None
+    error = None if plain.error is None else plain.error.type
+    scoring.add(
+        result.index,
+        result.job_id,
+        output,
+        row_fields(result.input),
+        ok=plain.ok,
+        doubt=getattr(result, "doubt", None),
+        error=error,
+    )
+
+
+def add_record(scoring: Scoring, record: Record) -> None:
+    """Add a recorded row."""
+    error = record.get("error")
+    kind = str(error.get("type")) if isinstance(error, dict) else None
+    if kind == Interrupted.type:
+        return
+    index, doubt = record.get("index"), record.get("doubt")
+    scoring.add(
+        index if isinstance(index, int) else -1,
+        str(record.get("job_id")),
+        cast(JsonValue, record.get("output")),
+        row_fields(record.get("input")),
+        ok=bool(record.get("ok")),
+        doubt=doubt if isinstance(doubt, float | int) else None,
+        error=kind,
+    )
+
+
+def row_fields(value: object) -> Mapping[str, object]:
+    """Return the fields of an input; none if it cannot be read."""
+    if value is None:
+        return {}
+    try:
+        return fields_of(value)
+    except InputError:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class RunGold:
+    """What a run knows of right answers. ``options`` are those of the run; ``asked`` identifies its prompt, model,
+    examples and schema. ``complete``: every row of it has a result, except those that it left out."""
+
+    taken: TakenGold | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    asked: str = ""
+    population: int | None = None
+    pilot: PilotSample | None = None
+    complete: bool = True
+
+    def measure(
+        self,
+        given: Mapping[str, object],
+        rows: Iterable[tuple[int, str, Mapping[str, object]]],
+        schema: OutputSchema[object] | None,
+        *,
+        typed: bool = True,
+    ) -> TakenGold:
+        """Return the gold to score by. An option that is not given is that of the run. ``rows`` are index, id and
+        fields of the rows; ``typed``: the schema is known, None meaning text. Raises SpecError."""
+        options = {**self.options, **{name: value for name, value in given.items() if value}}
+        gold = cast("GivenGold | None", given.get("gold"))
+        if gold is None and self.taken is not None:
+            return replace(self.taken, options=score_options(options))
+        if gold is None:
+            raise SpecError("there is no gold to score by: give gold, a column or a file with right answers")
+        taken = frozenset[str]() if self.taken is None else self.taken.taken
+        found, table = gold_of_rows(gold, rows, schema, options, typed=typed, taken=taken)
+        return TakenGold(found, table, score_options(options), ())
+
+
+def gold_of_rows(
+    given: GivenGold,
+    rows: Iterable[tuple[int, str, Mapping[str, object]]],
+    schema: OutputSchema[object] | None,
+    options: Mapping[str, object],
+    *,
+    typed: bool,
+    taken: frozenset[str] = frozenset(),
+) -> tuple[Gold, GoldTable]:
+    """Return the gold of finished rows: from a file with ids, or from columns of their inputs. Raises SpecError."""
+    if is_gold_file(given):
+        path = Path(cast("str | Path", given))
+        gold, values = read_gold_file(path, schema, cast("str | None", options.get("id_column")), known=typed)
+        table, waiting = GoldTable(by_name=True), dict(values)
+        for name, some in values.items():
+            table.add(name, None, some)
+        for _, name, _ in rows:
+            waiting.pop(name, None)
+        if len(waiting) == len(values):
+            raise SpecError(f"gold: no row has an id of {path}, such as {', '.join([*waiting][:3])}")
+        warn_unjoined(path, waiting, len(values))
+        return gold, table
+    gold, table, problems = checked_gold(given, schema, known=typed), GoldTable(), list[tuple[str, str]]()
+    missing, first = set(gold.columns.values()), ""
+    for index, name, fields in rows:
+        first = first or listed(fields)
+        missing -= fields.keys()
+        try:
+            some = gold.read(fields)
+        except ValueError as error:
+            problems.append((name, str(error)))
+            continue
+        if some:
+            table.add(name, index, some)
+    if missing:
+        why = "; the run took its gold out of the rows" if missing & taken else ""
+        raise SpecError(f"gold: no row has the column {min(missing)!r} (the columns of the first row: {first}){why}")
+    if problems:
+        raise SpecError(f"gold: {named_problems(iter(problems))}")
+    return gold, table
+
+
+def with_looks(score: Score, asked: str, *, run: str = "", count: bool = True) -> Score:
+    """Return the score with the number of looks at its gold before. ``asked`` identifies the prompt, model, examples
+    and schema."""
+    return replace(score, looks=looks_before(score.digests, asked, run=run, count=count and bool(score.all.rows)))
+
+
+def keep_looks(score: Score, directory: Path) -> None:
+    """Copy what the ledger says of this gold into the record of a run. A record that cannot be written stays as it is:
+    the score is there without it."""
+    lines = b"".join(to_json(line) + b"\n" for line in looks_of(score.digests))
+    path = directory / LEDGER
+    with suppress(OSError, StoreError):
+        before = path.read_bytes() if path.exists() else b""
+        more = b"".join(line + b"\n" for line in lines.splitlines() if line not in before.splitlines())
+        if more:
+            with open(path, "ab", opener=private) as file:
+                file.write(more)
+
+
+def output_line(line: bytes) -> object:
+    """Return id and output of a result line, for a digest of what was answered."""
+    record = record_of(line) or {}
+    return [record.get("job_id"), record.get("output")]
+
+
+def digest_of(*parts: object) -> str:
+    """Return the digest of what was asked."""
+    return blake2b(to_json(parts), digest_size=16).hexdigest()
+
+
+def asked_of(facts: JsonObject, stages: Iterable[JsonObject] = ()) -> str:
+    """Return what identifies the prompt, model, examples and schema of a recorded run."""
+    every = [facts, *stages]
+    return digest_of([[each.get("fingerprint"), each.get("model")] for each in every])
+
+
+def table_from(lines: Iterable[bytes], *, by_name: bool) -> GoldTable:
+    return GoldTable.of_lines(iter(lines), by_name=by_name)

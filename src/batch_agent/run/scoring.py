@@ -1,0 +1,115 @@
+"""The score of a run while it goes on: counts each result as it is delivered, and keeps the gold in the record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batch_agent.agent.prepare import Prepared
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.gold import TakenGold
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject
+from batch_agent.record.address import directory_of
+from batch_agent.record.directory import DirectoryStore
+from batch_agent.record.memory import MemoryStore
+from batch_agent.record.private import private
+from batch_agent.record.rundir import GOLD
+from batch_agent.record.scoring import RunGold, add_result, asked_of, keep_looks, with_looks
+from batch_agent.record.store import RunStore
+from batch_agent.trust.score import Score
+from batch_agent.trust.table import PilotSample, Scoring
+
+if TYPE_CHECKING:
+    from batch_agent.run.control import Controls
+    from batch_agent.run.feeder import Feeder
+    from batch_agent.run.run import Run
+
+OPTIONS = ("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require", "id_column")
+
+
+class RunScoring:
+    """Counts the results of a run against its gold. An error of the user's own function is raised by ``score``, and
+    never by the run."""
+
+    def __init__(self, taken: TakenGold, schema: OutputSchema[object] | None) -> None:
+        self.taken, self._schema = taken, schema
+        self._scoring = Scoring(taken.gold, taken.table, taken.options)
+        self._failure: SpecError | None = None
+        self.kept = -1  # number of rows with gold that the record has
+
+    def took(self, result: AgentResult[object]) -> None:
+        try:
+            add_result(self._scoring, result, self._schema)
+        except SpecError as error:
+            self._failure = self._failure or error
+
+    def score(self, known: RunGold, *, count: bool, run: str) -> Score:
+        """Return the score so far. ``count``: it is a look at the gold."""
+        if self._failure is not None:
+            raise self._failure
+        score = self._scoring.score(known.population, pilot=known.pilot, complete=known.complete)
+        return with_looks(score, known.asked, run=run, count=count and bool(known.asked))
+
+    def keep(self, store: RunStore) -> None:
+        """Write the gold into the record of the run, which its workers do not read. May block."""
+        if len(self.taken.table) != self.kept and type(store) is not MemoryStore:
+            self.kept = len(self.taken.table)
+            if isinstance(store, DirectoryStore):
+                _write(store.path / GOLD, self.taken.table.lines())
+            else:
+                store.put_file(GOLD, b"".join(self.taken.table.lines()).decode())
+
+
+def gold_of_run(run: Run[Any], prepared: Prepared, feeder: Feeder | None) -> RunGold:
+    """Return what a run knows of right answers. It is no pipeline."""
+    ended, total = run.statistics().ended, prepared.plan.total
+    facts = {**run.recorded, "state": ended or "running"}
+    if total is None and feeder is not None and feeder.fed:
+        total = feeder.read
+    asked = asked_of(facts) if "fingerprint" in facts else ""
+    pilot, options = PilotSample.of_facts(facts), {name: getattr(prepared.spec, name) for name in OPTIONS}
+    taken = None if prepared.gold is None else replace(prepared.gold, inputs=())
+    return RunGold(taken, options, asked, total, pilot, complete=ended == "complete")
+
+
+def score_of_run(run: Run[Any], *, count: bool) -> Score:
+    """Return the score of a run that is no pipeline."""
+    if run.scoring is None or (known := run.gold()) is None:
+        raise no_gold()
+    return run.scoring.score(known, count=count, run=run.id)
+
+
+def no_gold() -> SpecError:
+    return SpecError("there is no gold to score by: give gold, a column or a file with the right answers of some rows")
+
+
+def measured(controls: Controls, prepared: Prepared) -> JsonObject:
+    """Return the score of a run for its summary, and copy the looks at its gold into its record; {} without gold."""
+    if prepared.gold is None:
+        return {}
+    directory = directory_of(prepared.spec.run_dir)
+    try:
+        found = controls.score()
+    except SpecError as error:  # of the user's own function: the answers are there
+        return {"score": None, "score_error": str(error)}
+    if directory is not None:
+        keep_looks(found, directory)
+    return {"score": found.to_json()}
+
+
+def _write(path: Path, lines: Iterable[bytes]) -> None:
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        with open(draft, "wb", opener=private) as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise StoreError(f"the gold cannot be written to {path}: {error.strerror}") from None
