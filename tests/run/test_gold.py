@@ -215,12 +215,12 @@ async def test_failed_rows_are_wrong_and_unfinished_ones_pending() -> None:
     assert score.confusion is not None
     assert sum(row.get("(failed)", 0) for row in score.confusion.values()) == 11
 
-    async with BatchAgent.open(**moody()) as run:
+    async with BatchAgent.open(**moody(max_inflight=1, max_agents=1)) as run:
         taken = 0
         async for _ in run.results():
             taken += 1
             if taken == 5:
-                break
+                run.drain()
         found = run.score()
     assert found.all.rows + found.pending == 20
     assert found.pending > 0

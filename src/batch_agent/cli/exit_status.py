@@ -1,4 +1,5 @@
 """Exit statuses of the commands."""
 
 ALL_OK, RUN_FAILED, ROWS_FAILED, OUT_OF_BUDGET, UNREACHABLE, CANCELLED = range(6)
+REQUIRED = 6  # what is required of the score is not met
 SIGNALLED = 128  # plus the signal's number, as shells report it

@@ -249,8 +249,7 @@ class Run(Generic[T]):
         return statistics if prewarm is None else replace(statistics, prewarm=prewarm.statistics())
 
     @property
-    def recorded(self) -> JsonObject:
-        """Facts of the record; {} before it begins."""
+    def recorded(self) -> JsonObject:  # {} before it begins
         return {} if self._feeder is None else dict(self._feeder.facts)
 
     def score(self, *, count: bool = True) -> Score:

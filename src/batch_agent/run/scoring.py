@@ -1,4 +1,4 @@
-"""The score of a run while it goes on: counts each result as it is delivered, and keeps the gold in the record."""
+"""The score of a run during the run: counts each result as it is delivered, and keeps the gold in the record."""
 
 from __future__ import annotations
 

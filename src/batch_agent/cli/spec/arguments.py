@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batch_agent.cli.spec.numbers import amount, byte_count, positive
@@ -55,6 +55,8 @@ exit status:
   4      unreachable: the server was down for longer than --max-outage, or never
          answered; resume the run when the server is back
   5      cancelled: batch-agent control or the page cancelled the run; resume it
+  6      what --require asks of the score is not met; the message says why. It
+         replaces 0 and 2
   128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 129 the terminal was
          closed (SIGHUP), 141 standard output was closed
 """
@@ -242,9 +244,33 @@ def _reading(name: str, flag: Flag) -> dict[str, Any]:
         return {"action": "store_true"}
     if bool in types:  # True or a path
         return {"nargs": "?", "const": True, "metavar": flag.metavar}
+    if Mapping in types:
+        return {"action": Pairs, "metavar": flag.metavar}
     if Sequence in types:
         return {"action": "append", "metavar": flag.metavar}
     return {"type": _number(name) if types & {int, float} else str, "metavar": flag.metavar}
+
+
+class Pairs(argparse.Action):
+    """Reads a mapping: ``NAME=VALUE``, again for each name, or JSON. A text without ``=`` stands for itself, where the
+    option may be text."""
+
+    def __call__(self, parser: object, options: argparse.Namespace, value: object, name: object = None) -> None:
+        text, before = str(value), getattr(options, self.dest)
+        known = dict(before) if isinstance(before, dict) else {}
+        given = json_or_text(text)
+        if isinstance(given, dict):
+            known |= given
+        elif "=" in text:
+            field, _, rest = text.partition("=")
+            known[field.strip()] = json_or_text(rest) if self.dest == "tolerance" else rest
+        elif self.dest == "gold" and before is None:
+            setattr(options, self.dest, text)
+            return
+        else:
+            again = "; a second one must be FIELD=COLUMN" if self.dest == "gold" else ""
+            raise argparse.ArgumentError(self, f"{text!r} is not {self.metavar}{again}")
+        setattr(options, self.dest, known)
 
 
 def _number(name: str) -> Callable[[str], object]:

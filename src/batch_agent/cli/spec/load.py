@@ -22,6 +22,7 @@ from batch_agent.cli.spec.rows import STDIN, read_rows
 from batch_agent.cli.spec.specfile import STAGES, SpecFile, load_env_file, read_specfile, read_text
 from batch_agent.compiler.schema import is_json_schema, written_out
 from batch_agent.errors import SpecError, about
+from batch_agent.files.gold import is_gold_file
 from batch_agent.files.rows import as_row
 from batch_agent.messages import JsonObject
 from batch_agent.option import NotSettable, kinds, notes
@@ -176,7 +177,7 @@ def _directory(options: argparse.Namespace) -> Path:
 
 # Arguments that are stored. A command line cannot contain a key, and no other secret may be stored.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)
-PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
+PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))} - {"gold"}
 DIRECTORY = "directory"  # in which the command was started
 LEFT_OUT = "left_out"  # names of arguments that were given but not stored
 
@@ -225,6 +226,8 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
     for name in KEPT:
         value = getattr(options, name)
         if name in PATHS and isinstance(value, str) and value != STDIN:
+            value = str(Path(value).absolute())
+        if name == "gold" and is_gold_file(value):
             value = str(Path(value).absolute())
         if value is not None and _may_be_secret(name, value):
             value = None

@@ -25,6 +25,7 @@ import yaml
 
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.errors import SpecError, about, explained
+from batch_agent.files.gold import is_gold_file
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, check_names, kinds, notes
 from batch_agent.spec import MCP, OLD_NAMES, BatchSpec
@@ -97,6 +98,8 @@ class SpecFile:
             "output_schema": self._schema,
             "runtime": self._runtime,
             "worker": self._worker,
+            "gold": self._gold,
+            "score": self._judges,
             "vote": self._vote,
         }
         followed = dict(options)
@@ -119,6 +122,14 @@ class SpecFile:
 
     def _directory(self, value: object) -> object:
         return self.path.parent / value if isinstance(value, str | Path) else value
+
+    def _gold(self, value: object) -> object:
+        return self._directory(value) if is_gold_file(value) else value
+
+    def _judges(self, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        return {name: self.imported(each) if isinstance(each, str) else each for name, each in value.items()}
 
     def _runtime(self, value: object) -> object:
         if not (isinstance(value, Mapping) and "working_dir" in value):
