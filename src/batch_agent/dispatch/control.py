@@ -26,6 +26,7 @@ from batch_agent.scheduler.server import Endpoint
 CONTROL_TOKENS = 16  # of the answer: the least that all providers allow
 CONTROL_JOB = "control"  # instead of a row's id
 CONTROL_WORDS = "Answer with the word OK."
+WITHOUT_MESSAGES = frozenset({"embeddings", "completions"})  # wires of models that may take no messages
 
 Ask = Callable[["ControlCall", Ticket], Awaitable[Reply]]
 OnControl = Callable[[str, float, Usage, float | None, str], None]  # endpoint, seconds, usage, cost, error or ""
@@ -84,26 +85,43 @@ class ControlRequests:
     def __init__(self, backend: Probed | None, ask: Ask, give_up: Callable[[Endpoint], None], *, enabled: bool) -> None:
         self._backend = backend if enabled and isinstance(backend, Backend) else None
         self._ask, self._give_up = ask, give_up
-        self._like: ModelRequest | None = None
-        self.unlike = True  # no request is known that a control request could be like
+        # The latest requests that a control request to an endpoint could be like: those that failed, and the first.
+        self._like: dict[Endpoint, ModelRequest] = {}
+        self.unlike = True  # no such request is known
         self._tasks: dict[Endpoint, asyncio.Task[bool | None]] = {}
         self._tickets: dict[Endpoint, Ticket] = {}  # of their latest requests
 
-    def like(self, request: ModelRequest | None) -> None:
-        """Make the next control request like this one, which failed or is the first."""
-        self._like = self._like if request is None else request
-        self.unlike = self._like is None
+    def like(self, endpoint: Endpoint, request: ModelRequest | None) -> None:
+        """Make the next control request to the endpoint like this one, which failed or is the first."""
+        if request is None or (request.client is not None and request.client.wire in WITHOUT_MESSAGES):
+            return
+        before = self._like.get(endpoint)
+        if before is not None and before.shape.model != request.shape.model:
+            endpoint.server.takes_controls = True  # it may have refused those for another model
+        self._like[endpoint] = request
+        self.unlike = False
+
+    def is_like(self, endpoint: Endpoint) -> bool:
+        """Return whether a request is known that a control request to the endpoint could be like."""
+        return self._like_at(endpoint) is not None
+
+    def _like_at(self, endpoint: Endpoint) -> ModelRequest | None:
+        """Return a request to the endpoint; if there was none, one to another endpoint with the same models."""
+        same = (like for other, like in self._like.items() if other.server.models == endpoint.server.models)
+        return self._like.get(endpoint) or next(same, None)
 
     def can_ask(self, endpoint: Endpoint) -> bool:
         """Return whether a control request can be sent to the endpoint, now or later."""
-        if self._backend is None or self._like is None or endpoint.health.patient or endpoint.given_up:
+        if self._backend is None or self.unlike or endpoint.health.patient or endpoint.given_up:
+            return False
+        if not self.is_like(endpoint):
             return False
         return endpoint.server.takes_controls and (endpoint in self._tasks or not endpoint.server.controlled)
 
     def start(self, endpoint: Endpoint, claims: Claims) -> asyncio.Task[bool | None] | None:
         """Return the control request of this endpoint, started unless there is one; None if none can be sent. Its
         result: whether it was answered; None if it gave no evidence."""
-        task, backend, like = self._tasks.get(endpoint), self._backend, self._like
+        task, backend, like = self._tasks.get(endpoint), self._backend, self._like_at(endpoint)
         if task is None and backend is not None and like is not None and self.can_ask(endpoint):
             endpoint.server.controlled = True
             self._tickets[endpoint] = claims.claim_control(endpoint)
@@ -117,6 +135,7 @@ class ControlRequests:
         self._tickets[endpoint] = claims.claim_control(endpoint)
 
     def stop(self, endpoint: Endpoint) -> None:
+        self._like.pop(endpoint, None)
         if endpoint in self._tasks:
             self._tasks[endpoint].cancel()
 

@@ -204,7 +204,7 @@ class Dispatcher:
             sent, attempts = clock(), attempts + 1
             observer.sent(sent - queued)
             if self.endpoints.controls.unlike:
-                self.endpoints.controls.like(request)
+                self.endpoints.controls.like(slot.endpoint, request)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
                     reply = await self.attempt(question, slot, policy, sent, observer)
@@ -349,6 +349,8 @@ class Dispatcher:
         """Return the seconds until the request joins the queue again."""
         endpoint, row = slot.endpoint, slot.ticket.row
         failures, asked = max(1, row.failures), min(error.retry_after or 0.0, N.longest_hold)
+        if self.endpoints.is_endless and (error.retry_after or 0.0) > N.longest_hold:
+            asked = N.first_hold  # the server may answer long before
         if row.crashes and not endpoint.given_up:  # few crashes over a long time, unless a few are enough
             return retry_delay(len(row.crashes) + (0 if row.crashes[-1].proven else 2), 0.0, self._chance())
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:

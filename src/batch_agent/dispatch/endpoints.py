@@ -134,6 +134,11 @@ class EndpointMonitor:
         )
         self.undecided = self.decisions.waiting.keys()  # failed requests whose rows wait for evidence
 
+    @property
+    def is_endless(self) -> bool:
+        """Return whether it is that of a service: no endpoint is ever given up."""
+        return self._patience[1] == inf
+
     def start(self, slots: Slots) -> None:
         self._slots = slots
         for endpoint in self._all:
@@ -199,7 +204,7 @@ class EndpointMonitor:
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self.rate_limits.settle(slot, Usage() if free else error.usage)
         if not slot.ticket.control:
-            self.controls.like(request)
+            self.controls.like(endpoint, request)
         beside = self.flights.is_beside_suspect(slot)
         effects = endpoint.server.on(events.Failed(slot, error, self._around(endpoint), beside), now)
         judged = effects.pop()

@@ -51,13 +51,27 @@ Outcome = Literal[
 ]
 
 # What a refused status may concern beside its request: the key or its quota, the address, or the right to use it. This
-# table alone decides it, for runs and for ``serve``. A 429 here is the spent quota that providers raise as Rejected.
-# Any other status (400, 413, 422 …) concerns the request.
+# table alone decides it, for runs and for ``serve`` (``concern_of``). A 429 here is the spent quota that providers
+# raise as Rejected. Any other status (400, 413, 422 …) concerns the request.
 Concern = Literal["key", "place", "access"]
 CONCERNS: dict[int, Concern] = {
     **dict.fromkeys((401, 402, 407, 429), "key"),
     **dict.fromkeys((301, 302, 303, 307, 308, 404, 405), "place"),
     **dict.fromkeys((403, 409), "access"),
+}
+
+
+def concern_of(status: int | None) -> Concern | None:
+    """Return what a refusal with this status may concern beside its request; None: only the request."""
+    return None if status is None else CONCERNS.get(status)
+
+
+# The conclusion about a server that denies every row, by what the denial concerns.
+DENIED: dict[Concern | None, str] = {
+    "key": "every row is denied: the key or its quota",
+    "place": "every row is denied: the address or the model",
+    "access": "every row is denied: the rights of the key",
+    None: "every row is denied",
 }
 
 
@@ -72,7 +86,7 @@ def outcome_of(error: BackendError) -> Outcome:
     if error.unreached:
         return "unreachable"
     if isinstance(error, Rejected):
-        return "denied" if error.status in CONCERNS else "refused"
+        return "refused" if concern_of(error.status) is None else "denied"
     return "silent" if isinstance(error, Timeout) else "broken"
 
 
@@ -476,7 +490,7 @@ class Denials:
         the earliest. ``can_ask``: a control request can be sent."""
         if status is None:  # a filter stopped the answer; the request itself was accepted
             return "row"
-        concern = CONCERNS.get(status)
+        concern = concern_of(status)
         wrong_key, by_status = concern == "key", concern is not None
         if concern in ("key", "place") and not self._answered:
             return "all"

@@ -18,7 +18,10 @@ class Numbers:
     denied_share: float = 1 / 20  # the same if it denies every row: a gateway that reloads takes seconds, a key hours
     limited_share: float = 1 / 3  # the same if it refuses every request: each refused request may count for its limit
     jitter: float = 0.3  # random part of a pause, so that many runs do not try together
-    longest_hold: float = 300.0  # between two trials, whatever a server asks for: one asked a service for a day
+    # A server that asks for a longer wait than this is tried again after the first of these times, then twice as long,
+    # up to this: one asked for a day, and answered 3 s later.
+    longest_hold: float = 300.0
+    first_hold: float = 15.0
     shortest_trial: float = 2.0  # that a trial may take
     trial_share: float = 1 / 240  # ... of the outage so far: a server that starts cold answers more slowly
     shortest_grace: float = 1.0  # for requests from before an outage, after its end

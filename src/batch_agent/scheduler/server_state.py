@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected
 from batch_agent.scheduler.blame import (
+    DENIED,
     Attempt,
     Denial,
     Denials,
@@ -36,6 +37,7 @@ from batch_agent.scheduler.blame import (
     RowHistory,
     Scope,
     Verdict,
+    concern_of,
     judge,
     outcome_of,
 )
@@ -522,15 +524,17 @@ class ServerState:
         """Return which rows a denial concerns; ``confirm`` means: send the request again. If it concerns all, the
         server counts as down: it may deny rows only for a while, as a gateway does while it restarts."""
         slot, error, around, _ = event
-        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or slot.ticket.chore:
+        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow):
             return "row"
+        if slot.ticket.chore and (slot.ticket.control or around.first_patience < inf):
+            return "row"  # but a person's request to a service is worth as much as a row
         if self.health.is_denied:
             return "all"
         denial = Denial(slot.sent_at, now, slot.ticket.row.denials)
         left, progress = self.inflight - 1, slot.ticket.progress
         scope = self.denials.scope(progress, error.status, str(error), denial, left, can_ask=around.can_ask)
         if scope == "all" and not self.health.is_down:
-            self._go_down("every row is denied", str(error), now, effects, denied=True)
+            self._go_down(DENIED[concern_of(error.status)], str(error), now, effects, denied=True)
         return scope
 
     def _is_still_denied(self, event: Failed, now: float, effects: Effects) -> None:
@@ -611,7 +615,8 @@ class ServerState:
         if wait > N.longest_hold:
             if not self.health.is_down:
                 self._go_down("the server asks for a long wait", str(error), now, effects)
-            wait = N.longest_hold * (1 - N.jitter * self.health.chance())
+            wait = min(N.longest_hold, N.first_hold * 2.0 ** min(self.health.trials, N.most_doubled))
+            wait *= 1 - N.jitter * self.health.chance()
         if now + wait <= self.held_until:
             return
         self._hold(now + wait, slot.sent_at if one else inf, str(error), now)

@@ -27,5 +27,6 @@ class ServeOptions:
     max_inflight: int | None = None
     shared: bool = False  # several processes serve the same data
     store: str = ""  # URL of the Redis server that has the runs of batches; implies ``shared``
+    outage_patience: float = 60.0  # that interactive requests wait out an outage; then they get 503
     drain: float = 5.0  # for answers and lines in flight, when the server is stopped
     now: Callable[[], float] = time.time

@@ -8,10 +8,10 @@ client do not stop the requests of others.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -30,6 +30,7 @@ from batch_agent.errors import (
     RateLimited,
     Rejected,
     Timeout,
+    Unavailable,
 )
 from batch_agent.gateway.chat import FINISHES, ChatDialect
 from batch_agent.gateway.client_request import (
@@ -51,10 +52,13 @@ from batch_agent.gateway.live import LiveAnswer
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.messages import Conversation, JsonObject, Message, Reply, Sealed
+from batch_agent.scheduler.blame import concern_of
+from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.ordering import FIRST, AgentForecast
 from batch_agent.serve.catalog import Tenant
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.turnstile import Turnstile
+from batch_agent.serve.upstreams import ModelServers, again_after, for_clients
 
 # The wires of clients, by path: `/v1/completions` and `/v1/embeddings`; the others are the gateway's. Pure.
 # `/v1/embeddings` exists only for a backend with the same wire. A completion of one prompt is also written as a
@@ -168,8 +172,6 @@ DIALECTS: Mapping[str, ClientDialect] = {
 
 
 REFUSED = "refusal"  # the finish reason and the seal of an answer that is a refusal
-OPERATORS = frozenset({401, 402, 403, 407, 408, 409, 425, 429})  # statuses that the operator must deal with
-_ADDRESS = re.compile(r"\b[A-Z]+ https?://\S*[^\s:]")
 PRIORITY = 1000  # of lines, on an engine that schedules by priority: above any number of turns
 
 
@@ -201,18 +203,12 @@ class ClientCall(ModelCall):
             return await super().send(endpoint)
         except Rejected as error:
             status = error.status
-            overflow = isinstance(error, ContextOverflow)
-            if not overflow and (status is None or status in OPERATORS or not 400 <= status < 500):
-                raise
+            if not isinstance(error, ContextOverflow) and (concern_of(status) or status is None or status >= 500):
+                raise  # it may concern more than this request, which the dispatcher finds out
             return refusal(status or 400, error)
 
     def again(self) -> ClientCall:
         return ClientCall(self.backend, super().again().request)
-
-
-def for_clients(message: str) -> str:
-    """Return the message of an error without the addresses of the operator's servers."""
-    return _ADDRESS.sub("the server of the model", message)
 
 
 def refusal(status: int, error: BackendError) -> Reply:
@@ -235,7 +231,10 @@ def refused_for(error: JobError) -> RequestRefused:
     status, fields = status_of(error), dict[str, JsonValue]()
     if isinstance(error, BackendError) and error.status == status:
         fields.update(error.fields)
-    return _with_fields(status, for_clients(str(error)), fields)
+    refused = _with_fields(status, for_clients(str(error)), fields)
+    if status in (429, 503):
+        refused.headers = again_after(getattr(error, "retry_after", None) or 1.0)
+    return refused
 
 
 def _with_fields(status: int, message: str, fields: JsonObject) -> RequestRefused:
@@ -347,8 +346,10 @@ def status_of(error: JobError) -> int:
             return 504
         case RateLimited():
             return 429
+        case Unavailable():
+            return 503
         case BackendError() if error.status is not None and 400 <= error.status < 600:
-            return 503 if error.status in OPERATORS else error.status
+            return 503 if concern_of(error.status) == "key" else error.status  # the client's own key is right
         case BackendError():
             return 503
     return 500
@@ -360,13 +361,24 @@ def status_of(error: JobError) -> int:
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MOST_RETRIES = 2
-OUTAGE_SECONDS = 60.0  # that an outage is waited out
+LOOK_SECONDS = 1.0  # between two looks whether a request waits in vain
+QUIET_SECONDS = 5.0  # without a piece of an answer after which a server that is down does not send it any more
 GAPS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # between events
 
 
 class Interactive:
-    def __init__(self, models: ServedModels, dispatcher: Dispatcher, turnstile: Turnstile) -> None:
+    """``patience``: seconds that an outage is waited out. Then the answer is 503 with the reason and Retry-After."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        dispatcher: Dispatcher,
+        turnstile: Turnstile,
+        upstreams: ModelServers,
+        patience: float,
+    ) -> None:
         self._models, self._dispatcher, self._turnstile = models, dispatcher, turnstile
+        self._upstreams, self._patience = upstreams, patience
         self._reader = RequestReader()
         self._limits: set[asyncio.Timeout] = set()  # of the requests that are not answered
         self.requests = 0
@@ -436,15 +448,20 @@ class Interactive:
         elif stream is not None:
             call.events = events = PassedEvents(stream.put)
             question.relay = events.take
-        wait_until = clock() + OUTAGE_SECONDS
-        policy = Policy(MOST_RETRIES, wait_until=wait_until, wanted=lambda _: stream is None or not stream.begun)
-        before = turnstile.inflight
+        policy = Policy(MOST_RETRIES, wanted=lambda _: stream is None or not stream.begun)
+        before, limit = turnstile.inflight, asyncio.timeout(None)
         governor.began(clock(), before)
         turnstile.touch()
         try:
             progress = AgentForecast(FIRST, model=asked.shape.model)
             ticket = self._dispatcher.slots.claim(progress, FIRST)
-            reply = await self._dispatcher.ask(call, policy, ticket=ticket)
+            async with limit:
+                with self._watched(call, ticket, limit):
+                    reply = await self._dispatcher.ask(call, policy, ticket=ticket)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._upstreams.refusal(asked.shape.model) from None
         except JobError as error:
             raise refused_for(error) from None
         except BatchAgentError as error:
@@ -462,6 +479,34 @@ class Interactive:
         turnstile.spend(tenant.name, usage.prompt_tokens + usage.completion_tokens)
         governor.answered(clock() - call.sent_at, usage.completion_tokens, before, turnstile.inflight, clock())
         return reply
+
+    @contextmanager
+    def _watched(self, call: ModelCall, ticket: Ticket, limit: asyncio.Timeout) -> Iterator[None]:
+        """End the wait for an answer when an outage has lasted too long. A request that a working server has may take
+        as long as it needs."""
+        loop, patience = asyncio.get_running_loop(), self._patience
+        came = held = loop.time()  # when it came, and last had a slot
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal held, timer
+            now, slot = loop.time(), ticket.slot
+            if slot is None:
+                vain = bool(self._upstreams.stopped(ticket.progress.model)) or now - held >= patience
+            else:
+                held = now
+                vain = slot.endpoint.health.is_down and now - max(call.heard_at, slot.heard_at) > QUIET_SECONDS
+            if vain and now - came >= patience:
+                limit.reschedule(now)
+            else:
+                timer = loop.call_later(min(LOOK_SECONDS, patience), look)
+
+        look()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _streamed(self, request: web.BaseRequest, asked: ClientRequest, tenant: Tenant) -> web.StreamResponse:
         dialect = asked.dialect

@@ -26,7 +26,8 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.dispatch.cancellation import first_error
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.errors import Interrupted, JobError, StoreError
+from batch_agent.door import RequestRefused
+from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.job import AgentResult, Placed
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.record.address import StoreAddress
@@ -43,6 +44,7 @@ from batch_agent.serve.lines import BatchLine, BatchLines, Checked, check_lines,
 from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import notice_of
 from batch_agent.serve.turnstile import Entrant, Turnstile
+from batch_agent.serve.upstreams import for_clients
 from batch_agent.spec import BatchSpec
 
 logger = logging.getLogger("batch_agent")
@@ -52,6 +54,9 @@ OPEN_PER_TENANT = 4  # runs of a tenant that are open at once, those with the ea
 GRACE_SECONDS = 10.0  # for lines in flight, when their batch is cancelled
 PROGRESS_SECONDS = 1.0  # between two writes of the numbers of a batch
 AGAIN_SECONDS = 5.0  # before a batch whose record could not be written is continued
+# A batch whose run ends early, or fails by a bug, is continued, after twice the time each time. After this many times
+# in a row without another line done it fails, with everything that is done in its files.
+MOST_FRUITLESS = 6
 LEAD_SECONDS = 5.0  # that lines wait for the first one with their prefix
 MOST_LATER = 1024  # lines that wait for it in memory
 LOCK = "lock"  # in the folder of a batch, held by the process that works on it
@@ -60,6 +65,10 @@ RUN = "run"
 RUNS_PREFIX = "serve-"  # of the names of runs in Redis, before the id of the batch
 LEASE = 10.0  # seconds after which rows of a worker in another process are taken over
 LEASE_SECONDS = 10.0  # after which another process takes over the batches of one that is gone
+
+
+class RunEnded(Exception):
+    """The run of a batch ended before its lines were done, and neither its client nor its deadline ended it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +99,7 @@ class RunningBatch(Entrant):
         self._written = asyncio.Event()  # outcomes are to be flushed
         self._clock = asyncio.get_running_loop().time
         self._granted: dict[int, Granted] = {}
+        self._refused: dict[int, RequestRefused] = {}  # by line, until its outcome is written
         self._ordered = lines.left_in_order()
         self._next: tuple[BatchLine, str, JsonObject] | None = None
         self._later: deque[BatchLine] = deque()  # lines that wait for the first one with their prefix
@@ -172,7 +182,11 @@ class RunningBatch(Entrant):
             return dialogue.ask(shape, send=send)
 
         name = self._name(granted.line.number)
-        answer = await ask_line(self._models, self.batch.endpoint, name, granted.body, ask, call)
+        try:
+            answer = await ask_line(self._models, self.batch.endpoint, name, granted.body, ask, call)
+        except BackendError as error:  # the record keeps only its message
+            self._refused[granted.line.number] = refused_for(error)
+            raise
         granted.tokens = answer.tokens
         if granted.sent_at and answer.ok:
             seconds, governor = self._clock() - granted.sent_at, self._turnstile.governor
@@ -210,9 +224,8 @@ class RunningBatch(Entrant):
         if not result.ok:
             if result.error.type == Interrupted.type:
                 return
-            error: JobError = result.error.exception()
-            name = self._name(result.index)
-            answer = failed_line(self.batch.endpoint, name, refused_for(error))
+            refused = self._refused.pop(result.index, None) or refused_for(result.error.exception())
+            answer = failed_line(self.batch.endpoint, self._name(result.index), refused)
         elif isinstance(result.output, LineAnswer):
             answer = result.output
         else:
@@ -277,6 +290,7 @@ class ServedBatches:
         self._validating = asyncio.Semaphore(VALIDATIONS)
         self._waiting: dict[str, dict[str, tuple[float, asyncio.Future[None]]]] = {}  # by tenant and batch
         self._open: dict[str, set[str]] = {}  # batches with an open run, by tenant
+        self._left: dict[str, int] = {}  # lines that were left when work on a batch last ended
         self._tasks: asyncio.TaskGroup | None = None
 
     def folder(self, id: str) -> Path:
@@ -309,8 +323,8 @@ class ServedBatches:
             task.add_done_callback(lambda _: self._forget(batch.id))
 
     def _forget(self, id: str) -> None:
-        self._live.pop(id, None)
-        self._stops.pop(id, None)
+        for known in (self._live, self._stops, self._left):
+            known.pop(id, None)
 
     async def drain(self, seconds: float) -> None:
         """Start no further line, and wait for those in flight."""
@@ -372,21 +386,32 @@ class ServedBatches:
 
     async def _accompany(self, id: str) -> None:
         """Take a batch to its end. One whose files cannot be read or written is tried again."""
+        fruitless, least, failing = 0, inf, ""
         while True:
             try:
                 batch = await in_thread(self._catalog.batch, id)
                 if batch is None or batch.is_over:
                     return
-                if batch.status == "validating" or (batch.status == "cancelling" and not batch.total):
+                if fruitless > MOST_FRUITLESS or (failing and batch.status == "validating"):  # no file can be written
+                    await self._put(batch.at("failed", self._now(), errors=[_cannot_continue(failing)]))
+                elif batch.status == "validating" or (batch.status == "cancelling" and not batch.total):
                     await self._validate(batch)
                 else:
-                    await self._work(batch)
-            except (StoreError, OSError) as error:
+                    await self._work(batch, failing)
+                continue
+            except (StoreError, OSError, sqlite3.Error) as error:
                 logger.warning("batch %s: %s; it is continued in %g s", id, error, AGAIN_SECONDS)
                 await asyncio.sleep(AGAIN_SECONDS)
-            except Exception:  # such as a damaged index: it does not concern other batches
-                logger.exception("batch %s failed; it is continued in %g s", id, AGAIN_SECONDS)
-                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            except Exception as error:  # such as a damaged index: it does not concern other batches
+                left = self._left.get(id, inf)
+                fruitless, least = 1 if left < least else fruitless + 1, min(left, least)
+                pause, why = AGAIN_SECONDS * 2.0 ** (fruitless - 1), str(error) or type(error).__name__
+                trace = None if isinstance(error, RunEnded) else error
+                logger.error("batch %s: %s; it is continued in %g s", id, why, pause, exc_info=trace)
+            if fruitless >= MOST_FRUITLESS:
+                failing, pause = why, 0.0
+            await asyncio.sleep(pause)
 
     async def _validate(self, batch: ServedBatch) -> None:
         if batch.stop == "cancelled":
@@ -435,8 +460,8 @@ class ServedBatches:
     def _tenant(self, name: str) -> Tenant | None:
         return next((tenant for tenant in self._catalog.tenants() if tenant.name == name), None)
 
-    async def _work(self, batch: ServedBatch) -> None:
-        """Run the lines of a batch that are left, and finalize it."""
+    async def _work(self, batch: ServedBatch, failing: str = "") -> None:
+        """Run the lines of a batch that are left, and finalize it. ``failing``: why it is only finalized."""
         if not has_index(self.folder(batch.id)):  # it was cancelled while it was validated
             await self._put(batch.at("cancelled", self._now()))
             return
@@ -447,16 +472,16 @@ class ServedBatches:
             await in_whole_thread(lambda: locks.append(self._lock(batch.id)))
             now = await in_thread(self._catalog.batch, batch.id)
             if now is not None and not now.is_over:  # else another process has finished it
-                await self._work_alone(now)
+                await self._work_alone(now, failing)
         finally:
             for lock in locks:
                 lock.release()
             self._open.get(batch.tenant, set()).discard(batch.id)
             self._open_next(batch.tenant)
 
-    async def _work_alone(self, batch: ServedBatch) -> None:
-        """Run and finalize a batch whose lock is held."""
-        stop, opened = batch.stop, list[BatchLines]()
+    async def _work_alone(self, batch: ServedBatch, failing: str) -> None:
+        """Run and finalize a batch whose lock is held. Raises RunEnded if lines are left that should be done."""
+        stop, opened = batch.stop or ("failed" if failing else ""), list[BatchLines]()
         try:
             await in_whole_thread(lambda: opened.append(BatchLines(self.folder(batch.id), batch)))
             (lines,) = opened
@@ -467,10 +492,14 @@ class ServedBatches:
                 stop = await self._run(running)
                 if self._turnstile.resting and not stop and lines.left:
                     await asyncio.get_running_loop().create_future()  # until this process ends
-            await self._finalize(batch, lines, stop)
+                if lines.left and not stop:
+                    over = self._shared.dispatcher.over
+                    raise RunEnded("its run ended before all lines were done" if over is None else over[1])
+            await self._finalize(batch, lines, stop, failing)
         finally:
             self.running.pop(batch.id, None)
             for lines in opened:
+                self._left[batch.id] = lines.left
                 await in_thread(lines.close)
 
     async def _run(self, running: RunningBatch) -> str:
@@ -537,10 +566,12 @@ class ServedBatches:
                 with suppress(StoreError):
                     await in_thread(self._catalog.change_batch, running.batch.id, self.progress)
 
-    async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str) -> None:
+    async def _finalize(self, batch: ServedBatch, lines: BatchLines, stop: str, failing: str = "") -> None:
         """Complete the files of a batch, and end it."""
 
         def change(now: ServedBatch) -> ServedBatch:
+            if failing and stop == "failed" and not now.stop:
+                now = replace(now, errors=[_cannot_continue(failing)])
             if now.status in ("finalizing", "cancelling") or stop == "cancelled":
                 return replace(now, stop=stop or now.stop)
             return now.at("finalizing", self._now(), stop=stop)
@@ -548,7 +579,7 @@ class ServedBatches:
         begun = await in_thread(self._catalog.change_batch, batch.id, change)
         assert begun is not None
         stop = begun.stop
-        await in_whole_thread(partial(lines.finish, stop or "expired"))  # ``lines`` is closed after it
+        await in_whole_thread(partial(lines.finish, stop or "failed"))  # ``lines`` is closed after it
         end, now = stop or "completed", self._now()
         tallied = lines.tallied
         done = begun.at(
@@ -610,3 +641,8 @@ class ServedBatches:
             if not turn.done():
                 opened.add(id)
                 turn.set_result(None)
+
+
+def _cannot_continue(why: str) -> JsonObject:
+    told = f"the batch cannot be continued: {for_clients(why)}"
+    return {"code": "run_failed", "message": told, "param": None, "line": None}

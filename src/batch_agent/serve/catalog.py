@@ -122,7 +122,7 @@ class StoredFile:
 @dataclass(frozen=True, slots=True)
 class ServedBatch:
     """A batch as the catalog has it. Times are unix seconds. ``counts``: lines that succeeded and failed. ``stop`` is
-    the reason why no further line starts: "cancelled" or "expired"."""
+    the reason why no further line starts: "cancelled", "expired" or "failed"."""
 
     id: str
     tenant: str

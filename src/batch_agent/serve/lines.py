@@ -37,10 +37,12 @@ ANTHROPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 LONG_PREFIX_BYTES = 2048
 AT_ONCE = 512  # lines per query
 BUFFER_BYTES = 64 * 1024  # of outcomes that are written at once
-DONE_BY = {"cancelled": "This request was cancelled before it was executed.", "expired": (
-    "This request could not be executed before the completion window expired."
-)}  # fmt: skip
-STOPS = {"batch_cancelled": "cancelled", "canceled": "cancelled", "batch_expired": "expired", "expired": "expired"}
+DONE_BY = {
+    "cancelled": "This request was cancelled before it was executed.",
+    "expired": "This request could not be executed before the completion window expired.",
+    "failed": "This request was not executed because the batch failed; the errors of the batch say why.",
+}
+STOPS = {**{f"batch_{stop}": stop for stop in DONE_BY}, "canceled": "cancelled", "expired": "expired"}
 # Line ends of Unicode beside \n. Many programs split the files at these too, inside of texts.
 _LINE_ENDS = re.compile("\x85|\u2028|\u2029".encode())
 
@@ -522,8 +524,11 @@ class BatchLines:
 
 
 def not_done(wire: Wire, stop: str) -> JsonObject:
-    if wire == "anthropic":
+    if wire == "anthropic" and stop != "failed":
         return {"result": {"type": "canceled" if stop == "cancelled" else "expired"}}
+    if wire == "anthropic":
+        error: JsonObject = {"type": "api_error", "message": DONE_BY[stop]}
+        return {"result": {"type": "errored", "error": {"type": "error", "error": error}}}
     return {"response": None, "error": {"code": f"batch_{stop}", "message": DONE_BY[stop]}}
 
 

@@ -87,14 +87,18 @@ class ServedModels(Backend):
         listed = self._listed.get(EVERY)
         return EVERY in self._models and (not listed or model in listed)
 
+    @property
+    def known(self) -> list[str]:
+        """Return the names that clients may use, as far as the backends have told them."""
+        return list(dict.fromkeys([*filter(None, self._models), *self._listed.get(EVERY, ())]))
+
     async def models(self) -> list[str]:
-        """Return the names that clients may use."""
-        named = [name for name in self._models if name]
+        """Return the names that clients may use, and ask the backend for them."""
         if (served := self._models.get(EVERY)) is not None:
             with suppress(BackendError, TimeoutError):
                 async with asyncio.timeout(LISTING_SECONDS):
                     self._listed[EVERY] = await served.backend.models()
-        return list(dict.fromkeys([*named, *self._listed.get(EVERY, ())]))
+        return self.known
 
     # A Backend
 

@@ -15,7 +15,6 @@ from math import inf
 from time import monotonic
 
 from aiohttp import web
-from pydantic import JsonValue
 
 from batch_agent.agent.prepare import prepare
 from batch_agent.blocking import in_thread
@@ -47,6 +46,7 @@ from batch_agent.serve.models import ServedModels
 from batch_agent.serve.objects import batch_object, read_limit, shown_beside
 from batch_agent.serve.recovery import open_catalog
 from batch_agent.serve.turnstile import Turnstile
+from batch_agent.serve.upstreams import ModelServers
 from batch_agent.serve.webhooks import Webhooks
 from batch_agent.spec import BatchSpec
 from batch_agent.view.security import add_headers, static_file
@@ -121,7 +121,10 @@ class BatchService:
             polled = poll_load(self.models, dispatcher, None, lambda full: None, self.turnstile)
             await extent.enter_async_context(polled)
             self.batches = ServedBatches(self.catalog, self.models, shared, self.turnstile, options, self.webhooks.wake)
-            self.interactive = Interactive(self.models, dispatcher, self.turnstile)
+            self.upstreams = ModelServers(self.models, dispatcher, options.now)
+            self.interactive = Interactive(
+                self.models, dispatcher, self.turnstile, self.upstreams, options.outage_patience
+            )
             self.api = Api(self.catalog, self.batches, self.interactive, self.models, options)
             self.admin = Admin(self)
             await self.batches.forget_runs()  # raises if the store is unreachable
@@ -131,6 +134,7 @@ class BatchService:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.turnstile.run())
                 tasks.create_task(self.webhooks.run())
+                tasks.create_task(self.upstreams.run())
                 await self.batches.resume(tasks)
                 tasks.create_task(self._look_after())
                 try:
@@ -183,6 +187,7 @@ class BatchService:
             servers=self.models.servers,
             terms=prepared.terms,
             max_outage=inf,
+            control_requests=True,
         )
         dispatcher.spending = spending = Spending(spec, None, lambda short: None, lambda limit: None)
         dispatchers = {self.models.name: dispatcher}
@@ -205,10 +210,13 @@ class BatchService:
         await dispatcher.wait_closed()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.stopping and request.path != "/health/live":
+        if request.path == "/health/live" and request.method in ("GET", "HEAD"):
+            return json_response({"status": "ok"})
+        if self.stopping:
             raise RequestRefused(503, "the server is stopping", headers={"Retry-After": "5", "Connection": "close"})
         if request.path == "/health" and request.method in ("GET", "HEAD"):
-            return json_response({"status": "ok"})
+            status, document = self.upstreams.health()
+            return json_response(document, status)
         if request.path in PATHS and request.method in ("GET", "HEAD"):
             return add_headers(static_file(request.path.removeprefix("/static/").strip("/") or "index.html", SCRIPTS))
         if request.path == "/metrics" and request.method == "GET":
@@ -365,7 +373,7 @@ class Admin:
             "uptime_seconds": round(monotonic() - self._began),
             "batches": len(unfinished),
             "lines_left": left,
-            "waiting_because": turnstile.why or None,
+            "waiting_because": turnstile.why or (left and self._service.upstreams.why()) or None,
             "latency_target": governor.target,
             "latency_ratio": round(governor.ratio, 3),
             "target_given_up": governor.reason or None,
@@ -373,16 +381,6 @@ class Admin:
         if own is not None:
             account = turnstile.account(own)
             return {**document, "tokens_today": account.today, "lines_in_flight": account.inflight}
-        endpoints: list[JsonValue] = [
-            {
-                "endpoint": each.name.strip("|") or "backend",
-                "up": each.is_working,
-                "in_flight": each.inflight,
-                "limit": each.slots,
-                "reason": each.health.reason if not each.is_working else "",
-            }
-            for each in self._service.dispatcher.scheduler.endpoints
-        ]
         tenants: JsonObject = {
             label_of(name): {"share": account.share, "tokens_today": account.today, "lines_in_flight": account.inflight}
             for name, account in sorted(turnstile.accounts.items())
@@ -397,7 +395,7 @@ class Admin:
             "lines_in_flight": turnstile.inflight,
             "interactive": {**people},
             "tenants": tenants,
-            "endpoints": endpoints,
+            "endpoints": [*self._service.upstreams.shown()],
         }
 
     # Prometheus
@@ -434,7 +432,5 @@ class Admin:
             f"{name}_interactive_latency_ratio", "Latency of interactive requests over that of an idle engine."
         )
         ratio.set(governor.ratio)
-        endpoints = Gauge(f"{name}_endpoint_up", "Whether an endpoint is up.", ("endpoint",))
-        for endpoint in self._service.dispatcher.scheduler.endpoints:
-            endpoints.set(float(endpoint.is_working), endpoint.name.strip("|") or "backend")
-        return page([lines, tokens, batches, left, requests, failures, people, ratio, endpoints])
+        upstreams = self._service.upstreams.numbers()
+        return page([lines, tokens, batches, left, requests, failures, people, ratio, *upstreams])

@@ -306,6 +306,7 @@ LIMITS: Mapping[str, tuple[Callable[[str], object], object, str]] = {
     "reserve": (byte_size, "1GB", "disk that stays free"),
     "keep": (duration, "30d", "how long batches are kept after their end"),
     "anthropic_window": (duration, "24h", "deadline of Message Batches"),
+    "outage_patience": (duration, "60s", "how long interactive requests wait out an outage, before they get 503"),
     "drain": (duration, "5s", "how long answers in flight may take when the server is stopped"),
 }
 # Each term of a tenant with its reader, the name of its value, and its help. ``Tenant`` has the defaults.
@@ -317,7 +318,7 @@ TERMS: Mapping[str, tuple[Callable[[str], object], str, str]] = {
     "webhook": (str, "URL", "gets a signed notice when a batch ends"),
 }
 METAVARS = {"interactive_latency": "FACTOR", "reserve": "SIZE"} | dict.fromkeys(
-    ("keep", "anthropic_window", "drain"), "TIME"
+    ("keep", "anthropic_window", "outage_patience", "drain"), "TIME"
 )
 
 

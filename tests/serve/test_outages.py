@@ -1,0 +1,167 @@
+"""Servers behind ``serve`` that refuse, hang or are away: what lines, people, supervisors and the operator get."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.serve.served import CHAT, Client, chat, serving
+from tests.serve.test_openai_batches import backend
+
+from batch_agent.serve import batches, upstreams
+from batch_agent.testing import Fail, Hang, Request, Say
+from batch_agent.testing.replies import ScriptedReply
+
+SPENT: ScriptedReply = Fail(429, {"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}})
+LONG = Fail(429, headers={"Retry-After": "86400"})
+
+
+class Switch:
+    """A script that refuses every request until it is turned off."""
+
+    def __init__(self, refusal: ScriptedReply) -> None:
+        self.refusal: ScriptedReply | None = refusal
+
+    def __call__(self, request: Request) -> ScriptedReply:
+        return Say("good") if self.refusal is None else self.refusal
+
+
+async def ask(client: Client, text: str = "hello", *, model: str = "m", stream: bool = False) -> tuple[int, str, bytes]:
+    """Return status, ``Retry-After`` and body of a person's request."""
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "stream": stream}
+    headers = {"Authorization": f"Bearer {client.key}"}
+    async with client.session.post(client.url + CHAT, json=body, headers=headers) as response:
+        return response.status, response.headers.get("Retry-After", ""), await response.read()
+
+
+async def wait_health(client: Client, status: int) -> None:
+    while (await client.send("GET", "/health"))[0] != status:
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"), [(Fail(401), 503), (Fail(402), 503), (SPENT, 503), (Fail(403), 403), (Fail(404), 404)]
+)
+async def test_a_line_at_fault_fails_alone(tmp_path: Path, refusal: ScriptedReply, status: int) -> None:
+    def script(request: Request) -> ScriptedReply:
+        return refusal if request.text == "say l4" else Say("good", latency=0.01)
+
+    async with backend(script) as model, serving(tmp_path, model) as client:
+        done = await client.wait((await client.create([chat(f"l{number}") for number in range(40)]))["id"])
+        assert done["status"] == "completed"
+        output, errors = await client.outcomes(done)
+        assert len(output) == 39 and [line["custom_id"] for line in errors] == ["l4"]
+        assert errors[0]["response"]["status_code"] == status
+        assert (await client.send("GET", "/health"))[0] == 200
+
+
+async def test_a_line_that_is_alone_and_at_fault_fails(tmp_path: Path) -> None:
+    def script(request: Request) -> ScriptedReply:
+        return Fail(401) if request.text == "say only" else Say("good")
+
+    async with backend(script) as model, serving(tmp_path, model) as client:
+        done = await client.wait((await client.create([chat("only")]))["id"])
+        assert done["status"] == "completed" and done["request_counts"]["failed"] == 1
+        assert (await ask(client))[0] == 200
+
+
+HOLD = Fail(503, headers={"Retry-After": "90"})
+
+
+@pytest.mark.parametrize("refusal", [Fail(401), Fail(403), SPENT, Fail(404), LONG, HOLD])
+async def test_while_a_server_refuses_all_people_are_told_and_lines_wait(
+    tmp_path: Path, refusal: ScriptedReply
+) -> None:
+    switch = Switch(refusal)
+    async with backend(switch) as model, serving(tmp_path, model, outage_patience=0.5) as client:
+        batch = await client.create([chat(f"l{number}") for number in range(20)])
+        await wait_health(client, 503)
+        for status, again, body in await asyncio.gather(ask(client), ask(client, stream=True)):
+            assert status == 503 and int(again) >= 1 and b"cannot be answered now" in body and b"127.0.0.1" not in body
+        _, health = await client.send("GET", "/health")
+        assert health == {"status": "unavailable", "models": [], "unavailable": ["m", "other"]}
+        assert (await client.send("GET", "/health/live"))[0] == 200
+        told = await client.get("/serve/status")
+        (endpoint,) = told["endpoints"]
+        assert not endpoint["up"] and endpoint["needs"] and endpoint["why"] and model.address in endpoint["upstream"]
+        assert endpoint["why"] in told["waiting_because"]
+        _, page = await client.send("GET", "/metrics")
+        assert b"batch_agent_serve_endpoint_down_seconds{" in page and b'_endpoint_up{endpoint="backend"} 0' in page
+        waits = await client.get(f"/v1/batches/{batch['id']}")
+        assert waits["status"] == "in_progress" and not waits["request_counts"]["failed"]
+
+
+@pytest.mark.parametrize("refusal", [Fail(401), Fail(404), Fail(500)])
+async def test_the_first_good_answer_ends_an_outage(tmp_path: Path, refusal: ScriptedReply) -> None:
+    switch = Switch(refusal)
+    async with backend(switch) as model, serving(tmp_path, model) as client:
+        batch = await client.create([chat(f"l{number}") for number in range(20)])
+        await wait_health(client, 503)
+        person = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.2)
+        switch.refusal = None
+        assert (await person)[0] == 200
+        done = await client.wait(batch["id"])
+        assert done["status"] == "completed" and done["request_counts"]["completed"] == 20
+        assert (await client.send("GET", "/health"))[0] == 200
+
+
+async def test_health_is_true_without_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_SECONDS", "IDLE_SECONDS", "READY_SECONDS"):
+        monkeypatch.setattr(upstreams, name, 0.05)
+    async with backend() as model:
+        port = int(model.address.rpartition(":")[2])
+        async with serving(tmp_path, model) as client:
+            await wait_health(client, 200)
+            await model.__aexit__()
+            await wait_health(client, 503)
+            async with type(model)(model._script, port=port, models=["m", "other"]):
+                await wait_health(client, 200)
+            await wait_health(client, 503)
+        await model.__aenter__()
+
+
+async def test_a_run_that_ends_early_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "AGAIN_SECONDS", 0.01)
+    gate = asyncio.Event()
+
+    async def script(request: Request) -> ScriptedReply:
+        if request.text != "say l0":
+            await gate.wait()
+        return Say("good")
+
+    async with backend(script) as model, serving(tmp_path, model, max_inflight=4) as client:
+        batch = await client.create([chat(f"l{number}") for number in range(12)])
+        while not (await client.get(f"/v1/batches/{batch['id']}"))["request_counts"]["completed"]:
+            await asyncio.sleep(0.01)
+        run = client.server.batches.running[batch["id"]].run
+        assert run is not None
+        run.drain()
+        gate.set()
+        done = await client.wait(batch["id"])
+        assert done["status"] == "completed" and done["request_counts"]["completed"] == 12
+
+
+async def test_a_run_that_always_ends_early_fails_the_batch_and_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "AGAIN_SECONDS", 0.001)
+
+    async def script(request: Request) -> ScriptedReply:
+        return Say("good") if request.text == "say l0" else Hang()
+
+    async with backend(script) as model, serving(tmp_path, model, max_inflight=4) as client:
+        batch = await client.create([chat(f"l{number}") for number in range(12)])
+        while not (await client.get(f"/v1/batches/{batch['id']}"))["request_counts"]["completed"]:
+            await asyncio.sleep(0.01)
+        while (await client.get(f"/v1/batches/{batch['id']}"))["status"] == "in_progress":
+            running = client.server.batches.running.get(batch["id"])
+            if running is not None and running.run is not None:
+                running.run.cancel()
+            await asyncio.sleep(0.01)
+        done = await client.wait(batch["id"])
+        assert done["status"] == "failed" and done["errors"]["data"][0]["code"] == "run_failed"
+        output, errors = await client.outcomes(done)
+        assert [line["custom_id"] for line in output] == ["l0"] and len(errors) == 11
+        assert {line["error"]["code"] for line in errors} == {"batch_failed"}
