@@ -225,6 +225,7 @@ async def _collect(
     from batch_agent.observe.progress import ProgressDisplay, show_address, with_expected
     from batch_agent.results import Results, Summary, with_unfinished
     from batch_agent.run.interruption import interrupted_words
+    from batch_agent.run.scoring import final_score
     from batch_agent.view.beside import PageBeside
 
     page = PageBeside(spec.run_dir) if wants_page else None
@@ -236,7 +237,7 @@ async def _collect(
         return with_expected(run.statistics(), expected)
 
     def summary() -> Summary:
-        return Summary(statistics(), run.tool_statistics())
+        return Summary(statistics(), run.tool_statistics(), None if run.scoring is None else final_score(run))
 
     view = ProgressDisplay(progress, statistics)
     taken: list[AgentResult[R]] = []

@@ -49,12 +49,13 @@ class Summary:
 
     statistics: Statistics
     tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
+    score: Score | None = None
 
     def to_json(self) -> JsonObject:
-        return summary_json(self.statistics, tools=self.tools)
+        return summary_json(self.statistics, tools=self.tools, score=self.score)
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(self.statistics, tools=self.tools))
+        return "\n".join(summary_lines(self.statistics, tools=self.tools, score=self.score))
 
     __repr__ = __str__
 

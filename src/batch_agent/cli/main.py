@@ -114,6 +114,11 @@ COMMANDS: Mapping[str, Command] = {
         "write the results of a run as a table or as JSON lines",
         "Write the results of a run, finished or not, to a file, in input order.",
     ),
+    "score": Command(
+        "show how many answers are right",
+        "Compare the answers of a run, finished or not, or of a file of results with right answers, and print how many "
+        "are right, with exact intervals. Exit status 6 if what --require asks is not met.",
+    ),
     "copy": Command(
         "copy a run from Redis to a directory, or back",
         "Copy a recorded run that no process works on: from Redis to a new directory, or from a directory to Redis "

@@ -160,7 +160,8 @@ def take_gold(
         if column in taken:
             raise SpecError(f"{name}: {column!r} is a column of gold, which is taken out of the rows: name another one")
     rows = joiner.taken_from(inputs)
-    return TakenGold(gold, joiner.table, how, rows, taken, score_facts(options, gold, taken))
+    facts = score_facts(options, gold, taken) | {"digest": joiner.table.digest()}
+    return TakenGold(gold, joiner.table, how, rows, taken, facts)
 
 
 class _Joiner:

@@ -11,6 +11,8 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.statistics import Outage, RecentError, RecentResult, Statistics, ToolUse
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
 from batch_agent.tools.execution import ToolStatistics
+from batch_agent.trust.score import Score
+from batch_agent.trust.shown import score_lines
 
 ERROR_CHARACTERS = 300
 REASON_CHARACTERS = 600
@@ -24,9 +26,14 @@ OFTEN = 3  # failed calls of a tool before the warning that all fail
 
 
 def summary_lines(
-    statistics: Statistics, *, output: str = "", tools: Mapping[str, ToolStatistics] = NO_TOOLS
+    statistics: Statistics,
+    *,
+    output: str = "",
+    tools: Mapping[str, ToolStatistics] = NO_TOOLS,
+    score: Score | None = None,
 ) -> list[str]:
-    """Return the lines. ``output`` is where the results are; ``tools`` has the statistics of the run's tools."""
+    """Return the lines. ``output`` is where the results are; ``tools`` has the statistics of the run's tools, and
+    ``score`` how many answers are right."""
     lines = [_headline(statistics)]
     lines += _labelled("stages", [f"{stage.name}: {stage.words}" for stage in statistics.stages])
     for name, use in statistics.tools.items():
@@ -64,13 +71,19 @@ def summary_lines(
         words = f"{begun:,} calls begun before they were asked for: {used:,} used, {wasted:,} wasted"
         lines += _labelled("prewarm", [f"{words}; {statistics.prewarm.misses:,} calls were not foreseen"])
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
+    if score is not None:
+        lines += score_summary(score)
     if output:
         lines += _labelled("results", [harmless(output)])
     return lines
 
 
 def summary_json(
-    statistics: Statistics, *, output: str = "", tools: Mapping[str, ToolStatistics] = NO_TOOLS
+    statistics: Statistics,
+    *,
+    output: str = "",
+    tools: Mapping[str, ToolStatistics] = NO_TOOLS,
+    score: Score | None = None,
 ) -> JsonObject:
     usage = statistics.usage
     return {
@@ -128,7 +141,13 @@ def summary_json(
         "model": statistics.model,
         "backend": statistics.backend,
         "output": output or None,
+        **({} if score is None else {"score": score.to_json()}),
     }
+
+
+def score_summary(score: Score) -> list[str]:
+    """Return the lines of a summary about the score."""
+    return _labelled("score", [*map(harmless, score_lines(score, details=False))])
 
 
 def _headline(statistics: Statistics) -> str:

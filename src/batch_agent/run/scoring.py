@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from batch_agent.run.control import Controls
     from batch_agent.run.feeder import Feeder
     from batch_agent.run.run import Run
+
+logger = logging.getLogger("batch_agent")
 
 OPTIONS = ("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require", "id_column")
 
@@ -82,6 +85,16 @@ def score_of_run(run: Run[Any], *, count: bool) -> Score:
     if run.scoring is None or (known := run.gold()) is None:
         raise no_gold()
     return run.scoring.score(known, count=count, run=run.id)
+
+
+def final_score(controls: Controls) -> Score | None:
+    """Return the score of a run with gold for its end. None if the user's own function fails, which is logged: the
+    answers are there."""
+    try:
+        return controls.score()
+    except SpecError as error:
+        logger.warning("there is no score: %s", error)
+        return None
 
 
 def no_gold() -> SpecError:

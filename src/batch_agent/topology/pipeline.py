@@ -22,6 +22,7 @@ from batch_agent.observe.progress import ProgressDisplay
 from batch_agent.observe.statistics import Statistics
 from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.run.interruption import Interruption, interrupted_words
+from batch_agent.run.scoring import final_score
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.nodes import AgentNode
 from batch_agent.topology.plan import PipelinePlan, plan_stages
@@ -177,7 +178,8 @@ async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]
 
 def outcome_of(flow: Flow) -> FlowOutcome[Any]:
     outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
-    summary = Summary(flow.statistics(), flow.tool_statistics())
+    score = None if flow.gold is None else final_score(flow)
+    summary = Summary(flow.statistics(), flow.tool_statistics(), score)
     results = {node.name: results_of(node) for node in flow.nodes}
     if flow.gold is not None:
         results[flow.nodes[-1].name].know(gold_of_flow(flow, flow.inputs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from batch_agent.messages import JsonObject
 from batch_agent.trust.gold import ALL, class_name
 from batch_agent.trust.intervals import Interval
 from batch_agent.trust.score import FAILED, OTHER, Estimate, FieldScore, Score, WrongRow
@@ -16,6 +17,24 @@ LONGEST = 60  # characters of a value
 def score_lines(score: Score, *, details: bool = True) -> list[str]:
     """Return the score in lines. Without ``details``: one line per field, and what the score is of."""
     return [*_lines(score, details)]
+
+
+def brief_lines(score: JsonObject) -> Iterator[str]:
+    """Yield a line per field of a score as JSON, and what it is of."""
+    fields = score.get("fields")
+    every = {**fields, **({ALL: score.get("all")} if len(fields) > 1 else {})} if isinstance(fields, dict) else {}
+    for name, found in every.items():
+        if not isinstance(found, dict):
+            continue
+        value, low, most = found.get("accuracy"), found.get("bound"), found.get("majority")
+        if not isinstance(value, float | int):
+            yield f"{name}  no row with gold is finished"
+            continue
+        text = f"{name}  {_value(value)} measured ({found.get('right')} of {found.get('rows')})"
+        text += f", at least {_down(low)}" if isinstance(low, float | int) else ""
+        yield text + (f"; always saying {found.get('majority_class')}: {most:.2f}" if isinstance(most, float) else "")
+    if every:
+        yield f"of {score.get('sample')}"
 
 
 def measured(found: FieldScore) -> str:

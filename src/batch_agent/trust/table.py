@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import repeat
 from typing import Literal
 
@@ -95,6 +96,13 @@ class GoldTable:
 
     def __iter__(self) -> Iterator[GoldRow]:
         return map(self.row, range(len(self)))
+
+    def digest(self) -> str:
+        """Return a digest of the gold so far."""
+        made = blake2b(digest_size=16)
+        for line in self.lines():
+            made.update(line)
+        return made.hexdigest()
 
     def lines(self) -> Iterator[bytes]:
         """Yield the rows as lines of JSON, for the record of a run."""

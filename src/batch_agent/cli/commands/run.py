@@ -29,6 +29,7 @@ from batch_agent.cli.exit_status import (
     ALL_OK,
     CANCELLED,
     OUT_OF_BUDGET,
+    REQUIRED,
     ROWS_FAILED,
     RUN_FAILED,
     SIGNALLED,
@@ -61,20 +62,23 @@ from batch_agent.files.results import plainly, to_json
 from batch_agent.job import AgentResult
 from batch_agent.observe.progress import Display, can_redraw, is_pipe, with_expected
 from batch_agent.observe.statistics import RecentResult, Statistics
-from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.observe.summary import score_summary, summary_json, summary_lines
 from batch_agent.observe.terminal import LiveDisplay, PlainDisplay, TerminalDisplay
 from batch_agent.observe.text import counted, harmless, rows
 from batch_agent.record.address import StoreAddress, directory_of, place_of
 from batch_agent.record.keys import Keys
-from batch_agent.record.reader import RunSnapshot, look
-from batch_agent.record.rundir import RESULTS, RUN
+from batch_agent.record.reader import RunSnapshot, look, open_run
+from batch_agent.record.rundir import GOLD_FACT, RESULTS, RUN
+from batch_agent.record.score_reader import has_gold, score_of_run
 from batch_agent.run.changes import retries
 from batch_agent.run.recording import OnChange
 from batch_agent.run.run import Run
+from batch_agent.run.scoring import final_score
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.plan import PipelinePlan
+from batch_agent.trust.score import Score
 
 # Exit statuses of runs that ended early and were not stopped by a signal.
 ENDS: Mapping[Ended | None, int] = {
@@ -229,11 +233,15 @@ async def _run(
             raise
         if writer.keeps_old:
             say(f"batch-agent: no row has an answer, so {writer.destination} is unchanged")
-        report.finished(statistics(), run.tool_statistics())
+        taken = run.gold if isinstance(run, Flow) else None if run.scoring is None else run.scoring.taken
+        score = None if taken is None else final_score(run)
+        report.finished(statistics(), run.tool_statistics(), score)
         if interrupts.stopped_by is not None:
             return SIGNALLED + interrupts.stopped_by
         code = exit_code(statistics())
-        return code if all_ok or code != ALL_OK else ROWS_FAILED
+        code = code if all_ok or code != ALL_OK else ROWS_FAILED
+        unmet = taken is not None and taken.options.require and (score is None or score.unmet)
+        return REQUIRED if unmet and code in (ALL_OK, ROWS_FAILED) else code
 
 
 async def _results(run: Run[object] | Flow) -> AsyncIterator[tuple[AgentResult[object], OutputSchema[object] | None]]:
@@ -318,15 +326,15 @@ class Reporter:
         self._writer = writer
         self._stdout = stdout if options.output is not None else None
 
-    def finished(self, statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> None:
+    def finished(self, statistics: Statistics, tools: Mapping[str, ToolStatistics], score: Score | None = None) -> None:
         output = self._writer.destination
         if not self._json:
-            say("\n".join(summary_lines(statistics, output=output, tools=tools)))
+            say("\n".join(summary_lines(statistics, output=output, tools=tools, score=score)))
             self._say_overall(statistics)
             self._name_record(statistics)
             return
         record = {
-            **summary_json(statistics, output=output, tools=tools),
+            **summary_json(statistics, output=output, tools=tools, score=score),
             "run_dir": self._record(statistics),
         }
         text = to_json(record).decode()
@@ -387,8 +395,7 @@ def resume_command(options: argparse.Namespace) -> int:
     merged = _merged(options, command)
     recorded = view.sessions > 0  # False if the journal is deleted
     if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
-        _say_complete(view, as_json=options.json)
-        return ALL_OK
+        return _say_complete(view, as_json=options.json)
     return run_command(merged)
 
 
@@ -420,6 +427,8 @@ def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
     with closing(inputs) if isinstance(inputs, LazyRows) else nullcontext():
         if not isinstance(inputs, Iterable):
             return False
+        if (None if prepared.gold is None else prepared.gold.facts) != view.facts.get(GOLD_FACT):
+            return False
         prepared, same = matched(prepared, view.facts)
         if not same or prepared.shapes.raised_from is not None:
             return False
@@ -434,11 +443,18 @@ def _is_as_it_was(view: RunSnapshot, options: argparse.Namespace) -> bool:
     return keys.digest == recorded.get("digest")
 
 
-def _say_complete(view: RunSnapshot, *, as_json: bool) -> None:
+def _say_complete(view: RunSnapshot, *, as_json: bool) -> int:
+    """Report a run that is complete already, with its score. Returns the exit status."""
     ok, results = view.latest.ok, Path(view.name) / RESULTS
-    output = str(results) if results.exists() else view.name
+    output, score = str(results) if results.exists() else view.name, None
+    if has_gold(view.facts):
+        with open_run(view.name) as run:
+            score = score_of_run(run, {})
     if as_json:
-        put_json({"state": view.state, "rows": ok, "output": output})
+        measured = {} if score is None else {"score": score.to_json()}
+        put_json({"state": view.state, "rows": ok, "output": output, **measured})
     else:
         text = f"{view.name} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
-        say(f"{text}\n  results  {output}")
+        lines = [] if score is None else score_summary(score)
+        say("\n".join([text, *lines, f"  results  {output}"]))
+    return ALL_OK if score is None or not score.unmet else REQUIRED

@@ -14,7 +14,7 @@ from pathlib import Path
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, put_json, say
 from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, SpecError, StoreError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import (
@@ -29,11 +29,14 @@ from batch_agent.observe.text import (
     wrapped,
 )
 from batch_agent.record.address import RunPlace, place_of
-from batch_agent.record.reader import RunSnapshot, look, open_run, runs_in
-from batch_agent.record.rundir import stage_names
+from batch_agent.record.reader import RunReader, RunSnapshot, look, open_run, runs_in
+from batch_agent.record.rundir import GOLD_FACT, SCHEMA, stage_names
+from batch_agent.record.score_reader import has_gold, score_of_run
+from batch_agent.trust.shown import brief_lines
 
 EVERY = 2.0  # seconds between two reads: another process cannot be awaited
 NOT_BEGUN = "not begun"
+SCORED_ROWS = 100_000  # of a running run: reading more takes longer than a person waits
 ALIVE = ("starting", "running")
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
@@ -51,7 +54,8 @@ def status_command(options: argparse.Namespace) -> int:
     with open_run(options.run_dir) as run:
         while True:
             view = run.view()
-            text = to_json(status_json(view)).decode() if options.json else _text(view)
+            score = _score(run, view)
+            text = to_json(status_json(view, score)).decode() if options.json else _text(view, score)
             if not options.json:
                 text = wrapped(text, terminal_width(sys.stdout))
             if text != shown:
@@ -85,9 +89,10 @@ def pace(view: RunSnapshot, now: datetime) -> tuple[float, float | None]:
     return speed, max(0, view.total - done) / speed
 
 
-def status_json(view: RunSnapshot) -> JsonObject:
+def status_json(view: RunSnapshot, score: JsonObject | None = None) -> JsonObject:
     """Return the run as one JSON object. For a pipeline, ``rows`` is the sum and ``stages`` has each stage."""
-    facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows", "stages")}
+    hidden = ("command", "rows", "stages", GOLD_FACT, SCHEMA)
+    facts = {name: value for name, value in view.facts.items() if name not in hidden}
     speed, left = pace(view, datetime.now(UTC))
     status: JsonObject = {
         **facts,
@@ -99,12 +104,29 @@ def status_json(view: RunSnapshot) -> JsonObject:
         "seconds_left": None if left is None else round(left),
         "summary": view.summary,
     }
+    if score is not None:
+        status["score"] = score
     if view.workers:
         status["workers"] = [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in view.workers]
     if names := stage_names(view.facts):
         begun = {name: {"state": stage.state, **_numbers(stage)} for name, stage in view.stages.items()}
         status["stages"] = [{"name": name, **begun.get(name, {"state": NOT_BEGUN})} for name in names]
     return status
+
+
+def _score(run: RunReader, view: RunSnapshot) -> JsonObject | None:
+    """Return the score of a run with gold: as it was at its end, or so far. Looking at it here is no look: the run or
+    ``score`` counts one."""
+    if not has_gold(view.facts):
+        return None
+    if view.state not in ALIVE and isinstance(score := (view.summary or {}).get("score"), dict):
+        return score
+    if view.progress.ok + view.progress.failed > SCORED_ROWS:
+        return None
+    try:
+        return score_of_run(run, {}, count=False).to_json()
+    except (SpecError, StoreError):  # no stage has an answer yet, or a function of the user's is not here
+        return None
 
 
 def _numbers(view: RunSnapshot) -> JsonObject:
@@ -115,7 +137,7 @@ def _numbers(view: RunSnapshot) -> JsonObject:
     return {"rows": rows, "tokens": now.tokens, "cost": now.cost, "cost_per_row": per_row}
 
 
-def _text(view: RunSnapshot) -> str:
+def _text(view: RunSnapshot, score: JsonObject | None = None) -> str:
     now, facts = view.progress, view.facts
     if not facts:
         return f"{view.name}\n  state    starting: a process has this run, and has not begun with the rows yet"
@@ -141,6 +163,7 @@ def _text(view: RunSnapshot) -> str:
     asked = dict.fromkeys(f"{part.facts.get('model')} at {part.facts.get('backend')}" for part in view.parts.values())
     lines += [("" if place else "model", words) for place, words in enumerate(asked)]
     lines.append(("spent", f"{spent(view)}, in all sessions"))
+    lines += [("" if place else "score", words) for place, words in enumerate(brief_lines(score or {}))]
     if view.state not in ALIVE and (view.state != "complete" or now.failed):
         command = f"batch-agent resume {shlex.quote(view.name)}"
         lines.append(("continue", command if facts.get("command") is not None else "run it again with resume=True"))

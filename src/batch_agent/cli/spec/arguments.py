@@ -18,6 +18,7 @@ RUN_HELP = "the run directory, or the URL of a run in Redis"
 # Options that have a flag, with the flag's name in the parsed arguments.
 FLAGS = {name: flag.name or name for name, flag in notes(BatchSpec, Flag).items()}
 CLUSTER = ("ray", "workers", "worker_cpus", "worker_memory")  # arguments about the processes of a run
+SCORE_OPTIONS = ("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require")
 FORMATS = ("jsonl", "csv", "tsv", "text")
 
 RUN_EPILOG = """\
@@ -208,6 +209,14 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--worker-memory", type=byte_count, metavar="M", help="with --ray: memory of each actor, such as 4G"
     )
+
+
+def add_score_options(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """Add the flags of a run that say what is right and what is required."""
+    for name in SCORE_OPTIONS:
+        flag = notes(BatchSpec, Flag)[name]
+        text = flag_help(name).replace("%", "%%")
+        group.add_argument(flag_name(name), default=None, help=text, **_reading(name, flag))
 
 
 def add_mcp_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

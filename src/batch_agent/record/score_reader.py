@@ -1,0 +1,189 @@
+"""The score of a recorded run, or of a file of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import SpecError
+from batch_agent.files.gold import TakenGold, checked_gold, score_options
+from batch_agent.files.read import read_inputs
+from batch_agent.files.tables import OWN, Record
+from batch_agent.messages import JsonObject
+from batch_agent.record.reader import RunReader
+from batch_agent.record.rundir import GOLD_FACT, SCHEMA, recorded_options, stage_names
+from batch_agent.record.scoring import (
+    RunGold,
+    add_record,
+    asked_of,
+    digest_of,
+    keep_looks,
+    row_fields,
+    with_looks,
+)
+from batch_agent.trust.score import Score
+from batch_agent.trust.table import GoldTable, PilotSample, Scoring
+
+OUTPUT = "output"
+OWN_COLUMNS = {column.name: column.path for column in OWN}
+
+
+def score_of_run(
+    run: RunReader,
+    given: Mapping[str, object],
+    *,
+    open_sealed: bool = False,
+    wrong: bool = False,
+    count: bool = True,
+) -> Score:
+    """Return the score of a recorded run, finished or not; of a pipeline, that of its last stage. ``given`` are options
+    that replace those of the run. ``count``: it is a look at the gold. Raises SpecError."""
+    facts, view = run.facts(), run.view()
+    names, begun = stage_names(facts), run.begun_stages()
+    if names and names[-1] not in begun:
+        raise SpecError(f"the last stage of {run.name}, {names[-1]}, has not begun, so there is no answer to score")
+    stages = [_facts_of(run, name) for name in begun]
+    with run.stage(names[-1]) if names else nullcontext(run) as part:
+        part_facts = stages[-1] if names else facts
+        state = {**facts, "state": (view.summary or {}).get("ended") if view.state == "interrupted" else view.state}
+        total = view.total if not names else next(iter(view.stages.values())).total
+        known = RunGold(
+            _recorded_gold(run, facts, part_facts),
+            _recorded_options(facts, part_facts),
+            asked_of(facts, stages),
+            total,
+            PilotSample.of_facts(state),
+            complete=view.state == "complete",
+        )
+        schema, typed = _schema_of(part_facts)
+        rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in part.rows)
+        taken = known.measure(given, rows, schema, typed=typed)
+        scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)
+        for record in part.rows:
+            add_record(scoring, record)
+        score = scoring.score(known.population, pilot=known.pilot, complete=known.complete)
+    score = with_looks(score, known.asked, run=run.name, count=count)
+    if count and isinstance(run.place, Path):
+        keep_looks(score, run.place)
+    return score
+
+
+def score_of_file(path: Path, given: Mapping[str, object], *, open_sealed: bool = False, wrong: bool = False) -> Score:
+    """Return the score of a file of results: lines, or a table. Raises SpecError."""
+    records = [*_records_of(path)]
+    if not records:
+        raise SpecError(f"{path} has no results")
+    answers = [[each.get("job_id"), each.get("output")] for each in records]
+    known = RunGold(population=len(records), asked=digest_of(answers))
+    rows = ((_index(each), str(each.get("job_id")), row_fields(each.get("input"))) for each in records)
+    taken = known.measure(given, rows, None, typed=False)
+    scoring = Scoring(taken.gold, taken.table, taken.options, keeps_wrong=wrong, open_sealed=open_sealed)
+    for record in records:
+        add_record(scoring, record)
+    return with_looks(scoring.score(known.population, complete=True), known.asked, run=str(path))
+
+
+def has_gold(facts: JsonObject) -> bool:
+    return isinstance(facts.get(GOLD_FACT), dict)
+
+
+def _facts_of(run: RunReader, stage: str) -> JsonObject:
+    with run.stage(stage) as part:
+        return part.facts()
+
+
+def _schema_of(facts: JsonObject) -> tuple[OutputSchema[object] | None, bool]:
+    """Return the schema of a record, and whether it is known. Earlier versions did not keep it."""
+    recorded = facts.get(SCHEMA)
+    if SCHEMA not in facts:
+        return None, False
+    if isinstance(recorded, dict):
+        return OutputSchema.of(recorded), True
+    return None, recorded_options(facts).get("worker") is None
+
+
+def _recorded_options(facts: JsonObject, part: JsonObject) -> dict[str, object]:
+    """Return the options of a run about its score."""
+    recorded = facts.get(GOLD_FACT)
+    options: dict[str, object] = dict(recorded) if isinstance(recorded, dict) else {}
+    return {**options, "id_column": recorded_options(part).get("id_column")}
+
+
+def _recorded_gold(run: RunReader, facts: JsonObject, part: JsonObject) -> TakenGold | None:
+    recorded = facts.get(GOLD_FACT)
+    if not isinstance(recorded, dict) or not isinstance(columns := recorded.get("fields"), dict):
+        return None
+    schema, typed = _schema_of(part)
+    gold = checked_gold(cast("Mapping[str, str]", columns), schema, known=typed)
+    table = GoldTable.of_lines(iter(run.gold_lines()), by_name=bool(stage_names(facts)))
+    taken = frozenset(cast("Iterable[str]", recorded.get("taken") or ()))
+    return TakenGold(gold, table, score_options({}), (), taken)
+
+
+def _index(record: Record) -> int:
+    index = record.get("index")
+    return index if isinstance(index, int) else -1
+
+
+def _records_of(path: Path) -> Iterator[Record]:
+    """Yield the results in a file. A line that is no result is an error: it is another file."""
+    rows = read_inputs(path)
+    try:
+        for number, row in enumerate(rows):
+            if isinstance(row, dict) and "ok" in row and ("job_id" in row or "index" in row):
+                is_line = isinstance(row["ok"], bool) and isinstance(row.get("index"), int)
+                yield row if is_line and (OUTPUT in row or "error" in row) else _of_cells(row, number)
+            elif isinstance(row, dict) and {"index", "job_id", "type"} <= row.keys():  # a line of failures.jsonl
+                yield {**row, "ok": False, "output": None, "error": {"type": row["type"]}}
+            else:
+                raise SpecError(f"{path} is no file of results: row {number + 1} has no job_id and ok")
+    finally:
+        close = getattr(rows, "close", None)
+        if close is not None:
+            close()
+
+
+def _of_cells(row: Mapping[str, object], number: int) -> Record:
+    """Return the result of a row of a table, whose cells may be text."""
+    ok = row["ok"] if isinstance(row["ok"], bool) else str(row["ok"]).lower() == "true"
+    output: JsonValue = None
+    job_id: object = row.get("job_id")
+    fields: dict[str, JsonValue] = {}
+    given: dict[str, object] = {}
+    for name, cell in row.items():
+        if name == OUTPUT:
+            output = _value(cell)
+        elif name.startswith(f"{OUTPUT}."):
+            fields[name.removeprefix(f"{OUTPUT}.")] = _value(cell)
+        elif name not in OWN_COLUMNS:
+            given[name] = cell
+    index = row.get("index")
+    place = int(index) if isinstance(index, int) or (isinstance(index, str) and index.isdigit()) else number
+    error = None if ok else {"type": row.get("error_type")}
+    return {
+        "index": place,
+        "job_id": str(place if job_id is None else job_id),
+        "ok": ok,
+        "output": (fields or output) if ok else None,
+        "error": error,
+        "input": given,
+    }
+
+
+def _value(cell: object) -> JsonValue:
+    """Return the value of a cell of a table: text that is JSON of anything but text stands for that."""
+    if not isinstance(cell, str):
+        return cast(JsonValue, cell)
+    if cell == "":
+        return None
+    try:
+        value = json.loads(cell)
+    except ValueError:
+        return cell
+    return cell if isinstance(value, str) else cast(JsonValue, value)

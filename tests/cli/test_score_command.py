@@ -1,0 +1,184 @@
+"""``batch-agent score``, and what a run with gold prints and ends with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commandline import batch_agent, rows, serving
+
+from batch_agent.testing import Fail, Request, Say
+from batch_agent.trust.intervals import at_least, clopper_pearson
+
+SPEC = """
+output_schema: {mood: "angry|calm"}
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory))
+    return directory / "batch-agent"
+
+
+def calm(request: Request) -> Say | Fail:
+    return Say('{"mood": "calm"}')
+
+
+def but_one(request: Request) -> Say | Fail:
+    return Fail(400) if "t3" in str(request.body) else Say('{"mood": "calm"}')
+
+
+def labelled(directory: Path, count: int = 20) -> None:
+    made = [{"id": f"r{row}", "input": f"t{row}", "label": "calm" if row % 4 else "angry"} for row in range(count)]
+    rows(directory, *made)
+
+
+async def run(directory: Path, *flags: str, script: Any = calm, spec: str = SPEC) -> Any:
+    async with serving(directory, script, spec) as server:
+        server_flags = ("--run-dir", "run", "--output", "out.jsonl", *flags)
+        outcome = await batch_agent(directory, "run", "spec.yaml", "--inputs", "rows.jsonl", *server_flags)
+        return outcome, [request.body for request in server.requests if "messages" in (request.body or {})]
+
+
+async def test_a_run_with_gold_prints_its_score(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    outcome, asked = await run(tmp_path, "--gold", "label")
+    assert outcome.code == 0, outcome.stderr
+    low = at_least(15, 20)
+    assert f"score    mood  0.75 measured (15 of 20), at least {low:.2f}"[:-1] in outcome.stderr
+    assert "always saying calm: 0.75" in outcome.stderr
+    assert "rows that you chose: nothing follows for the others" in outcome.stderr
+    assert len(asked) == 20
+    assert "label" not in json.dumps(asked)
+    assert "label" not in (tmp_path / "out.jsonl").read_text()
+
+    found = await batch_agent(tmp_path, "score", "run", "--json")
+    score = json.loads(found.stdout)
+    assert found.code == 0
+    assert score["fields"]["mood"]["interval"] == pytest.approx(list(clopper_pearson(15, 20)))
+    assert score["fields"]["mood"]["confusion"] == {"angry": {"calm": 5}, "calm": {"calm": 15}}
+    assert (score["looks"], score["pending"], score["excluded"]) == (0, 0, 0)
+
+    status = json.loads((await batch_agent(tmp_path, "status", "run", "--json")).stdout)
+    assert status["score"]["fields"]["mood"]["right"] == 15
+    assert "0.75 measured" in (await batch_agent(tmp_path, "status", "run")).stdout
+    wrong = (await batch_agent(tmp_path, "score", "run", "--wrong")).stdout
+    assert "5 wrong rows" in wrong
+    assert "r4  mood: calm, gold angry" in wrong
+
+
+@pytest.mark.parametrize(
+    ("flags", "script", "code"),
+    [
+        (("--require", "mood.accuracy >= 0.5"), calm, 0),
+        (("--require", "mood.accuracy >= 0.7"), calm, 6),
+        (("--require", "mood.accuracy >= 0.5", "--require", "recall[angry] >= 0.1"), calm, 6),
+        (("--require", "mood.accuracy >= 0.4"), but_one, 2),
+        (("--require", "mood.accuracy >= 0.7"), but_one, 6),
+        (("--require", "mood.accuracy >= 0.7", "--max-cost", "0.000001"), calm, 3),
+    ],
+)
+async def test_the_exit_status_is_6_if_what_is_required_is_not_met(
+    tmp_path: Path, flags: tuple[str, ...], script: Any, code: int
+) -> None:
+    labelled(tmp_path)
+    prices = "\nprices: {input: 1.0, output: 1.0}" if "--max-cost" in flags else ""
+    outcome, _ = await run(tmp_path, "--gold", "label", *flags, script=script, spec=SPEC + prices)
+    assert outcome.code == code, outcome.stderr
+    if code == 6:
+        assert "is not met: " in outcome.stderr
+
+
+async def test_a_misspelt_requirement_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    outcome, asked = await run(tmp_path, "--gold", "label", "--require", "mood.acuracy >= 0.9")
+    assert outcome.code == 1
+    assert "accuracy, coverage, precision, recall, f1, median_error" in outcome.stderr
+    assert not asked
+
+
+async def test_a_complete_run_is_scored_again_without_asking(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    await run(tmp_path, "--gold", "label")
+    again = await batch_agent(tmp_path, "resume", "run")
+    assert again.code == 0
+    assert "0.75 measured" in again.stderr
+    found = await batch_agent(tmp_path, "resume", "run", "--json")
+    assert json.loads(found.stdout)["score"]["fields"]["mood"]["right"] == 15
+
+
+async def test_gold_is_added_to_a_finished_run(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    async with serving(tmp_path, calm, SPEC) as server:
+        where = ("--inputs", "rows.jsonl", "--run-dir", "run", "--output", "out.jsonl")
+        await batch_agent(tmp_path, "run", "spec.yaml", *where)
+        asked = len(server.requests)
+        without = await batch_agent(tmp_path, "score", "run")
+        assert without.code == 1
+        assert "give gold" in without.stderr
+        by_column = await batch_agent(tmp_path, "score", "run", "--gold", "label", "--require", "accuracy >= 0.7")
+        assert by_column.code == 6
+        assert "0.75 measured (15 of 20)" in by_column.stdout
+        resumed = await batch_agent(tmp_path, "resume", "run", "--gold", "label", "--require", "accuracy >= 0.7")
+        assert resumed.code == 6, resumed.stderr
+        chat = [request for request in server.requests[asked:] if "messages" in (request.body or {})]
+        assert not chat
+
+
+async def test_a_file_of_results_is_scored_by_a_gold_file(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    await run(tmp_path)
+    (tmp_path / "gold.csv").write_text("id,mood\nr0,angry\nr1,calm\nr2,calm\nr3,\n")
+    for name in ("out.jsonl", "out.csv"):
+        if name.endswith("csv"):
+            await batch_agent(tmp_path, "export", "run", "--output", name)
+        found = await batch_agent(tmp_path, "score", name, "--gold", "gold.csv", "--json")
+        assert found.code == 0, found.stderr
+        score = json.loads(found.stdout)
+        assert (score["fields"]["mood"]["right"], score["fields"]["mood"]["rows"]) == (2, 3)
+        assert any("schema of the answers is not known" in note for note in score["notes"])
+    other = await batch_agent(tmp_path, "score", "rows.jsonl", "--gold", "gold.csv")
+    assert other.code == 1
+    assert "no file of results" in other.stderr
+
+
+async def test_a_record_without_a_schema_is_scored_by_the_type_of_its_answers(tmp_path: Path) -> None:
+    labelled(tmp_path)
+    await run(tmp_path)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts.pop("schema")["properties"]["mood"]["enum"] == ["angry", "calm"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
+    found = await batch_agent(tmp_path, "score", "run", "--gold", "mood=label", "--json")
+    score = json.loads(found.stdout)
+    assert score["fields"]["mood"]["right"] == 15
+    assert any("allowed values are not checked" in note for note in score["notes"])
+
+
+async def test_flags_of_several_fields_are_pairs(tmp_path: Path) -> None:
+    made = [{"id": f"r{row}", "input": f"t{row}", "m": "calm", "p": row} for row in range(4)]
+    rows(tmp_path, *made)
+    script = lambda _: Say('{"mood": "calm", "price": 1.5}')  # noqa: E731
+    spec = '\noutput_schema: {mood: "angry|calm", price: number}\n'
+    outcome, _ = await run(
+        tmp_path, "--gold", "mood=m", "--gold", "price=p", "--tolerance", "price=0.5", script=script, spec=spec
+    )
+    assert outcome.code == 0, outcome.stderr
+    score = json.loads((await batch_agent(tmp_path, "score", "run", "--json")).stdout)
+    assert score["fields"]["price"]["right"] == 2
+    assert score["fields"]["price"]["median_error"]["value"] == pytest.approx(1.0)
+    assert score["fields"]["price"]["bias"]["approximate"] is True
+
+
+async def test_sealed_gold_is_opened_by_score(tmp_path: Path) -> None:
+    labelled(tmp_path, 60)
+    outcome, _ = await run(tmp_path, "--gold", "label", "--gold-sealed", "--gold-sample", "random")
+    assert "is sealed" in outcome.stderr
+    half = json.loads((await batch_agent(tmp_path, "score", "run", "--json")).stdout)
+    rest = json.loads((await batch_agent(tmp_path, "score", "run", "--open-sealed", "--json")).stdout)
+    assert half["all"]["rows"] + rest["all"]["rows"] == 60
+    assert half["sealed"] == rest["all"]["rows"]
+    assert rest["sample"] == "a random sample of the table"
