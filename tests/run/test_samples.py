@@ -12,8 +12,9 @@ import pytest
 from pydantic import BaseModel, model_validator
 
 from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent.agent.dryrun import DryRun
 from batch_agent.errors import SpecError
-from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
+from batch_agent.testing import BatchServer, Fail, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
 
 
 class Answer(BaseModel):
@@ -249,3 +250,32 @@ async def test_another_number_of_samples_is_another_question(tmp_path: Path) -> 
         await run(by_row({"a": []}), samples=5, **options)
     [more], backend = await run(by_row({"a": ["good", "good"]}), samples=5, on_change="keep", **options)
     assert (len(more.samples), len(backend.requests)) == (4, 1)
+
+
+@pytest.mark.parametrize("wire", ["openai", "anthropic"])
+async def test_a_batch_api_gets_all_samples_of_all_rows_in_one_job_and_the_plan_says_so(wire: str) -> None:
+    moods = iter(["good", "bad"] * 9)
+    async with BatchServer(lambda request: Say(json.dumps({"mood": next(moods)}))) as server:
+        place = (
+            f"openai-batch://{server.address}/v1?tls=false&"
+            if wire == "openai"
+            else f"anthropic-batch://{server.address}?"
+        )
+        where = f"{place}gather=0.05&look=0.01"
+        known: dict[str, Any] = {"task": "{input}", "inputs": ["a", "b"], "output_schema": MOODS, "samples": 3}
+        options = known | {"backend": where, "model": "claude-3-haiku", "api_key": "k", "max_tokens": 9}
+        plan = BatchAgent.plan(**options)
+        assert "3 of each row, all sent at once, because a batch API answers late" in str(plan)
+        results = await BatchAgent.run(**options)
+        assert [len(job.requests) for job in server.jobs] == [6]
+    assert [len(result.samples) for result in results] == [3, 3]
+    assert [sum(result.votes["mood"]["counts"].values()) for result in results if result.votes] == [3, 3]
+
+
+def test_a_plan_says_how_many_samples_are_asked_and_which_fields_vote() -> None:
+    options: dict[str, Any] = {"task": "{input}", "inputs": ["a"] * 10, "samples": 3, "backend": ScriptedBackend([])}
+    plan = BatchAgent.plan(**options, output_schema=Answer)
+    assert "3 of each row, 2 at once, the others only where those do not decide; voted: mood" in str(plan)
+    alone = BatchAgent.plan(**{**options, "samples": 1}, output_schema=Answer)
+    plans = [DryRun.untouched(each).to_json()["estimated_tokens"] for each in (plan, alone)]
+    assert plans[0]["first_requests"] == 3 * plans[1]["first_requests"]  # type: ignore[index,call-overload,operator]

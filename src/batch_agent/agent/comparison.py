@@ -162,7 +162,7 @@ def _offer(provider: str, model: str, prices: Prices, plans: Sequence[DryRun]) -
 
 
 def _gpu_tokens(plans: Iterable[DryRun]) -> int:
-    return sum((plan.uncached_tokens or 0) + (plan.rows or 0) * plan.answer_tokens for plan in plans)
+    return sum((plan.uncached_tokens or 0) + (plan.agents or 0) * plan.answer_tokens for plan in plans)
 
 
 def _name(offer: Offer) -> str:

@@ -19,6 +19,7 @@ from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
+from batch_agent.trust.votes import Voting
 
 if TYPE_CHECKING:
     from batch_agent.agent.comparison import Comparison
@@ -64,17 +65,22 @@ class DryRun:
         return cls(prepared, prepared.plan.describe(sample), len(sample), rows, exact)
 
     @property
+    def agents(self) -> int | None:
+        """The number of first requests: one for each sample of each row. A vote may need fewer."""
+        return None if self.rows is None else self.rows * self.prepared.spec.samples
+
+    @property
     def prompt_tokens(self) -> int | None:
         """Tokens of all first requests together, with nothing cached."""
         each = self.description.prefix_tokens + self.description.own_tokens
-        return self.rows * each if self.rows is not None and self.sampled else None
+        return self.agents * each if self.agents is not None and self.sampled else None
 
     @property
     def uncached_tokens(self) -> int | None:
         """The same if the shared prefix is computed once."""
-        if self.rows is None or not self.sampled:
+        if self.agents is None or not self.sampled:
             return None
-        return self.description.prefix_tokens + self.rows * self.description.own_tokens
+        return self.description.prefix_tokens + self.agents * self.description.own_tokens
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -83,12 +89,12 @@ class DryRun:
 
     def cost_at(self, prices: Prices) -> tuple[float, float] | None:
         """Return the same at other prices; None for prices per hour, or if the number of rows is unknown."""
-        rows = self.rows
-        if not prices.tiers or rows is None or not self.sampled:
+        agents = self.agents
+        if not prices.tiers or agents is None or not self.sampled:
             return None
         prefix, own = self.description.prefix_tokens, self.description.own_tokens
         cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self.answer_tokens)
-        return rows * prices.cost(cached), rows * prices.cost(replace(cached, cached_tokens=0))
+        return agents * prices.cost(cached), agents * prices.cost(replace(cached, cached_tokens=0))
 
     @property
     def answer_tokens(self) -> int:
@@ -102,8 +108,10 @@ class DryRun:
             return f"by the clock: {prices.source}"
         answers = "max_tokens" if spec.max_tokens else "a guess: max_tokens would bound it"
         turns = "" if spec.turn_limit == 1 else "; further turns come on top"
+        voting = self.prepared.voting
+        samples = "" if voting is None else ", all samples" + (", of which votes need fewer" if voting.stops else "")
         return (
-            f"first requests by estimated tokens, from prefix cached to nothing cached, "
+            f"first requests{samples} by estimated tokens, from prefix cached to nothing cached, "
             f"answers of {self.answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
         )
 
@@ -124,6 +132,8 @@ class DryRun:
             "backend": prepared.backend.name,
             "max_inflight": None if prepared.sought else prepared.max_inflight,
             "max_turns": prepared.spec.turn_limit,
+            "samples": prepared.spec.samples,
+            "samples_at_once": 1 if prepared.voting is None else prepared.voting.needed([]),
             "worker": None if prepared.spec.worker is None else name_of(prepared.spec.worker),
             "tools": [tool.spec.name for tool in prepared.tools],
             "output_schema": prepared.schema.name if prepared.schema else None,
@@ -178,6 +188,8 @@ class DryRun:
             yield "worker", f"{name_of(worker)}: its requests are not known before the run"
         turns = prepared.spec.turn_limit if worker is None else prepared.spec.max_turns
         yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
+        if prepared.voting is not None:
+            yield "samples", self._samples(prepared.voting)
         if prepared.tools:
             yield "tools", ", ".join(tool.spec.name for tool in prepared.tools)
         if prepared.schema is not None:
@@ -207,6 +219,16 @@ class DryRun:
             size = f"{len(description.first_prompt):,} characters, about {tokens:,} tokens"
             advice = "give model_max_context, and oversized='chunk' for rows that do not fit"
             yield "warning", f"the first message has {size}, which is more than most models read: {advice}"
+
+    def _samples(self, voting: Voting) -> str:
+        voted = ", ".join(rule.field.name for rule in voting.rules)
+        if not voting.stops:
+            how = "all sent at once, because a batch API answers late"
+        elif (first := voting.needed([])) < voting.samples:
+            how = f"{first} at once, the others only where those do not decide"
+        else:
+            how = "all at once, because the vote needs all"
+        return f"{voting.samples} of each row, {how}; voted: {voted}"
 
     def _limits(self) -> str:
         spec = self.prepared.spec
