@@ -7,6 +7,7 @@ server's prefix cache depends on this.
 
 from __future__ import annotations
 
+import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
@@ -281,6 +282,20 @@ class Quota:
 
 
 @value_type
+class TokenChance:
+    """A token of an answer, and the log-probability with which the model chose it; None: not reported. ``others``: the
+    likeliest tokens at this place, with theirs, if the server reports alternatives."""
+
+    text: bytes
+    logprob: float | None
+    others: tuple[tuple[bytes, float], ...] = ()
+
+    @property
+    def chance(self) -> float | None:
+        return None if self.logprob is None else math.exp(min(0.0, self.logprob))
+
+
+@value_type
 class Reply:
     """One complete answer of a model. An incomplete answer is an error, not a Reply."""
 
@@ -294,6 +309,9 @@ class Reply:
     sealed: Sealed | None = None
     quota: Quota | None = field(default=None, compare=False)  # for the capacity of its endpoint; never recorded
     model: str = field(default="", compare=False)  # the server's name for the model; never recorded
+    # Of an answer whose doubts are wanted: its tokens, until the doubts are known. None: not reported.
+    tokens: tuple[TokenChance, ...] | None = field(default=None, compare=False, repr=False)
+    doubts: Mapping[str, float | None] | None = None  # by field
 
     def message(self) -> Message:
         """Return the answer as a message of its conversation."""

@@ -92,6 +92,7 @@ OTHERS = {
     "schema": {"type": "object"},
     "schema_name": "other",
     "extra_body": {"a": 1},
+    "logprobs": True,
 }
 
 

@@ -134,6 +134,7 @@ class Work:
         self.progress = AgentForecast(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = self.truncated = False
+        self.doubts: Mapping[str, float | None] | None = None  # of the output, by field
         self.failure: JobError | StoreError | None = None
         self.ticket: Ticket | None = None  # a slot that was already requested
         self.asking: ModelRequest | None = None  # the latest request in flight
@@ -651,6 +652,8 @@ class Agent:
             *(_kept(work.messages), work.text, work.repaired and verdict is None, work.truncated and verdict is None),
             *(not self._trail.fresh, 1, job.shortened, work.artifacts),
         )
+        if work.r.doubted is not None and verdict is None:
+            result.doubts = work.doubts or dict.fromkeys(field.name for field in work.r.doubted)  # type: ignore[misc]
         return cast("AgentResult[object]", result)
 
     @property

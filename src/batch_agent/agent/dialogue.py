@@ -52,7 +52,7 @@ from batch_agent.foreign import drop_frames
 from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage, content_text
 from batch_agent.observe.metrics import Emit, LiveAgent
-from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.outputs.extract import documents_in, strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.record.journal import WHOLE, ShapeDigests, difference, next_asked, request_digest
@@ -60,6 +60,8 @@ from batch_agent.record.replay import NO_MESSAGES, chain
 from batch_agent.record.steps import Spent
 from batch_agent.scheduler.ordering import Streaming, pin_seconds
 from batch_agent.tools.pool import PendingCall, ToolPool
+from batch_agent.trust.doubt import doubts_of
+from batch_agent.trust.gold import GoldField
 
 if TYPE_CHECKING:
     from batch_agent.agent.agent import CallOutcome, Work
@@ -102,7 +104,7 @@ class Resources:
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced
     hints: bool = True  # send hints about each agent to servers that plan
-    doubt: bool = False  # results tell how much their answers are doubted
+    doubted: Sequence[GoldField] | None = None  # the fields whose doubts are wanted; None: none
     answers: int = 0  # number of complete answers
     answer_tokens: int = 0  # sum over all of them
 
@@ -382,6 +384,8 @@ class Dialogue:
                     ticket = work.claim(fitted.model, self)
                     try:
                         reply = await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
+                        if reply.tokens is not None:
+                            reply = self._doubted(reply)
                     except ContextOverflow as error:
                         overflows += 1
                         if compactor is None or overflows > 1:
@@ -412,6 +416,15 @@ class Dialogue:
                 work.asking = None
         self._add_answer(reply)
         return reply
+
+    def _doubted(self, reply: Reply) -> Reply:
+        """Return the answer with its doubts in place of its tokens."""
+        fields, tokens = self._work.r.doubted, reply.tokens
+        if fields is None or tokens is None or reply.tool_calls:
+            return replace(reply, tokens=None)
+        documents = [] if self.schema is None else documents_in(reply.text)
+        doubts = doubts_of(reply.text, tokens, fields, documents, reasoned=bool(reply.reasoning))
+        return replace(reply, tokens=None, doubts=doubts)
 
     def _recorded(self, shape: RequestShape) -> tuple[str, int, Reply | None]:
         """Return the digest and the number of the next request, and its recorded answer. Raises ReplayMismatch if the
@@ -585,9 +598,12 @@ class Dialogue:
             if cut and not work.r.keeps_cut_text:  # recorded by a session that kept such text
                 raise Truncated("the answer was cut at max_tokens", text=reply.text)
             work.truncated = work.truncated or cut
+            work.doubts = reply.doubts
             return strip_reasoning(reply.text)
         parsed = parse_output(reply.text, self.schema)
         work.repaired = self._follows and parsed.repaired
+        if reply.doubts is not None:
+            work.doubts = dict.fromkeys(reply.doubts) if parsed.repaired else reply.doubts
         return parsed.value
 
     def repair(self, error: OutputError) -> None:

@@ -190,6 +190,9 @@ class DryRun:
         yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
         if prepared.voting is not None:
             yield "samples", self._samples(prepared.voting)
+        if prepared.doubted is not None:
+            known = prepared.shapes.first.logprobs
+            yield "doubt", "from log-probabilities, if the server reports them" if known else "from votes"
         if prepared.tools:
             yield "tools", ", ".join(tool.spec.name for tool in prepared.tools)
         if prepared.schema is not None:

@@ -46,7 +46,8 @@ from batch_agent.scheduler.server_state import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
-from batch_agent.trust.votes import Function, Voting, rules_of
+from batch_agent.trust.gold import GoldField
+from batch_agent.trust.votes import Function, Voting, leaves, rules_of
 
 if TYPE_CHECKING:
     from batch_agent.agent.comparison import Comparison
@@ -82,6 +83,7 @@ class Prepared:
     context: int | None = None  # the model's context in tokens, from the user or the server
     where: object = None  # the backend as it was given, in the options, the environment or the record
     voting: Voting | None = None  # set if each row has several samples
+    doubted: tuple[GoldField, ...] | None = None  # the fields whose doubts are wanted
     carry: tuple[str, ...] = ()  # fields of its rows that the rows of later stages have too
     gold: TakenGold | None = None  # the right answers of some rows, which are not in the inputs
 
@@ -174,9 +176,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     sought = inflight is None and not spec.given("max_inflight")
     if sought:
         inflight = most_connections()
-    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
-    if spec.worker is not None and not is_async(spec.worker) and not spec.given("max_agents"):
-        agents = THREADS  # each has one thread
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(spec, SOUGHT if sought else inflight)
     if runtime is not None and not spec.given("max_agents"):
         agents = runtime.most_at_once()
     prices = find_prices(spec.prices, model=model, backend=backend.name)
@@ -186,13 +186,20 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
     known = spec.model_max_context
-    voting = None if spec.samples == 1 else _voting(spec, tools, schema, backend, shapes)
     return Prepared(
         *(spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known),
         where=where,
-        voting=voting,
+        voting=None if spec.samples == 1 else _voting(spec, tools, schema, backend, shapes),
         gold=taken,
+        doubted=_doubted(spec, schema, backend) if spec.doubt else None,
     )
+
+
+def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Backend) -> tuple[GoldField, ...]:
+    """Return the fields whose doubts are wanted. Raises SpecError if nothing could tell them."""
+    if not backend.capabilities.logprobs and spec.samples == 1:
+        raise SpecError(f"doubt: {backend.name} reports no log-probabilities; give samples=3, and votes tell the doubt")
+    return tuple(leaves(None if schema is None else schema.json_schema))
 
 
 def _checked(spec: BatchSpec, backend: Backend, shapes: Shapes) -> Shapes:
@@ -353,8 +360,10 @@ def most_connections() -> int | None:
     return None if allowed == resource.RLIM_INFINITY else max(allowed - OTHER_FILES, allowed // 2)
 
 
-def _enough_agents(max_inflight: int | None) -> int | None:
+def _enough_agents(spec: BatchSpec, max_inflight: int | None) -> int | None:
     """Return the number of agents that keeps the slots busy while many wait for slow tools."""
+    if spec.worker is not None and not is_async(spec.worker):
+        return THREADS  # each has one thread
     return None if max_inflight is None else max(MIN_AGENTS, AGENTS_PER_SLOT * max_inflight)
 
 

@@ -31,11 +31,13 @@ class Shapes:
     @property
     def asked(self) -> tuple[RequestShape, RequestShape, RequestShape]:
         """The shapes under which answers are recorded. Tools that are listed but forbidden only serve the server's
-        cache, and max_tokens does not change a complete answer: neither is part of the question."""
+        cache, and neither max_tokens nor logprobs changes a complete answer: none is part of the question."""
         repair = self.repair
         if repair is not self.later and repair.schema is not None:
             repair = replace(repair, tools=(), tool_choice=None)
-        first, later, repair = (replace(each, max_tokens=None) for each in (self.first, self.later, repair))
+        first, later, repair = (
+            replace(each, max_tokens=None, logprobs=False) for each in (self.first, self.later, repair)
+        )
         return first, later, repair
 
 
@@ -61,6 +63,7 @@ def build_shapes(
         tools=tools,
         tool_choice=spec.tool_choice,
         extra_body=spec.extra_body,
+        logprobs=spec.doubt and capabilities.logprobs,
     )
     constrained = free
     if native and schema is not None:

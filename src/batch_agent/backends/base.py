@@ -43,6 +43,7 @@ class Capabilities:
     price: float = 1.0  # fraction of the provider's list price
     batch: bool = False  # ``infer_batch`` is one request, faster than separate ones
     prefills_ahead: bool = False  # computes an agent's history while its tool runs, if it gets hints
+    logprobs: bool = False  # reports the log-probabilities of an answer's tokens, if a shape wants them
     prefix_leader: bool = False  # computes a shared prefix once if one request is sent ahead of the others
 
 
@@ -63,6 +64,7 @@ class RequestShape:
     schema: JsonObject | None = None  # JSON schema that the answer must match
     schema_name: str = "answer"
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
+    logprobs: bool = False  # the answer's tokens with their log-probabilities are wanted
 
 
 @dataclass(frozen=True, slots=True)

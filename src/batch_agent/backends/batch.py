@@ -210,6 +210,7 @@ class JobBackend(Backend):
             schema_with_tools=known.schema_with_tools,
             images=known.images,
             documents=known.documents,
+            logprobs=known.logprobs,
             streaming=False,
             default_inflight=self._service.most_requests,
             patient=True,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batch_agent.errors import SpecError
-from batch_agent.messages import Reply, Sealed, ToolCall, Usage
+from batch_agent.messages import Reply, Sealed, TokenChance, ToolCall, Usage
 
 VARIABLE = "BATCH_AGENT_CACHE"
 FILE = "responses.db"
@@ -227,8 +227,17 @@ def encode_reply(reply: Reply) -> str:
             "reasoning": reply.reasoning,
             "finish_reason": reply.finish_reason,
             "sealed": None if reply.sealed is None else [reply.sealed.wire, reply.sealed.value],
+            **({} if reply.tokens is None else {"tokens": [_from_token(token) for token in reply.tokens]}),
         }
     )
+
+
+def _from_token(token: TokenChance) -> list[object]:
+    return [token.text.hex(), token.logprob, [(text.hex(), logprob) for text, logprob in token.others]]
+
+
+def _to_token(text: str, logprob: float | None, others: list[tuple[str, float]]) -> TokenChance:
+    return TokenChance(bytes.fromhex(text), logprob, tuple((bytes.fromhex(said), of) for said, of in others))
 
 
 def decode_reply(text: str) -> Reply:
@@ -244,6 +253,7 @@ def decode_reply(text: str) -> Reply:
             finish_reason=record["finish_reason"],
             saved=Usage(*record["usage"]),
             sealed=None if sealed is None else Sealed(*sealed),
+            tokens=tuple(_to_token(*token) for token in record["tokens"]) if "tokens" in record else None,
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError("a cached answer has an unknown format") from error

@@ -176,6 +176,7 @@ class Fleet(Backend):
             documents=frozenset.intersection(*(one.documents for one in able)) if able else frozenset(),
             default_inflight=total_inflight(self.servers.values()),
             reports_load=any(one.reports_load for one in able),
+            logprobs=any(one.logprobs for one in able),
         )
 
     # Servers that join and leave

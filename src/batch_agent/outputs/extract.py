@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from batch_agent.errors import OutputError
@@ -81,6 +82,16 @@ def last_regions(text: str, limit: int) -> list[Region]:
     its end."""
     found = deque(_regions(text), maxlen=limit)
     return [Region(text[start:end], depth, _stands_apart(text, start, end)) for start, end, depth in reversed(found)]
+
+
+def documents_in(text: str) -> list[str]:
+    """Return the parts of a text that are read as the answer without mending: all of it, the text after its reasoning,
+    and a code fence that is the whole of that."""
+    found = [text.strip().removeprefix("\ufeff")]
+    with suppress(OutputError):
+        found.append(strip_reasoning(found[0]))
+        found.append(lone_fence(found[1]) or "")
+    return found
 
 
 def lone_fence(text: str) -> str | None:

@@ -5,15 +5,16 @@ default for arrays without it, or as a new kind. Both need a new ``FORMAT``: a v
 the journal unchanged. Fields are never removed or moved, so every version reads the formats from ``OLDEST`` on.
 
     format 9    kind 12: a call that was to begin did not start
+    format 10   the doubts of an answer
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import orjson
 
@@ -34,7 +35,7 @@ from batch_agent.record.steps import (
     Step,
 )
 
-FORMAT = 9
+FORMAT = 10
 OLDEST = 8  # the oldest format that is still read
 SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRAWN = range(5, 13)
@@ -42,7 +43,7 @@ FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED, RESTARTED, CALL_WITHDRA
 # Types of the values in each array, in order.
 Form = tuple[type | UnionType, ...]
 NUMBER = int | float
-REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None)
+REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None, dict)
 CALL: Form = (str, str, str)
 USAGE: Form = (int, int, int, int, int)
 SEALED: Form = (str, object)
@@ -137,13 +138,15 @@ def _from_reply(reply: Reply) -> list[object]:
         reply.finish_reason,
         None if reply.saved is None else _from_usage(reply.saved),
     ]
-    if reply.sealed is not None:
-        fields.append((reply.sealed.wire, reply.sealed.value))
+    if reply.sealed is not None or reply.doubts is not None:
+        fields.append(None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value))
+    if reply.doubts is not None:
+        fields.append(dict(reply.doubts))
     return fields
 
 
 def _to_reply(array: object) -> Reply:
-    # The last fields may be missing: ``sealed``, and the ``cache_write_tokens`` of a Usage.
+    # The last fields may be missing: ``sealed``, ``doubts``, and the ``cache_write_tokens`` of a Usage.
     text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
     sealed = later[0] if later else None
     return Reply(
@@ -155,7 +158,14 @@ def _to_reply(array: object) -> Reply:
         finish_reason,
         None if saved is None else _to_usage(saved),
         None if sealed is None else Sealed(*_read(sealed, SEALED)),
+        doubts=None if len(later) < 2 else _to_doubts(later[1]),
     )
+
+
+def _to_doubts(record: Mapping[str, object]) -> Mapping[str, float | None]:
+    if any(isinstance(doubt, bool) or not isinstance(doubt, NUMBER | None) for doubt in record.values()):
+        raise ValueError(f"a record has {str(record)[:100]} where doubts are expected")
+    return cast("Mapping[str, float | None]", record)
 
 
 def from_message(message: Message) -> tuple[object, ...]:

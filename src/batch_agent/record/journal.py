@@ -63,8 +63,8 @@ class ShapeDigest:
 
 
 class ShapeDigests:
-    """The digests of the request shapes that a run has used, each computed once. max_tokens only bounds an answer, so
-    it is no part of them."""
+    """The digests of the request shapes that a run has used, each computed once. Neither max_tokens nor logprobs
+    changes a complete answer, so they are no part of them."""
 
     def __init__(self) -> None:
         self._known: dict[RequestShape, ShapeDigest] = {}
@@ -74,7 +74,7 @@ class ShapeDigests:
         if digest is None:
             if len(self._known) >= SHAPES:  # a worker may use an unlimited number of shapes
                 self._known.clear()
-            digest = self._known[shape] = _shape_digest(replace(shape, max_tokens=None))
+            digest = self._known[shape] = _shape_digest(replace(shape, max_tokens=None, logprobs=False))
         return digest
 
 

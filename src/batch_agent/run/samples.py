@@ -6,7 +6,7 @@ starts the samples, and asks this module which more are needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, cast
@@ -36,11 +36,9 @@ def _of_sample(digest: bytes, number: int) -> bytes:
 
 
 class Samples(Several):
-    def __init__(
-        self, job: Job, voting: Voting, schema: OutputSchema[object] | None, *, tells_doubt: bool = False
-    ) -> None:
+    def __init__(self, job: Job, voting: Voting, schema: OutputSchema[object] | None) -> None:
         super().__init__(job)
-        self._voting, self._schema, self._tells_doubt = voting, schema, tells_doubt
+        self._voting, self._schema = voting, schema
         self._results: list[AgentResult[object] | None] = []  # of the samples that were asked; None: it works
         self._outcomes: list[Outcome] = []
         self._stopped = False
@@ -106,9 +104,19 @@ class Samples(Several):
         result: Any = replace(self.summed(results, best), output=output)
         result.votes = {name: vote.shown() for name, vote in votes.items()}
         result.samples = tuple(each.output for each in results)
-        if self._tells_doubt:
-            result.doubts = {name: vote.doubt for name, vote in votes.items()}
+        if best.doubts is not None:
+            result.doubts = self._doubts(best, votes)
         return cast("AgentResult[object]", result)
+
+    def _doubts(self, best: AgentResult[object], votes: Mapping[str, Vote]) -> dict[str, float | None]:
+        """Return the doubts of the samples with the winners, or of the votes where a sample does not know them."""
+        doubts = dict(best.doubts or {})
+        for name, vote in votes.items():
+            place = self._voting.first_with(name, vote.winner, self._outcomes)
+            sample = None if place is None else self._results[place]
+            known = None if sample is None else (sample.doubts or {}).get(name)
+            doubts[name] = vote.doubt if known is None else known
+        return doubts
 
     def _votes(self) -> dict[str, Vote]:
         try:

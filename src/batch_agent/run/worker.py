@@ -641,7 +641,7 @@ class Worker:
     async def _begin_samples(self, held: HeldRow, job: Job, agents: asyncio.TaskGroup, voting: Voting) -> None:
         """Start the samples that could be needed, when there is room. Later ones follow when these end."""
         self._tell_start(job)
-        row = self.live[job.index] = Samples(job, voting, self._r.schema, tells_doubt=self._r.doubt)
+        row = self.live[job.index] = Samples(job, voting, self._r.schema)
         start = await self._sampler(held, row, voting, agents)
         while (number := row.next()) is not None:
             ticket = start(number)

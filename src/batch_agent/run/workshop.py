@@ -123,7 +123,7 @@ class Workshop:
             traces=shared.observers.traces,
             hints=spec.nvext_agent_hints,
             digests=ShapeDigests(),
-            doubt=spec.doubt and loops,
+            doubted=prepared.doubted if loops else None,
         )
 
     def _tools(self) -> ToolPool:

@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import Faults, Naming, read_quota, report_calls
-from batch_agent.backends.openai.chat import AnswerStream, ChatView, encode_head, join_body, read_answer
+from batch_agent.backends.openai.chat import AnswerStream, ChatView, encode_head, end_body, join_body, read_answer
 from batch_agent.http.failures import BrokenOff, ClosedEarly
 from batch_agent.messages import Reply
 from batch_agent.testing.wire import Request, Script, Track, Wire, scripted_reply, track_of, wait_due
@@ -82,7 +82,8 @@ class ScriptedBackend(Backend):
             self.inflight -= 1
 
     def _request(self, request: ModelRequest, streamed: bool) -> Request:
-        raw = join_body(encode_head(request.shape, streamed), request.conversation.view(ChatView))
+        end = end_body({} if request.seed is None else {"seed": request.seed})
+        raw = join_body(encode_head(request.shape, streamed), request.conversation.view(ChatView), end)
         return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
 
     async def _track(self, request: Request) -> Track:

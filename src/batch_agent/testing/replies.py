@@ -6,14 +6,14 @@ failures of real servers. All take ``latency``: seconds before the first byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.messages import ToolCall, Usage
+from batch_agent.messages import TokenChance, ToolCall, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Say(Scripted):
     chunk_delay: float = field(default=0.0, kw_only=True)
     write_bytes: int | None = field(default=None, kw_only=True)
     headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of the response: rate limits, ids
+    tokens: Sequence[TokenChance] = field(default=(), kw_only=True)  # reported if the request wants log-probabilities
 
 
 class SayOptions(TypedDict, total=False):
@@ -59,6 +60,7 @@ class SayOptions(TypedDict, total=False):
     chunk_delay: float
     write_bytes: int | None
     headers: Mapping[str, str]
+    tokens: Sequence[TokenChance]
 
 
 class CallTools(Say):

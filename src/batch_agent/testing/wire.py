@@ -27,7 +27,7 @@ from batch_agent.door import RequestRefused
 from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import ClientDialect, sse
-from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec, Usage
+from batch_agent.messages import JsonObject, Message, TokenChance, ToolCall, ToolSpec, Usage
 from batch_agent.testing.replies import (
     Answered,
     Body,
@@ -216,6 +216,7 @@ class CallPiece:
 class End:
     finish_reason: str
     choice: int = 0
+    tokens: Sequence[TokenChance] = ()
 
 
 Piece = TextPiece | ReasoningPiece | CallPiece | End | Usage
@@ -230,7 +231,7 @@ def say_pieces(answer: Say, request: Request) -> list[Piece]:
         pieces += [ReasoningPiece(part, choice) for part in _parts(answer.reasoning)]
         pieces += [TextPiece(part, choice) for part in _parts(answer.text)]
         pieces += [piece for index, call in enumerate(calls) for piece in call_pieces(index, call, choice)]
-        pieces.append(End(reason, choice))
+        pieces.append(End(reason, choice, answer.tokens if request.body.get("logprobs") else ()))
     return [*pieces, answer.usage if answer.usage is not None else counted_usage(answer, calls, request)]
 
 
@@ -294,8 +295,8 @@ class Wire:
                 function: JsonObject = {"name": name, "arguments": arguments}
                 opened: JsonObject = {"index": index, "id": call_id, "type": "function", "function": function}
                 return self._chunk({"tool_calls": [opened]}, choice)
-            case End(reason, choice):
-                return self._chunk({}, choice, reason)
+            case End(reason, choice, tokens):
+                return self._chunk({}, choice, reason, logprobs_object(tokens))
             case Usage():
                 if not self.request.wants_usage:
                     return None
@@ -319,11 +320,14 @@ class Wire:
             if reasoning:
                 message["reasoning"] = reasoning
             said = {"message": message}
-        return {"index": end.choice, **said, "logprobs": None, "finish_reason": end.finish_reason, "stop_reason": None}
+        told = logprobs_object(end.tokens)
+        return {"index": end.choice, **said, "logprobs": told, "finish_reason": end.finish_reason, "stop_reason": None}
 
-    def _chunk(self, delta: JsonObject, choice: int, finish_reason: str | None = None) -> bytes:
+    def _chunk(
+        self, delta: JsonObject, choice: int, finish_reason: str | None = None, logprobs: JsonValue = None
+    ) -> bytes:
         said: JsonObject = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        whole: JsonObject = {"index": choice, **said, "logprobs": None, "finish_reason": finish_reason}
+        whole: JsonObject = {"index": choice, **said, "logprobs": logprobs, "finish_reason": finish_reason}
         return sse({**self._stream_head(), "choices": [whole]})
 
     def _stream_head(self) -> JsonObject:
@@ -334,6 +338,20 @@ def error_object(status: int, message: str, param: str | None = None) -> JsonObj
     kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError"}
     kind = kinds.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def logprobs_object(tokens: Sequence[TokenChance]) -> JsonValue:
+    if not tokens:
+        return None
+
+    def shown(text: bytes, logprob: float | None) -> JsonObject:
+        return {"token": text.decode("utf-8", "replace"), "logprob": logprob, "bytes": [*text]}
+
+    content: list[JsonValue] = [
+        shown(token.text, token.logprob) | {"top_logprobs": [shown(*other) for other in token.others]}
+        for token in tokens
+    ]
+    return {"content": content}
 
 
 def usage_object(usage: Usage) -> JsonObject:

@@ -235,6 +235,15 @@ class Voting:
         voters, key = known(values[:number]), rule.key(winner)
         return Vote(winner, counts, sum(rule.key(value) != key for value in voters), len(voters))
 
+    def first_with(self, name: str, winner: JsonValue, outcomes: Sequence[Outcome]) -> int | None:
+        """Return the number of the first sample that has the winner of a field; None if it was made by a function."""
+        rule = next(rule for rule in self.rules if rule.field.name == name)
+        values, key = rule.values(outcomes), rule.key(winner)
+        return next(
+            (place for place, value in enumerate(values) if not isinstance(value, NoVote) and rule.key(value) == key),
+            None,
+        )
+
     def combined(self, outcomes: Sequence[Outcome], votes: Mapping[str, Vote]) -> tuple[int, JsonValue]:
         """Return the number of the sample that agrees with most winners, the earliest of those, and its answer with the
         winner of each voted field."""

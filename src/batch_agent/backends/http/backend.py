@@ -252,6 +252,11 @@ class HttpBackend(Backend, Generic[Head]):
         """Each shape without its schema. Created on first use, because a fleet may have a thousand of these."""
         return WeakKeyDictionary()
 
+    @lazy_property
+    def _silent(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
+        """Each shape without log-probabilities, for a server that does not report them."""
+        return WeakKeyDictionary()
+
     @abstractmethod
     def write_head(self, shape: RequestShape, streamed: bool) -> Head:
         """Return what all requests of a shape share. Raises SpecError for what cannot be sent."""
@@ -301,6 +306,8 @@ class HttpBackend(Backend, Generic[Head]):
             shape, stream, receive = request.shape, None, None
             if client is None and shape.schema is not None and self._capabilities.schema_note:
                 request = replace(request, shape=(shape := self.without_schema(shape)))
+            if shape.logprobs and not self._capabilities.logprobs:
+                request = replace(request, shape=(shape := self.without_logprobs(shape)))
             naming = Naming(request.conversation.messages, self._chat.faults)
             limits: list[Mapping[str, str]] = []  # headers of the answer
             try:
@@ -418,6 +425,11 @@ class HttpBackend(Backend, Generic[Head]):
         if (bare := self._bare.get(shape)) is None:
             bare = self._bare[shape] = replace(shape, schema=None)
         return bare
+
+    def without_logprobs(self, shape: RequestShape) -> RequestShape:
+        if (silent := self._silent.get(shape)) is None:
+            silent = self._silent[shape] = replace(shape, logprobs=False)
+        return silent
 
     def _head(self, shape: RequestShape, streamed: bool) -> Head:
         heads = self._heads.get(shape)

@@ -31,7 +31,7 @@ from batch_agent.backends.local.engine import KEPT, EngineKeeper, LoadedEngine, 
 from batch_agent.backends.local.grammar import CLOSE, OPEN, compile_turn, json_text
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, ContextOverflow, InternalError, Rejected, SpecError, Truncated, Unavailable
-from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, Usage
+from batch_agent.messages import Conversation, JsonObject, Message, Reply, TokenChance, ToolCall, ToolSpec, Usage
 
 KEPT_SECONDS = 300  # default of ``keep``
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -154,7 +154,11 @@ class LocalBackend(Backend):
     def capabilities(self) -> Capabilities:
         # A tool call ends the answer, so there is nothing to report earlier.
         return Capabilities(
-            native_schema=True, schema_with_tools=True, streaming=False, default_inflight=self._options.max_seqs
+            native_schema=True,
+            schema_with_tools=True,
+            streaming=False,
+            default_inflight=self._options.max_seqs,
+            logprobs=True,
         )
 
     @property
@@ -283,6 +287,7 @@ class LocalBackend(Backend):
                 "max_tokens": turn.max_tokens,
                 "stop": list(request.shape.stop),
                 "sampling": sampling,
+                "logprobs": request.shape.logprobs,
             }
         )
         return _reply(answer)
@@ -347,7 +352,8 @@ def _reply(answer: EngineAnswer) -> Reply:
     reasoning, text = split_thinking(answer.text)
     call = read_call(text)
     if call is None:
-        return Reply(text, usage=usage, reasoning=reasoning, first_token=answer.first_token)
+        told = None if answer.tokens is None else tuple(TokenChance(said.encode(), of) for said, of in answer.tokens)
+        return Reply(text, usage=usage, reasoning=reasoning, first_token=answer.first_token, tokens=told)
     return Reply("", (call,), usage, reasoning, first_token=answer.first_token, finish_reason="tool_calls")
 
 
@@ -456,6 +462,7 @@ class EngineAnswer:
     cached_tokens: int
     completion_tokens: int
     first_token: float | None
+    tokens: Sequence[tuple[str, float]] | None = None  # with their log-probabilities; None: not wanted
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The process that owns the engine: requests on stdin, answers on stdout, one JSON object per line.
 
-In:   {"id", "job", "messages", "grammar", "max_tokens", "sampling"}   or {"cancel": id}
+In:   {"id", "job", "messages", "grammar", "max_tokens", "sampling", "logprobs"}   or {"cancel": id}
 Out:  {"ready": …} once, then for each request {"id", "first": true} and {"id", "text", "finish", …} or {"id", "error"}
       {"fatal": …, "suspects": [id…]} last message of an engine that must stop
 
@@ -22,12 +22,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeAlias
 
 import orjson
 
 from batch_agent.backends.local import gguf
 from batch_agent.messages import JsonObject
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 # Tracks from outside which prompt blocks the engine has cached, to decide which request starts now and which waits.
 # The engine shares the KV cache of equal prompt prefixes in blocks of BLOCK_TOKENS, but only after they are
@@ -88,6 +91,7 @@ class PrefixCache:
 
 
 REMEMBERED_JOBS = 4096
+UNREADABLE = "\ufffd"  # in place of a part of a character
 BATCHED_TOKENS = 512
 PR_SET_PDEATHSIG = 1
 
@@ -107,6 +111,7 @@ class Request:
     handle: Any = None
     cached: int = 0
     generated: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: list[float] | None = None  # of the generated tokens; None: not wanted
     finish: str = ""
     ignored: bool = False  # the KV cache had no room for it
 
@@ -195,8 +200,12 @@ class EmbeddedEngine:
             config.stop_strings = set(message["stop"])
         if message["grammar"] is not None:
             config.structured_output_config = self._genai.StructuredOutputConfig(grammar=message["grammar"])
+        told: list[float] | None = [] if message["logprobs"] else None
+        if told is not None:
+            config.logprobs = 1  # that of the chosen token, before the grammar forbids others
         config.validate()
-        return Request(message["id"], message["job"], text, tokens, chain_of(tokens), config, message["grammar"])
+        told_by = message["id"], message["job"]
+        return Request(*told_by, text, tokens, chain_of(tokens), config, message["grammar"], logprobs=told)
 
     def _tokenize(self, job: str, text: str) -> array[int]:
         """Return the tokens of a text that starts with the job's previous turn, and reuse the tokens of that turn. A
@@ -233,6 +242,8 @@ class EmbeddedEngine:
                 self._started(request)
             for output in request.handle.read().values():
                 request.generated.extend(output.generated_ids)
+                if request.logprobs is not None:
+                    request.logprobs.extend(output.generated_log_probs)
                 request.finish = output.finish_reason.name.lower()
         status = request.handle.get_status().name
         if status != "RUNNING":
@@ -262,8 +273,25 @@ class EmbeddedEngine:
                 "prompt_tokens": len(request.tokens),
                 "cached_tokens": request.cached,
                 "completion_tokens": len(tokens),
+                "tokens": self._told(said, request.logprobs, text),
             }
         )
+
+    def _told(self, said: array[int], logprobs: list[float] | None, text: str) -> list[JsonValue] | None:
+        """Return the text of each token with its log-probability. A token that is only a part of a character counts
+        with the next one."""
+        if logprobs is None:
+            return None
+        told: list[JsonValue] = []
+        done, sum_of_parts = 0, 0.0
+        for count, logprob in enumerate(logprobs[: len(said)], start=1):
+            sum_of_parts += logprob
+            known = self._tokenizer.decode(said[:count].tolist(), skip_special_tokens=True).rstrip(UNREADABLE)
+            if not text.startswith(known) or len(known) <= done:
+                continue
+            told.append([text[done : len(known)], sum_of_parts])
+            done, sum_of_parts = len(known), 0.0
+        return told if done == len(text) else []
 
     def _try_alone(self, request: Request) -> None:
         """Retry a request alone, because the KV cache had no room for it together with the others. All such requests

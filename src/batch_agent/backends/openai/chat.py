@@ -9,13 +9,15 @@ for all agents; the tail has fields of one turn.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -47,6 +49,7 @@ from batch_agent.messages import (
     Part,
     Reply,
     Sealed,
+    TokenChance,
     ToolCall,
     Usage,
     content_json,
@@ -133,7 +136,9 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     calls = tuple([naming.call(*_call_fields(item, faults)) for item in items]) if items else ()
     sealed = sealed_calls(calls, signatures) if items and any(signatures := [*map(_signature, items)]) else None
     named = model if isinstance(model, str) else ""
-    return Reply(text, calls, usage, _reasoning(message), None, finish, None, sealed, None, named)
+    # Without a call, because most requests do not want them.
+    tokens = read_tokens([choice["logprobs"]]) if "logprobs" in choice and choice["logprobs"] is not None else None
+    return Reply(text, calls, usage, _reasoning(message), None, finish, None, sealed, None, named, tokens)
 
 
 class AnswerStream(EventReader):
@@ -149,6 +154,7 @@ class AnswerStream(EventReader):
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._model = ""
+        self._logprobs: list[JsonValue] = []
 
     def finish(self) -> Reply:
         self._close()
@@ -160,7 +166,8 @@ class AnswerStream(EventReader):
         sealed = sealed_calls(calls, [begun.signature for begun in self._started]) if calls else None
         reasoning = "".join(self._reasoning)
         timed = self._first_token, self._finish
-        return Reply(self._so_far, calls, usage, reasoning, *timed, sealed=sealed, model=self._model)
+        tokens = read_tokens(self._logprobs) if self._logprobs else None
+        return Reply(self._so_far, calls, usage, reasoning, *timed, sealed=sealed, model=self._model, tokens=tokens)
 
     def _event(self, name: str, chunk: JsonObject) -> None:
         # Runs for every token, so rare fields are tested before anything is created.
@@ -180,6 +187,8 @@ class AnswerStream(EventReader):
                 delta = choice.get("delta")
                 if isinstance(delta, dict):
                     self._delta(delta)
+                if "logprobs" in choice and (told := choice["logprobs"]):
+                    self._logprobs.append(told)
                 if finish := choice.get("finish_reason"):
                     self._finish = _reason(finish) or self._finish
                     self._model = string_of(chunk.get("model"))
@@ -319,6 +328,31 @@ def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: 
         raise faults.bad("the finish_reason is tool_calls, but the answer has no tool call")
 
 
+def read_tokens(reports: Iterable[JsonValue]) -> tuple[TokenChance, ...] | None:
+    """Return the tokens in the ``logprobs`` of an answer or of its pieces; None if there are none."""
+    tokens: list[TokenChance] = []
+    for report in reports:
+        content = report.get("content") if isinstance(report, dict) else None
+        for item in content if isinstance(content, list) else ():
+            text, logprob = _token(item)
+            others = item.get("top_logprobs") if isinstance(item, dict) else None
+            known = [_token(other) for other in others] if isinstance(others, list) else []
+            tokens.append(TokenChance(text, logprob, tuple((said, of) for said, of in known if of is not None)))
+    return tuple(tokens) or None
+
+
+def _token(item: JsonValue) -> tuple[bytes, float | None]:
+    """Return the bytes of a token, and its log-probability if that is a number."""
+    if not isinstance(item, dict):
+        return b"", None
+    text, data, logprob = item.get("token"), item.get("bytes"), item.get("logprob")
+    known = string_of(text).encode("utf-8", "surrogatepass")
+    if isinstance(data, list) and all(type(each) is int and 0 <= each < 256 for each in data):
+        known = bytes(cast("list[int]", data)) or known
+    is_number = isinstance(logprob, int | float) and not isinstance(logprob, bool) and math.isfinite(logprob)
+    return known, float(cast(float, logprob)) if is_number else None
+
+
 def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
     return document.get("error") or (dict(document) if document.get("object") == "error" else None)
 
@@ -407,7 +441,10 @@ def read_usage(value: JsonValue) -> Usage:
 # A schema that is refused or ignored is detected from the first answers and remembered: later requests omit it, and
 # ``Capabilities`` reports it. If a server does not have a model, the error lists the models it has.
 
-SCHEMA = "schema"  # the option that a server may refuse
+logger = logging.getLogger("batch_agent")
+
+SCHEMA, LOGPROBS = "schema", "logprobs"  # the options that a server may refuse
+ALTERNATIVES = 5  # tokens reported at each place of an answer; some servers refuse more
 OTHER_WIRES = ("completions", "embeddings")  # that these servers have beside their conversations
 LISTING_SECONDS = 5.0  # to list the models for an error message
 
@@ -425,6 +462,7 @@ class OpenAIServer(HttpBackend[bytes]):
 
     path: str  # of the wire
     view: type[JsonView]  # of the wire
+    logprobs = False  # the wire has log-probabilities
 
     def __init__(
         self,
@@ -442,7 +480,8 @@ class OpenAIServer(HttpBackend[bytes]):
     ) -> None:
         http = HttpClient(base_url, api_key=api_key, headers=headers, transport=transport)
         route = http.route("POST", self.path + query)
-        super().__init__(http, route, capabilities=capabilities or Capabilities(images=True), name=name)
+        able = replace(capabilities or Capabilities(images=True), logprobs=self.logprobs)
+        super().__init__(http, route, capabilities=able, name=name)
         self._models = http.route("GET", f"/models{query}")
         self._query = query
         self._given = list(models)
@@ -451,6 +490,7 @@ class OpenAIServer(HttpBackend[bytes]):
         self._dialect = dialect
         self._tail = tail
         self._keeps_schemas = False  # an answer has shown it
+        self._has_logprobs = False  # an answer has shown it
 
     # Facts about shapes, created on first use, because a fleet may have a thousand of these.
 
@@ -476,14 +516,27 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def learn(self, request: ModelRequest, reply: Reply, refused: Mapping[str, Rejected]) -> None:
         schema, proven = request.shape.schema, self._capabilities.schema_proven
+        if request.shape.logprobs and not self._has_logprobs and not reply.tool_calls:
+            self._has_logprobs = reply.tokens is not None
+            if reply.tokens is None:
+                self._give_logprobs_up("reported none, although they were requested")
+        if refused and (refusal := refused.get(LOGPROBS)) is not None and SCHEMA not in refused:
+            self._give_logprobs_up(f"refused them ({refusal})")
         if refused and (refusal := refused.get(SCHEMA)) is not None:
             self._give_schemas_up(f"refused the output schema ({refusal})")
         elif not (schema is None or proven or reply.tool_calls) and self.own_body(request) is None:
             self._judge(reply.text, schema)
 
     async def without(self, request: ModelRequest, error: Rejected, refused: dict[str, Rejected]) -> ModelRequest:
-        """Leave out the schema, if it is the reason for the refusal. A server without earlier answers may refuse a
-        schema with any message."""
+        """Leave out the log-probabilities or the schema, if one is the reason for the refusal. A server without earlier
+        answers may refuse either with any message."""
+        if request.shape.logprobs and self.own_body(request) is None:
+            named = "logprob" in str(error).lower()
+            if named or (blamed(error) == "perhaps" and not self._has_logprobs):
+                refused[LOGPROBS] = error
+                if named:
+                    self._give_logprobs_up(f"refused them ({error})")
+                return replace(request, shape=self.without_logprobs(request.shape))
         refusal = await self._explained(error, request.shape.model)
         if request.shape.schema is None or self.own_body(request) is not None:
             raise refused.get(SCHEMA, refusal) from None
@@ -562,6 +615,13 @@ class OpenAIServer(HttpBackend[bytes]):
             self._keeps_schemas = True
         else:
             self._give_schemas_up("accepted the output schema but did not enforce it")
+
+    def _give_logprobs_up(self, why: str) -> None:
+        if self._capabilities.logprobs:
+            self._capabilities = replace(self._capabilities, logprobs=False)
+            logger.warning(
+                "doubt: %s reports no log-probabilities: it %s. It is not asked for them again", self.name, why
+            )
 
     def _give_schemas_up(self, why: str) -> None:
         if not self._capabilities.schema_note:
@@ -645,6 +705,8 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) 
         form = dialect.schema_form(shape.schema)
         schema = {"name": shape.schema_name, "schema": form.schema, "strict": form.strict}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if shape.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": ALTERNATIVES}
     if stream:
         fields["stream"] = True
         fields["stream_options"] = {"include_usage": True} if dialect.stream_options else None
@@ -706,6 +768,7 @@ class OpenAIBackend(OpenAIServer):
     wire = "chat"
     read_whole = staticmethod(read_answer)
     view = ChatView
+    logprobs = True
     read_stream = AnswerStream
 
     def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
