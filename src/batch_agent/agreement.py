@@ -15,6 +15,7 @@ NOT_BLANK = {
     "gold": "name a column or a file, or leave it out",
     "by": "name a field of the rows, or leave it out",
     "groups": "name a field of the rows, or leave it out",
+    "pilot_key": "give any text, or leave it out for the usual order",
     "id_column": "name a field of the rows, or leave it out",
 }
 # Options that mean nothing without gold.
@@ -29,6 +30,9 @@ def disagreements(options: Mapping[str, object]) -> Iterator[str]:
     for name in OF_GOLD:
         if options[name] and options["gold"] is None:
             yield f"{name} is about a score, and there is no gold: give gold, the right answers of some rows"
+    for name in ("pilot_key", "pilot_only"):
+        if options[name] and options["pilot"] is None:
+            yield f"{name} needs pilot, the number of rows that go first"
     for name, instead in NOT_BLANK.items():
         value = options[name]
         if isinstance(value, str) and not value.strip():

@@ -255,7 +255,8 @@ async def _collect(
             error.results = Results(done, summary(), spec.output_schema, page, run.gold())  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    rows = with_unfinished(taken, run.plan.spec.inputs, statistics(), spec.id_column)
+    asked = run.pilot_rows.indexes if run.pilot_rows is not None and run.pilot_rows.stopped else None
+    rows = with_unfinished(taken, run.plan.spec.inputs, statistics(), spec.id_column, asked)
     results = Results(rows, summary(), spec.output_schema, page, run.gold())
     if interruption.happened:
         return interruption.conclude(results, results, interrupted_words(statistics(), spec))

@@ -19,7 +19,7 @@ from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
 
-Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "unreachable"]
+Ended = Literal["complete", "drained", "pilot", "cancelled", "failed", "out of budget", "unreachable"]
 
 
 @value_type

@@ -94,6 +94,9 @@ class Options(TypedDict, total=False):
     by: str | None
     groups: str | None
     require: str | Sequence[str]
+    pilot: int | None
+    pilot_key: str | None
+    pilot_only: bool
     sinks: Sequence[Sink]
     events: str | Path | None
     metrics_port: int | str | None

@@ -205,15 +205,20 @@ class Results(list[AgentResult[T]]):
 
 
 def with_unfinished(
-    results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics, id_column: str | None = None
+    results: Iterable[AgentResult[T]],
+    inputs: object,
+    statistics: Statistics,
+    id_column: str | None = None,
+    asked: Collection[int] | None = None,
 ) -> list[AgentResult[T]]:
-    """Return the results in input order; a listed row without a result gets an Interrupted one."""
+    """Return the results in input order; a listed row without a result gets an Interrupted one. ``asked`` are the
+    indexes of the rows that the run may ask; None for all."""
     known = {result.index: result for result in results}
     if isinstance(inputs, Collection) and len(known) < len(inputs):
         reason = f"{statistics.ended}: {statistics.reason}" if statistics.reason else statistics.ended
         error = AgentError.of(Interrupted(f"the run ended before this row finished ({reason})"))
         for index, value in enumerate(inputs):
-            if index not in known:
+            if index not in known and (asked is None or index in asked):
                 known[index] = Failure(index, _job_id(index, value, id_column), value, False, None, error)
     return [known[index] for index in sorted(known)]
 

@@ -458,6 +458,24 @@ class BatchSpec(BaseModel):
         description="What the score must show: `[FIELD.]METRIC[CLASS] >= NUMBER`. `>=` tests the lower bound, `<=` the "
         "upper. On the command line, the exit status is 6 if it does not.",
     )
+    pilot: Annotated[
+        Count | None,
+        Allowed("a whole number above 0, or None"),
+        Scope.WHOLE,
+        Unset("no pilot"),
+        Flag("N", "run a random sample of N rows first, show what it says of all rows, and ask whether to continue"),
+    ] = Field(
+        None,
+        description="Number of rows that run first: a random sample of the rows, the same in each run and each resume. "
+        "A larger pilot contains a smaller one. `run` continues after it, and the command line asks "
+        "([trust.md](trust.md)).",
+    )
+    pilot_key: Annotated[
+        OptionalText, Scope.WHOLE, Unset("a constant, so that two prompts are tried on the same rows")
+    ] = Field(None, description="Text that decides which rows the pilot has. Another text gives another sample.")
+    pilot_only: Annotated[
+        Switch, Scope.WHOLE, NotSettable("give --pilot without --yes: it stops after the pilot", in_files=True)
+    ] = Field(False, description="Run only the rows of the pilot, and return their results in input order.")
 
     # Events and metrics
     sinks: Annotated[

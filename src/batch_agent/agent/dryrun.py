@@ -13,12 +13,14 @@ from batch_agent.agent.prepare import Prepared
 from batch_agent.compiler.plan import Description
 from batch_agent.compiler.prices import Prices
 from batch_agent.compiler.template import Piece
-from batch_agent.compiler.tokens import estimate_tokens
+from batch_agent.compiler.tokens import estimate_tokens, size_bytes
+from batch_agent.errors import JobError
+from batch_agent.files.inputs import rows_again
 from batch_agent.files.read import LazyRows
 from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
-from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
+from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS, UNKNOWN_TEMPLATE_TOKENS
 from batch_agent.trust.votes import Voting
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ HEADLINE = "Plan. Nothing was sent; token counts are estimates."
 SAMPLE_ROWS = 100  # enough for a mean, few enough to be quick
 READ_DOCUMENTS = 5  # of a sample: reading one takes at least a tenth of a second
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
+REPAIR_BYTES = 8_192  # around the parts of a message that asks for another answer
 WORTH_MOVING = 64  # tokens; fewer are not worth advice
 MANY_TOKENS = 128_000  # in a message; most models do not accept more
 STYLED = ("\x1b[1;36m", "\x1b[0m")  # around filled-in values, on a terminal
@@ -298,3 +301,36 @@ def _in_flight(prepared: Prepared) -> str:
     if prepared.sought:
         return "the number of model calls is found during the run"
     return "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"
+
+
+def most_cost(prepared: Prepared) -> float | None:
+    """Return the most $ that the answers to all rows can cost, if each row takes all of its turns, all repairs and
+    ``max_tokens``. A token has at least one byte. None if nothing bounds it. Reads all inputs, so it may take long.
+
+    With tools, or with pictures and files, only the context of the model bounds a prompt."""
+    spec, prices, inputs = prepared.spec, prepared.prices, prepared.spec.inputs
+    turns, answer, context = spec.turn_limit, spec.max_tokens, spec.model_max_context
+    known = prices is not None and prices.tiers and turns is not None and spec.worker is None
+    if not known or prices is None or turns is None or spec.oversized != "fail" or isinstance(inputs, AsyncIterable):
+        return None
+    requests = spec.samples * (turns + (spec.max_retries if prepared.schema is not None else 0))
+    if context is not None:
+        whole = Usage(context, completion_tokens=min(answer or context, context))
+        return requests * prices.most(whole) * (prepared.plan.total or 0)
+    if answer is None or prepared.tools:
+        return None
+    schema = 0 if prepared.schema is None else size_bytes(prepared.schema.json_text)
+    around = size_bytes(prepared.plan.own_system) + UNKNOWN_TEMPLATE_TOKENS + schema
+    repair = answer * 2 + schema + REPAIR_BYTES  # the answer that did not fit, and the message that quotes it
+    cost = 0.0
+    for value in rows_again(inputs):
+        if prepared.plan.shows(value):
+            return None
+        try:
+            prompt = around + size_bytes(prepared.plan.asks(value)[1])
+        except JobError:  # the row fails before a request is sent
+            continue
+        each = requests // spec.samples
+        sizes = (Usage(prompt + number * repair, completion_tokens=answer) for number in range(each))
+        cost += spec.samples * sum(map(prices.most, sizes))
+    return cost

@@ -27,9 +27,11 @@ from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.documents.content import read_document
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.gold import TakenGold, take_gold
+from batch_agent.files.inputs import refuse_uncountable
 from batch_agent.files.pictures import read_image
 from batch_agent.foreign import boundary, is_async
 from batch_agent.messages import Image, JsonObject
@@ -138,6 +140,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
             f"{alone} is for a run that several processes share: give processes=N, or run_dir as "
             "redis://host:6379/0/NAME"
         )
+    if spec.pilot is not None and not isinstance(spec.inputs, RowChannel):
+        refuse_uncountable(spec.inputs, "pilot")
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from batch_agent.errors import SpecError
-from batch_agent.files.read import KNOWN, is_pattern, plain, read_inputs, refuse_twice
+from batch_agent.files.read import KNOWN, LazyRows, is_pattern, plain, read_inputs, refuse_twice
 from batch_agent.files.rows import Row
 from batch_agent.job import cut
 
@@ -32,6 +32,23 @@ def rows_from(inputs: object) -> object:
         case _:
             rows = rows_of_frame(inputs)
             return inputs if rows is None else rows
+
+
+def refuse_uncountable(inputs: object, option: str) -> None:
+    """Raise SpecError for inputs that can be read only once, which ``option`` would have to read twice."""
+    if isinstance(inputs, LazyRows) or (isinstance(inputs, Iterable) and not isinstance(inputs, Iterator)):
+        return
+    kind = "an iterator" if isinstance(inputs, Iterator) else "an async iterator"
+    raise SpecError(
+        f"{option} needs inputs that can be counted before the run, and these are {kind} "
+        f"({type(inputs).__name__}), which can be read only once: give a list, a table, or the path of a file (save "
+        "standard input to a file first)"
+    )
+
+
+def rows_again(inputs: Iterable[object]) -> Iterable[object]:
+    """Return the same rows for one more reading. Of a file, the rows that are given stay unread."""
+    return inputs.again() if isinstance(inputs, LazyRows) else inputs
 
 
 def _existing(text: str) -> Path:

@@ -11,10 +11,13 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.job import AgentResult
+
+if TYPE_CHECKING:
+    from batch_agent.run.pilot import Pilot
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -24,9 +27,16 @@ CALLBACKS = 64  # async callbacks that may run; above that, no new agent starts
 
 
 class Delivery(Generic[T]):
-    def __init__(self, on_result: Callable[..., object] | None, on_backlog: Callable[[bool], None]) -> None:
+    """``pilot`` counts the results; those of its rows may wait until the user asks for them."""
+
+    def __init__(
+        self,
+        on_result: Callable[..., object] | None,
+        on_backlog: Callable[[bool], None],
+        pilot: Pilot | None = None,
+    ) -> None:
         self._on_result = on_result
-        self._on_backlog = on_backlog
+        self._on_backlog, self._pilot = on_backlog, pilot
         self._ready: deque[AgentResult[T]] = deque()
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
@@ -87,6 +97,8 @@ class Delivery(Generic[T]):
 
     def put(self, result: AgentResult[T]) -> None:
         self._ready.append(result)
+        if self._pilot is not None:
+            self._pilot.took(result)
         self._say_backlog()
         self._wake()
 
@@ -94,6 +106,8 @@ class Delivery(Generic[T]):
         """End the results. The consumer gets the failure, if any, after the last one."""
         if not self._closed:
             self._closed, self._failure = True, failure
+            if self._pilot is not None:
+                self._pilot.close()
             self._wake()
 
     async def take(self) -> AgentResult[T] | None:
@@ -116,7 +130,8 @@ class Delivery(Generic[T]):
         return result
 
     def _say_backlog(self) -> None:
-        full = len(self._ready) >= WINDOW or self._callbacks >= CALLBACKS
+        window = WINDOW if self._pilot is None else WINDOW + self._pilot.rows
+        full = len(self._ready) >= window or self._callbacks >= CALLBACKS
         if full != self._full:
             self._full = full
             self._on_backlog(full)

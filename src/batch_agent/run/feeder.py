@@ -37,6 +37,7 @@ from batch_agent.run.rows import READERS, Rows, UniqueIds, compile_all, unplaced
 
 if TYPE_CHECKING:
     from batch_agent.observe.telemetry import Traces
+    from batch_agent.run.pilot import Pilot
     from batch_agent.run.scoring import RunScoring
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class Feeder:
         self.begun: set[int] = set()  # unfinished rows whose JobStarted the sinks have got
         self.ok = self.failed = self.resumed = 0
         self.scoring: RunScoring | None = None
+        self.pilot: Pilot | None = None
 
     # The session
 
@@ -125,6 +127,12 @@ class Feeder:
         forced = resuming.force or (kept and not resuming.drop)
         self.facts = {"command": previous.get("command"), **facts, "forced": forced}
         self.facts["started"] = previous.get("started", facts["started"])
+        if self.pilot is not None:
+            self.facts["pilot"] = self.pilot.begin(previous.get("pilot"), same=not changed or forced)
+            if self.is_outermost:
+                self.pilot.on_decided = self.record_pilot
+        elif "pilot" in previous:
+            self.facts["pilot"] = previous["pilot"]
         resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
         self._session = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
@@ -152,6 +160,15 @@ class Feeder:
             self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
             self.run(partial(self.store.write_facts, self.session, dict(self.facts))).add_done_callback(_log_failure)
 
+    def record_pilot(self) -> None:
+        """Record that the pilot was passed, so that no later session stops after it."""
+        if self.pilot is None:
+            return
+        self.pilot.pass_by()
+        self.facts["pilot"] = self.pilot.to_json()
+        if self._session is not None and not self.pilot.stopped:  # else the end of the session records it
+            self.run(partial(self.store.write_facts, self.session, dict(self.facts))).add_done_callback(_log_failure)
+
     async def end(self, facts: JsonObject) -> BaseException | None:
         """Write the end of the session, so that workers leave. A cancellation does not interrupt this. Returns its
         error, if it fails."""
@@ -164,6 +181,8 @@ class Feeder:
                 "failed": self.failed,
                 "resumed": self.resumed,
             }
+            if self.pilot is not None:  # its rows may have been chosen after the session began
+                self.facts["pilot"] = self.pilot.to_json()
             last = {**self.facts, **facts, "rows": rows}
             failure = await to_its_end(self.run(partial(self.store.close_feed, self.session, last, "ended")))
         self._threads.shutdown(wait=False)
@@ -214,6 +233,9 @@ class Feeder:
                 values = await self._rows.read_ready(AT_ONCE)
         except Exception as error:
             self.failure = error
+            self.stop()
+            return False
+        if self._rows.stopped:
             self.stop()
             return False
         if not values:

@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import JsonValue
 
 from batch_agent.agent.fingerprint import RAISED, AnyWorker, under_record
 from batch_agent.agent.prepare import Prepared
 from batch_agent.dispatch.cancellation import outlast
+from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import InputError, RunRejected, RunUnreachable, SpecError, StoreError
 from batch_agent.events import SENT, Ended, Event, TypedSink
 from batch_agent.job import AgentResult, UnreadableRow
@@ -40,6 +41,9 @@ from batch_agent.share.table import BUDGET_COST, BUDGET_TOKENS, DOLLAR
 from batch_agent.spec import BatchSpec
 from batch_agent.version import __version__
 
+if TYPE_CHECKING:
+    from batch_agent.run.worker import Leases
+
 R = TypeVar("R")
 OnChange: TypeAlias = Literal["keep", "resend"] | None
 logger = logging.getLogger("batch_agent")
@@ -48,6 +52,7 @@ SENT_SECONDS = 1.0  # after which a commit is begun if events wait for one
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
     "drained": "interrupted",
+    "pilot": "interrupted",
     "cancelled": "interrupted",
     "failed": "failed",
     "out of budget": "out of budget",
@@ -148,6 +153,21 @@ def joining_command(spec: BatchSpec, facts: JsonObject) -> str:
     assert spec.run_dir is not None, "other processes cannot reach a run without a record"
     place = place_of(spec.run_dir)
     return join_line(str(place), facts) if isinstance(place, StoreAddress) else f"batch-agent work {place}"
+
+
+def say_joining(spec: BatchSpec, facts: JsonObject, *, alone: bool) -> str:
+    """Say how a worker joins the run, unless its only worker is in this process. Returns the command for a feeder that
+    says it itself while there is no worker, or ""."""
+    if spec.feed_only:
+        return joining_command(spec, facts)
+    if not alone:
+        logger.warning("to add a worker: %s", joining_command(spec, facts))
+    return ""
+
+
+def originals_of(inputs: object) -> Sequence[object] | dict[int, object] | None:
+    """Return where the feeder finds inputs as the user gave them, for results that come as JSON."""
+    return {} if isinstance(inputs, RowChannel) else inputs if isinstance(inputs, list | tuple) else None
 
 
 def resuming_of(prepared: Prepared, on_change: OnChange) -> Resuming:
@@ -292,6 +312,33 @@ class WorkSince(TypedSink):
             self._timer.cancel()
             self._timer = None
         return b"\n".join(map(event_json, events))
+
+
+def open_journal(
+    store: WorkStore,
+    number: int,
+    prepared: Prepared,
+    account: Account,
+    work: WorkSince,
+    leases: Leases | None,
+    on_backlog: Callable[[bool], None],
+    on_overdue: Callable[[bool], None],
+) -> Journal:
+    """Return the journal through which worker ``number`` writes to the store."""
+    journal = Journal(
+        store,
+        number,
+        in_memory=type(store) is MemoryStore,
+        account=account,
+        more=None if store.instant else work.increment,
+        encoded=encoder(store, prepared, number),
+        on_committed=(lambda lost, ended: None) if leases is None else leases.committed,
+        on_backlog=on_backlog,
+        on_overdue=on_overdue,
+        on_failed=(lambda error: None) if leases is None else leases.fail,
+    )
+    work.commit_soon = journal.touch
+    return journal
 
 
 def encoder(store: WorkStore, prepared: Prepared, worker: int) -> Callable[[AgentResult[object]], object]:

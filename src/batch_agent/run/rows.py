@@ -7,9 +7,10 @@ import logging
 import os
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.plan import Plan
@@ -19,6 +20,9 @@ from batch_agent.errors import JobError
 from batch_agent.files.read import LazyRows
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
+
+if TYPE_CHECKING:
+    from batch_agent.run.pilot import Pilot
 
 READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
 BUCKET_IDS = 32  # ids of a bucket, on average, after which the number of buckets is doubled
@@ -32,7 +36,8 @@ class UniqueIds:
     """Makes the ids of rows unique: of rows with the id ``a``, the second becomes ``a~2``. Warns, and names them. Keeps
     a hash of each id, about 12 bytes, because inputs may be long."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warns: bool = True) -> None:
+        self._warns = warns
         self._buckets = [array("q")]  # of hashes; their number is a power of two, and grows with that of the ids
         self._count = 0
         self._copies: Counter[str] = Counter()
@@ -42,7 +47,7 @@ class UniqueIds:
         if self._is_new(name):
             return name
         self._copies[name] += 1
-        if len(self._copies) <= NAMED_IDS and self._copies[name] == 1:
+        if self._warns and len(self._copies) <= NAMED_IDS and self._copies[name] == 1:
             words = f"more than one row has the id {name!r}: the next ones are {name}~2, {name}~3, …"
             more = ". Further repeated ids are not named" if len(self._copies) == NAMED_IDS else ""
             logger.warning("%s%s", words, more)
@@ -65,14 +70,22 @@ class UniqueIds:
 
 
 class Rows:
-    """A plain iterator is advanced on the event loop, so one that blocks should be async."""
+    """A plain iterator is advanced on the event loop, so one that blocks should be async. With a ``pilot``, its rows go
+    first, and the others follow when it says so; ``id_column`` is the field with their ids."""
 
-    def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
+    def __init__(
+        self,
+        inputs: Iterable[object] | AsyncIterable[object],
+        pilot: Pilot | None = None,
+        id_column: str | None = None,
+    ) -> None:
+        self._inputs, self._pilot, self._id_column = inputs, pilot, id_column
+        self._waits = self._stopped = False  # rows wait behind the pilot; they do not follow
         self._file = inputs if isinstance(inputs, LazyRows) else None
         self.at_hand = isinstance(inputs, list | tuple | LazyRows)  # reading ahead costs nothing
         self.channel = inputs if isinstance(inputs, RowChannel) else None
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
-        self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
+        self._plain: Iterator[object] = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
         self._failure: Exception | None = None  # of the input after those that were read
         self.seen = False  # there was at least one input
@@ -85,15 +98,36 @@ class Rows:
     @property
     def may_wait(self) -> bool:
         """Whether the next input may have to be waited for."""
-        return self._async is not None and not self._peeked and not self.waiting
+        return self._waits or (self._async is not None and not self._peeked and not self.waiting)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rows of the pilot were read, and none of the others follows."""
+        return self._stopped
 
     async def first(self, plan: Plan) -> object:
         """Return the first input, or None; ``read`` returns it again. Raises SpecError if it lacks a field of the task;
         a row that another stage made fails alone later."""
+        if self._pilot is not None:
+            await self.choose(self._pilot)
+            plan.total = self._pilot.of
+            plan.check_first(self._pilot.first)
         self._peeked = await self.read(1)
         for value in self._peeked if self.channel is None else ():
             plan.check_first(unplaced(value))
+        if self._pilot is not None:
+            return self._pilot.first
         return unplaced(self._peeked[0]) if self._peeked else None
+
+    async def choose(self, pilot: Pilot) -> None:
+        """Find the rows of the pilot, which are read next."""
+        chosen = await in_thread(partial(pilot.choose, self._countable, self._id_column))
+        self._plain, self._waits = iter(chosen), True
+
+    @property
+    def _countable(self) -> Iterable[object]:
+        assert isinstance(self._inputs, Iterable), "inputs that cannot be counted are refused before"
+        return self._inputs
 
     async def read(self, count: int) -> list[object]:
         """Return the next inputs, at most ``count``, and one of an async iterator; empty at the end."""
@@ -102,6 +136,13 @@ class Rows:
             return values
         try:
             values = self._take(count) if self._async is None else await self._next()
+            if not values and self._waits and self._pilot is not None:
+                self._pilot.reach()
+                self._stopped = not await self._pilot.wait_decided()
+                self._waits = False
+                if not self._stopped:
+                    self._plain = self._pilot.others(self._countable, self._id_column)
+                    values = self._take(count)
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise

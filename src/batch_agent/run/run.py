@@ -32,7 +32,6 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.rate_mark import RateMark
-from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import RunUnreachable, SpecError
 from batch_agent.events import DrainStarted, Ended, LimitChanged, ModelChosen, RunFinished, RunStarted, Sink
 from batch_agent.job import AgentResult
@@ -46,10 +45,10 @@ from batch_agent.record.address import directory_of
 from batch_agent.record.directory import DirectoryStore
 from batch_agent.record.journal import Journal, to_its_end
 from batch_agent.record.keys import Keys
-from batch_agent.record.memory import MemoryStore
 from batch_agent.record.scoring import RunGold
 from batch_agent.record.store import LEASE, RunStore, WorkStore
 from batch_agent.record.timeline import Line
+from batch_agent.results import Results
 from batch_agent.run.changes import Changes, compare
 from batch_agent.run.control import Controls, Inside
 from batch_agent.run.crew import crew_of
@@ -57,6 +56,7 @@ from batch_agent.run.delivery import Delivery
 from batch_agent.run.feeder import WAIT, Feeder
 from batch_agent.run.garbage import collecting_rarely
 from batch_agent.run.observers import Observers, is_observed
+from batch_agent.run.pilot import Pilot, results_of_pilot
 from batch_agent.run.recording import (
     RECORDED_STATES,
     OnChange,
@@ -65,17 +65,18 @@ from batch_agent.run.recording import (
     announced,
     as_recorded,
     asked_json,
-    encoder,
     facts_for_workers,
     facts_of,
     given_up,
     in_thread,
-    joining_command,
     now_text,
+    open_journal,
     open_record,
     open_to_feed,
+    originals_of,
     refuse_changes,
     resuming_of,
+    say_joining,
 )
 from batch_agent.run.rows import Rows
 from batch_agent.run.scoring import RunScoring, gold_of_run, measured, score_of_run
@@ -115,13 +116,15 @@ class Run(Generic[T]):
         inside: Inside | None = None,
         controls: Controls | None = None,
         patience: float = float("inf"),
+        pilot: Pilot | None = None,
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` is a built-in one that replaces the
         tool loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record
         of a run that another process feeds: this one works on rows for as long as it is fed, and ``patience`` is how
         many seconds it waits for a feeder. ``within`` is the state of an outer run, of which this run is the ``stage``;
         ``row_schema`` is the class of its rows, if they are outputs of another stage. ``inside`` are the stages of the
-        pipeline that this run is. ``controls`` is what the control socket controls and the summary counts."""
+        pipeline that this run is, or that has the ``pilot``. ``controls`` is what the control socket controls and the
+        summary counts."""
         spec, feeds = prepared.spec, work_on is None
         self.id = secrets.token_hex(8)
         self._prepared, self._command, self._function = prepared, command, worker
@@ -141,16 +144,17 @@ class Run(Generic[T]):
         self._metrics = Metrics(clock, None if self._directory is None else self._recorder)
         self._controls = controls or self
         self._watch = Watch(self._recorder, self._controls, socket=within is None)
-        own: list[Sink] = [] if self._directory is None else [self._recorder]
-        outside = spec.sinks if within is None else (within.emit,)
-        self._emit = Emit(self._metrics, [*own, *sinks, *outside])
+        own: list[Sink] = [*([] if self._directory is None else [self._recorder]), *sinks]
+        self._emit = Emit(self._metrics, [*own, *(spec.sinks if within is None else (within.emit,))])
         self.shared = self._share(clock, within)
         self.shared.observed = self.shared.observed or bool(sinks) or is_observed(spec)
         self._feed = self.shared.dispatcher.feed(self._stop_reading)
         self._feed.reading, self._feed.paced = not self._works, self.shared.paced  # it starts no agent itself
         self._backlogs: set[str] = set()
-        self._delivery: Delivery[object] = Delivery(spec.on_result, partial(self._backlog, "delivery"))
-        self._rows = Rows(spec.inputs)
+        self.pilot_rows = Pilot.of_spec(spec) if feeds and within is None and inside is None else pilot
+        deliver = partial(Delivery[object], spec.on_result, partial(self._backlog, "delivery"))
+        self._delivery = deliver(self.pilot_rows if within is None else None)
+        self._rows = Rows(spec.inputs, None if inside is not None else self.pilot_rows, spec.id_column)
         self._first: object = None  # the first input
         self.scoring = None if prepared.gold is None or not feeds else RunScoring(prepared.gold, prepared.schema)
         if self._rows.channel is not None and not self._is_shared and not in_redis:
@@ -166,7 +170,7 @@ class Run(Generic[T]):
         self._supervisor: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None  # the task that reads inputs
         self._cancelled = self._leaving = False
-        self._requests: dict[str, JsonObject] = {}  # what the user asked for that holds from then on: pause, resize
+        self._requests: dict[str, JsonObject] = {}  # what holds from then on: pause, resize
         self._failed_by: BaseException | None = None
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
@@ -202,8 +206,15 @@ class Run(Generic[T]):
         """Yield each result as it finishes. Then raises the exception that the run failed with, if any."""
         if self._supervisor is None:
             raise RuntimeError("enter a Run before you take its results: async with BatchAgent.open(...) as run")
+        if self.pilot_rows is not None and self._outer is None:
+            self.pilot_rows.go_on()
         while (result := await self._delivery.take()) is not None:
             yield cast("AgentResult[T]", result)
+
+    async def pilot(self) -> Results[T]:
+        """Wait until the rows of the pilot are done, and return their results in input order. No other row starts until
+        ``results`` is called, which yields these results too."""
+        return await results_of_pilot(self)
 
     async def finish(self) -> None:
         """Enter the run, and wait for its end. Its results are not taken."""
@@ -621,19 +632,8 @@ class Run(Generic[T]):
                 leases.share()
             leases.on_away = partial(self.shared.set_overdue, f"{self.id} leases")
             leases.on_observed = work.send_events
-        self._journal = Journal(
-            store,
-            number,
-            in_memory=type(store) is MemoryStore,
-            account=account,
-            more=None if store.instant else work.increment,
-            encoded=encoder(store, prepared, number),
-            on_committed=(lambda lost, ended: None) if self._leases is None else self._leases.committed,
-            on_backlog=partial(self._backlog, "journal"),
-            on_overdue=partial(self.shared.set_overdue, self.id),
-            on_failed=(lambda error: None) if self._leases is None else self._leases.fail,
-        )
-        work.commit_soon = self._journal.touch
+        late = partial(self._backlog, "journal"), partial(self.shared.set_overdue, self.id)
+        self._journal = open_journal(store, number, prepared, account, work, self._leases, *late)
         if self._feeder is not None:
             self._feeder.worker = number
         if self._outer is None:
@@ -643,10 +643,7 @@ class Run(Generic[T]):
         return number
 
     async def _begin_feed(self, prepared: Prepared, store: RunStore, fingerprint: bytes) -> None:
-        spec, inputs = prepared.spec, prepared.spec.inputs
-        originals: Sequence[object] | dict[int, object] | None = None
-        if not store.instant:
-            originals = {} if isinstance(inputs, RowChannel) else inputs if isinstance(inputs, list | tuple) else None
+        spec = prepared.spec
         self._feeder = feeder = Feeder(
             store,
             self._rows,
@@ -656,20 +653,17 @@ class Run(Generic[T]):
             clock=self.shared.clock,
             delivery=self._delivery,
             traces=self.shared.observers.traces,
-            originals=originals,
+            originals=None if store.instant else originals_of(spec.inputs),
             row_schema=None if self._row_schema is None else OutputSchema.of(self._row_schema),
         )
         feeder.alone, feeder.paced = store.instant and not self._is_shared, self.shared.paced
-        feeder.is_outermost = self._outer is None
+        feeder.is_outermost, feeder.pilot = self._outer is None, self.pilot_rows
         names = () if self._inside is None else self._inside.names
         facts = facts_of(prepared, fingerprint, self._command, names, observed=self.shared.observed)
         if self._is_shared:
             facts |= self._facts_for_workers()
         if self._crew is None and self._outer is None:
-            if spec.feed_only:  # the feeder says it while there is no worker
-                feeder.joining = joining_command(spec, facts)
-            elif not store.instant:
-                logger.warning("to add a worker: %s", joining_command(spec, facts))
+            feeder.joining = say_joining(spec, facts, alone=store.instant)
         keys = Keys(rows_under(prepared, self._function))
         await feeder.begin(facts, resuming_of(prepared, self.on_change), keys, prepared.schema, spec.keep)
         if self.scoring is not None:
@@ -744,6 +738,8 @@ class Run(Generic[T]):
                 if self.scoring is not None and self._record is not None:
                     await in_thread(partial(self.scoring.keep, self._record))
                 facts["summary"] = summary_json(self._controls.statistics()) | measured(self._controls, self._prepared)
+                if ended == "pilot":
+                    self._feeder.record_pilot()
                 failed = await self._feeder.end(facts) or failed
             except Exception as error:  # any error: the run must not appear successful
                 failed = failed or error
@@ -769,7 +765,8 @@ class Run(Generic[T]):
         if every and not statistics.interrupted:
             return "complete", None
         if over is None:
-            return ("out of budget" if self.shared.spending.exhausted else "drained"), None
+            stopped = self.pilot_rows is not None and self.pilot_rows.stopped and not self._leaving
+            return "out of budget" if self.shared.spending.exhausted else "pilot" if stopped else "drained", None
         return over[0], given_up(*over, has_results=bool(statistics.done))
 
     def _out_of_budget(self, limit: str) -> None:

@@ -96,6 +96,8 @@ class Shared:
         """Return why a run ended in this way, or ""."""
         if ended == "out of budget":
             return self.spending.exhausted
+        if ended == "pilot":
+            return "it stopped after its pilot"
         over = self.dispatcher.over
         return over[1] if over is not None and ended == over[0] else ""
 
@@ -202,8 +204,8 @@ def health_change(endpoint: Endpoint, now: float, run: str, wall: Callable[[floa
     health, since, next_trial = endpoint.health, 0.0, 0.0
     if health.is_down:
         since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
-    state, rule = health.state, endpoint.server.rule_of("health")
-    return HealthChanged(wall(now), run, endpoint.name, state, health.reason, since, next_trial, rule)
+    rule = endpoint.server.rule_of("health")
+    return HealthChanged(wall(now), run, endpoint.name, health.state, health.reason, since, next_trial, rule)
 
 
 def labelled(shared: Shared, backend: str | None) -> list[LabelledEndpoint]:

@@ -32,8 +32,8 @@ from batch_agent.tools.base import BUILTIN_NAMES, Tool
 FEEDERS = {
     *("inputs", "on_result", "sinks", "events", "metrics_port", "api_key", "no_hoist"),
     *("run_dir", "resume", "retry_failed", "on_change", "predictive_prewarm", "prewarm_max_age"),
-    *("lease", "keep", "feed_only", "cluster"),
     *("gold", "gold_sample", "gold_sealed", "tolerance", "score", "by", "groups", "require"),
+    *("lease", "keep", "feed_only", "cluster", "pilot", "pilot_key", "pilot_only"),
 }
 REFERENCES = ("worker", "compaction", "vote")
 HINT = "define it at the top of a module that every worker can import (batch-agent work --import-from DIR)"

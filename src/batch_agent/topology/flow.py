@@ -13,6 +13,7 @@ import inspect
 import os
 import posixpath
 import time
+from array import array
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,15 +33,18 @@ from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import FULL, RowChannel
 from batch_agent.errors import InputError, Interrupted, SpecError, WorkerFailed, about
 from batch_agent.events import Sink
+from batch_agent.files.inputs import refuse_uncountable
 from batch_agent.foreign import describe
-from batch_agent.job import AgentError, AgentResult, UnreadableRow
+from batch_agent.job import AgentError, AgentResult, Placed, UnreadableRow
 from batch_agent.messages import JsonObject
 from batch_agent.observe.stage_counts import StageCount
 from batch_agent.observe.statistics import Statistics
 from batch_agent.record.rundir import recorded_options
 from batch_agent.record.store import RunStore
 from batch_agent.record.timeline import Line
+from batch_agent.results import Results, Summary
 from batch_agent.run.changes import Changes
+from batch_agent.run.pilot import Pilot
 from batch_agent.run.recording import OnChange, open_record
 from batch_agent.run.rows import Rows, UniqueIds
 from batch_agent.run.run import Run
@@ -53,7 +57,7 @@ from batch_agent.run.together import run_together
 from batch_agent.run.trust import HOSTS, hosts_of
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.execution import ToolStatistics
-from batch_agent.topology.nodes import AgentNode, Collector, InOrder, Item, JoinNode, Receiver
+from batch_agent.topology.nodes import AgentNode, Collector, InOrder, InProgress, Item, JoinNode, Receiver
 from batch_agent.topology.plan import graph_of
 from batch_agent.topology.reduce import ReduceNode, Reduction
 from batch_agent.topology.scoring import gold_of_pipeline, score_of_flow
@@ -71,6 +75,7 @@ from batch_agent.topology.stages import (
 from batch_agent.trust.score import Score
 
 Inputs = Iterable[Any] | AsyncIterable[Any]
+NO_PILOT: Mapping[str, Any] = {"pilot": None, "pilot_key": None, "pilot_only": False}
 RUN_DIR = ("run_dir", "checkpoint_dir")
 
 BREATHER = 128  # inputs read before the event loop may run other tasks
@@ -112,13 +117,35 @@ class Flow:
         self._sources: list[InputSource] = []
         self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
-        self._wire(inputs, stages, self.collector, self._options.pop("id_column", None))
+        self.pilot_rows = self._pilot(inputs)
+        self._progress = InProgress()
+        self._flat_maps: list[FlatMapNode] = []  # of the inputs, the last one first
+        self._wire(inputs, stages, self.collector, self._options.pop("id_column", None), self.pilot_rows)
+        if self.pilot_rows is not None:
+            self.pilot_rows.on_read = self._progress.on_none = self._end_pilot
+            for first in self._flat_maps[-1:]:
+                first.order = InOrder(self.pilot_rows.place)
         self.nodes.reverse()
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that calls a model: map or reduce")
         self._prepared = self._outermost()
         self._graph = graph_of(stages)
         self._run = self._open(sinks, command, record)
+
+    def _pilot(self, inputs: Inputs) -> Pilot | None:
+        """Return the pilot of the inputs, which ends when nothing that became of its rows is in progress."""
+        if (count := self._options.get("pilot")) is None:
+            return None
+        refuse_uncountable(inputs, "pilot")
+        return Pilot(count, self._options.get("pilot_key"), only=self._options.get("pilot_only", False))
+
+    def _end_pilot(self) -> None:
+        pilot = self.pilot_rows
+        if pilot is None or not pilot.read or self._progress.count:
+            return
+        reader = next((node for node in self.nodes if isinstance(node, AgentNode) and node.pilot is not None), None)
+        if reader is None or len(reader.results) >= len(pilot.indexes):
+            pilot.end()
 
     def _open(
         self,
@@ -130,11 +157,13 @@ class Flow:
         whole, nodes = self._prepared, self.nodes
         self.names: Sequence[str] = [node.name for node in nodes]
         self.parts: Mapping[str, Prepared] = {node.name: node.prepared for node in nodes}
-        run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self)
+        run: Run[Any] = Run(whole, sinks, command, record=record, inside=self, controls=self, pilot=self.pilot_rows)
         for node in nodes:  # in this order: of several stages that can start an agent, the last one goes first
             schema = self._row_schemas.get(node.name)
             with about(f"{node.name}: "):
-                node.run = Run(node.prepared, record=record, within=run.shared, stage=node.name, row_schema=schema)
+                pilot = node.pilot if isinstance(node, AgentNode) else None
+                own = partial(Run[Any], node.prepared, within=run.shared, stage=node.name, row_schema=schema)
+                node.run = own(record=record, pilot=pilot)
         return run
 
     def facts(self, prepared: Prepared) -> JsonObject:
@@ -200,6 +229,14 @@ class Flow:
 
     def resume(self) -> None:
         self._run.resume()
+
+    async def pilot(self) -> Results[Any]:
+        """Wait until the rows of the pilot have gone through all stages, and return the results of the last stage that
+        calls a model. No other row starts before ``finish`` is called."""
+        if self.pilot_rows is None:
+            raise SpecError("this pipeline has no pilot: give pilot=N, the number of rows that go first")
+        await self.pilot_rows.wait_ended()
+        return Results(self.results(), Summary(self.statistics(), self.tool_statistics()))
 
     def drain(self) -> None:
         """Start nothing new; running agents finish, and their results start no further stage."""
@@ -283,7 +320,12 @@ class Flow:
         last = self.nodes[-1]
         if isinstance(last, ReduceNode):
             return [] if last.reduction is None else [cast("AgentResult[Any]", last.reduction)]
-        return sorted(last.results, key=lambda result: result.index)
+        return sorted(last.results, key=lambda result: last.order(result.index))
+
+    def outputs(self) -> list[Any]:
+        """Return the outputs of the last stage, in the order of the inputs."""
+        order = self._order(0)
+        return [item.value for item in sorted(self.collector.items, key=lambda item: order(item.index)) if item.ok]
 
     @property
     def reductions(self) -> dict[str, Reduction[Any]]:
@@ -293,9 +335,11 @@ class Flow:
 
     # Wiring
 
-    def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver, id_column: str | None) -> None:
+    def _wire(
+        self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver, id_column: str | None, pilot: Pilot | None
+    ) -> None:
         """Connect the stages from the last to the first, because each must know where its rows go. ``id_column`` is the
-        field with the ids of the inputs, which later rows keep."""
+        field with the ids of the inputs, which later rows keep. ``pilot`` is that of these inputs."""
         for place, stage in reversed(list(enumerate(stages))):
             carry = carried_after(stages[: place + 1])
             if isinstance(stage, Agents) and place:
@@ -304,23 +348,39 @@ class Flow:
                     self._row_schemas[stage.name] = schema
                 out = self._agents(stage, out, RowChannel(), carry)
             elif isinstance(stage, Agents):
-                own = {} if id_column is None else {"id_column": id_column}
+                own: dict[str, Any] = {} if id_column is None else {"id_column": id_column}
                 if isinstance(inputs, list | tuple) and inputs:
                     check_carry(stage, inputs[0])
-                self._agents(replace(stage, options={**own, **stage.options}), out, inputs, carry)
+                if pilot is None:
+                    own |= NO_PILOT
+                node = self._agents(replace(stage, options={**own, **stage.options}), out, inputs, carry)
+                node.pilot = pilot
                 return
             else:
-                out = self._node(stage, out)
-        self._sources.append(InputSource(inputs, out, id_column))
+                out = self._node(stage, out, of_inputs=inputs is self.inputs)
+        self._sources.append(InputSource(inputs, out, id_column, pilot))
 
     def _agents(self, stage: Agents, out: Receiver, inputs: Inputs, carry: tuple[str, ...]) -> AgentNode:
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
         channel = inputs if isinstance(inputs, RowChannel) else None
-        node = AgentNode(stage.name, replace(prepared, carry=carry), channel, out)
+        node = AgentNode(stage.name, replace(prepared, carry=carry), channel, out, self._progress)
+        node.order = self._order(len(self._flat_maps))
         self.nodes.append(node)
         return node
 
-    def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver) -> Receiver:
+    def _order(self, after: int) -> Callable[[int], tuple[int, ...]]:
+        """Return the order of the inputs, for rows that are made before the first ``after`` flat_maps of the list.
+        With a pilot, the rows of a flat_map are numbered in the order in which the inputs are read."""
+
+        def key(index: int) -> tuple[int, ...]:
+            places = [index]
+            for node in self._flat_maps[after:] if self.pilot_rows is not None else ():
+                places.append(node.sources[places[-1]])
+            return tuple(reversed(places))
+
+        return key
+
+    def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver, *, of_inputs: bool) -> Receiver:
         match stage:
             case Reduce():
                 rows: RowChannel[object] = RowChannel()
@@ -329,14 +389,17 @@ class Flow:
                 self.nodes.append(node)
                 return node
             case FlatMap():
-                return self._function(FlatMapNode(stage.function, out))
+                flat = FlatMapNode(stage.function, out, self._progress)
+                if of_inputs:
+                    self._flat_maps.append(flat)
+                return self._function(flat)
             case Filter():
-                return self._function(FilterNode(stage.function, out))
+                return self._function(FilterNode(stage.function, out, self._progress))
             case Join():
-                join = JoinNode(out)
-                other = self._function(KeyNode(stage.other_key, join.other, looked_up=True))
-                self._wire(stage.other.inputs, stage.other.stages, other, None)
-                return self._function(KeyNode(stage.key, join))
+                join = JoinNode(out, self._progress)
+                other = self._function(KeyNode(stage.other_key, join.other, self._progress, looked_up=True))
+                self._wire(stage.other.inputs, stage.other.stages, other, None, None)
+                return self._function(KeyNode(stage.key, join, self._progress))
 
     def _function(self, node: FunctionNode) -> Receiver:
         self._functions.append(node)
@@ -448,8 +511,15 @@ def _check_carry(carry: Sequence[str], fields: Sequence[str]) -> None:
 class InputSource:
     """The inputs of a pipeline whose first stage is not a stage of agents."""
 
-    def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver, id_column: str | None) -> None:
-        self._rows, self._out, self._id_column = Rows(inputs), out, id_column
+    def __init__(
+        self,
+        inputs: Iterable[object] | AsyncIterable[object],
+        out: Receiver,
+        id_column: str | None,
+        pilot: Pilot | None = None,
+    ) -> None:
+        self._rows, self._out, self._id_column = Rows(inputs, pilot, id_column), out, id_column
+        self._pilot = pilot
         self._ids = UniqueIds()
         self._reader: asyncio.Task[None] | None = None
 
@@ -462,10 +532,12 @@ class InputSource:
         why = "the inputs were not read to their end"
         try:
             count = 0
+            if self._pilot is not None:
+                await self._rows.choose(self._pilot)
             while await self._out.room():
                 values = await self._rows.read(1)
                 if not values:
-                    why = ""
+                    why = "the run stopped after its pilot" if self._rows.stopped else ""
                     break
                 self._out.put(self._item(count, values[0]))
                 count += 1
@@ -477,6 +549,8 @@ class InputSource:
             feed.close()
 
     def _item(self, index: int, value: object) -> Item:
+        if isinstance(value, Placed):  # of the pilot, or behind it
+            index, value = value.index, value.value
         if isinstance(value, UnreadableRow):
             return Item(index, error=AgentError.of(InputError(value.message)))
         try:
@@ -494,12 +568,13 @@ class InputSource:
 class FunctionNode:
     """Calls a function for each row. ``make`` returns the rows that one becomes."""
 
-    def __init__(self, function: Callable[[Any], Any], out: Receiver) -> None:
-        self._function, self._out = function, out
+    def __init__(self, function: Callable[[Any], Any], out: Receiver, progress: InProgress) -> None:
+        self._function, self._out, self._progress = function, out, progress
         self._inlet: RowChannel[Item] = RowChannel()
         self._why = ""
 
     def put(self, item: Item) -> None:
+        self._progress.add()
         self._inlet.put(item)
 
     async def room(self) -> bool:
@@ -520,6 +595,7 @@ class FunctionNode:
                         self.pass_on(row)
                 if more:  # the next stage takes no more rows
                     break
+                self._progress.done(len(items))
         except Interrupted as error:
             self._why = str(error)
         self._inlet.close()
@@ -537,13 +613,13 @@ class FlatMapNode(FunctionNode):
     """Numbers its rows in the order of their source rows, so the rows of a later one wait until the earlier ones are
     known."""
 
-    def __init__(self, function: Callable[[Any], Iterable[object]], out: Receiver) -> None:
-        super().__init__(function, out)
-        self._order = InOrder()
-        self._count = 0
+    def __init__(self, function: Callable[[Any], Iterable[object]], out: Receiver, progress: InProgress) -> None:
+        super().__init__(function, out, progress)
+        self.order = InOrder()
+        self.sources = array("q")  # the index of the row that each row was made of
 
     def put(self, item: Item) -> None:
-        for ready in self._order.add(item):
+        for ready in self.order.add(item):
             super().put(ready)
 
     def make(self, item: Item) -> Iterator[Item]:
@@ -555,13 +631,13 @@ class FlatMapNode(FunctionNode):
         try:
             for number, value in enumerate(_plain(self._function(item.value))):
                 name = None if item.name is None else f"{item.name}.{number}"
-                yield Item(0, value, name=name, carried=item.carried)
+                yield Item(item.index, value, name=name, carried=item.carried)
         except FOREIGN as error:
             yield replace(item, error=_failure("flat_map", error))
 
     def pass_on(self, item: Item) -> None:
-        self._out.put(replace(item, index=self._count))
-        self._count += 1
+        self._out.put(replace(item, index=len(self.sources)))
+        self.sources.append(item.index)
 
 
 class FilterNode(FunctionNode):
@@ -578,8 +654,10 @@ class KeyNode(FunctionNode):
     """Makes ``(key, value)`` of a row. On the side that is looked up, a row without a key ends the pipeline, because it
     might be the one that another row needs."""
 
-    def __init__(self, function: Callable[[Any], Hashable], out: Receiver, *, looked_up: bool = False) -> None:
-        super().__init__(function, out)
+    def __init__(
+        self, function: Callable[[Any], Hashable], out: Receiver, progress: InProgress, *, looked_up: bool = False
+    ) -> None:
+        super().__init__(function, out, progress)
         self._looked_up = looked_up
 
     def make(self, item: Item) -> Iterator[Item]:

@@ -6,7 +6,7 @@ functions are in ``flow``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -16,6 +16,7 @@ from batch_agent.dispatch.row_channel import RowChannel
 from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError
 from batch_agent.job import AgentError, AgentResult, Failure, Placed
 from batch_agent.observe.statistics import Statistics
+from batch_agent.run.pilot import Pilot
 from batch_agent.run.run import Run
 
 
@@ -77,15 +78,33 @@ class Receiver(Protocol):
     def close(self, why: str) -> None: ...
 
 
-class InOrder:
-    """Accepts items in any order and returns them by index."""
+class InProgress:
+    """Counts the rows that a node of the pipeline has and has not passed on. ``on_none`` is called when there are
+    none."""
 
     def __init__(self) -> None:
+        self.count = 0
+        self.on_none: Callable[[], None] = lambda: None
+
+    def add(self, rows: int = 1) -> None:
+        self.count += rows
+
+    def done(self, rows: int = 1) -> None:
+        self.count -= rows
+        if not self.count:
+            self.on_none()
+
+
+class InOrder:
+    """Accepts items in any order and returns them by their place: their index, if ``place`` says nothing else."""
+
+    def __init__(self, place: Callable[[int], int] = lambda index: index) -> None:
+        self._place = place
         self._waiting: dict[int, Item] = {}
         self._next = 0
 
     def add(self, item: Item) -> Iterator[Item]:
-        self._waiting[item.index] = item
+        self._waiting[self._place(item.index)] = item
         while self._next in self._waiting:
             yield self._waiting.pop(self._next)
             self._next += 1
@@ -96,8 +115,18 @@ class AgentNode:
 
     run: Run[Any]
 
-    def __init__(self, name: str, prepared: Prepared, channel: RowChannel[object] | None, out: Receiver) -> None:
+    def __init__(
+        self,
+        name: str,
+        prepared: Prepared,
+        channel: RowChannel[object] | None,
+        out: Receiver,
+        progress: InProgress | None = None,
+    ) -> None:
         self.name, self.prepared = name, prepared
+        self._progress = progress or InProgress()
+        self.pilot: Pilot | None = None  # of its rows, if it reads the inputs itself
+        self.order: Callable[[int], tuple[int, ...]] = lambda index: (index,)
         self.results: list[AgentResult[Any]] = []
         self.failed_before = 0  # rows that came as failures
         self._inlet, self._out = channel, out
@@ -106,6 +135,7 @@ class AgentNode:
     def put(self, item: Item) -> None:
         assert self._inlet is not None
         if item.ok:
+            self._progress.add()
             self._inlet.put(item.placed())
             return
         if item.error is not None:  # a row that failed earlier also fails in this stage
@@ -124,7 +154,10 @@ class AgentNode:
 
     def take(self, result: AgentResult[Any]) -> None:
         self.results.append(result)
+        if self._inlet is None:  # else it was counted when it was put
+            self._progress.add()
         self._out.put(Item.of(result, self.prepared.carry))
+        self._progress.done()
 
     def pass_recorded(self, items: Iterable[Item], *, complete: bool) -> None:
         """Pass recorded results on, without running the stage. ``complete``: they are all."""
@@ -154,9 +187,9 @@ class JoinNode:
     """Pairs each row with the row of the ``other`` side that has the same key. Rows arrive as ``(key, value)``; a pair
     is passed on as soon as both are there."""
 
-    def __init__(self, out: Receiver) -> None:
+    def __init__(self, out: Receiver, progress: InProgress) -> None:
         self.other: Receiver = _OtherSide(self)
-        self._out = out
+        self._out, self._progress = out, progress
         self._waiting: dict[Hashable, list[Item]] = {}
         self._others: dict[Hashable, object] = {}
         self._ends: list[str] = []
@@ -171,6 +204,8 @@ class JoinNode:
             self._pair(item, self._others[key])
         else:
             self._waiting.setdefault(key, []).append(item)
+            if not self._ends:  # else no row will come that has this key
+                self._progress.add()
 
     def put_other(self, key: Hashable, value: object) -> None:
         if key in self._others:  # either choice would be a guess
@@ -178,6 +213,7 @@ class JoinNode:
         self._others[key] = value
         for item in self._waiting.pop(key, ()):
             self._pair(item, value)
+            self._progress.done()
 
     def _pair(self, item: Item, other: object) -> None:
         self._out.put(replace(item, value=(item.value, other)))
@@ -189,6 +225,8 @@ class JoinNode:
         """Called when one of the two sides has ended."""
         self._ends.append(why)
         if len(self._ends) < 2:
+            if waiting := sum(map(len, self._waiting.values())):
+                self._progress.done(waiting)
             return
         why = next(filter(None, self._ends), "")
         for key, items in self._waiting.items():

@@ -177,19 +177,24 @@ async def finished(flow: Flow, progress: bool | None = None) -> FlowOutcome[Any]
 
 
 def outcome_of(flow: Flow) -> FlowOutcome[Any]:
-    outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
     score = None if flow.gold is None else final_score(flow)
     summary = Summary(flow.statistics(), flow.tool_statistics(), score)
     results = {node.name: results_of(node) for node in flow.nodes}
     if flow.gold is not None:
         results[flow.nodes[-1].name].know(gold_of_flow(flow, flow.inputs))
-    return FlowOutcome(outputs, results, flow.reductions, summary)
+    return FlowOutcome(flow.outputs(), results, flow.reductions, summary)
 
 
 def results_of(node: AgentNode | ReduceNode) -> Results[Any]:
     """The results of a stage in the order of their indexes. Of the stage that reads a list of inputs, one for each."""
     spec, statistics = node.prepared.spec, node.run.statistics()
-    results = with_unfinished(node.results, spec.inputs, statistics, spec.id_column)
+    if isinstance(node, AgentNode) and spec.pilot is not None:
+        stopped = node.pilot is not None and node.pilot.stopped
+        asked = node.pilot.indexes if node.pilot is not None and stopped else None
+        results = with_unfinished(node.results, spec.inputs, statistics, spec.id_column, asked)
+        results.sort(key=lambda result: node.order(result.index))
+    else:
+        results = with_unfinished(node.results, spec.inputs, statistics, spec.id_column)
     return Results(results, Summary(statistics, node.run.tool_statistics()), spec.output_schema)
 
 

@@ -29,6 +29,7 @@ from batch_agent.cli.exit_status import (
     ALL_OK,
     CANCELLED,
     OUT_OF_BUDGET,
+    PILOT,
     REQUIRED,
     ROWS_FAILED,
     RUN_FAILED,
@@ -39,6 +40,7 @@ from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results, refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import flush_words, put, put_json, say
+from batch_agent.cli.pilot import PilotStop, refuse_unrecorded
 from batch_agent.cli.spec.load import (
     KEPT,
     command_again,
@@ -86,6 +88,7 @@ ENDS: Mapping[Ended | None, int] = {
     "unreachable": UNREACHABLE,
     "failed": RUN_FAILED,
     "cancelled": CANCELLED,
+    "pilot": PILOT,
 }
 
 RECENT_RESULTS = 40  # enough for a large terminal
@@ -106,13 +109,15 @@ def run_command(options: argparse.Namespace) -> int:
         view = choose_view(options, sys.stderr, stdout)
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
         run, spec, inputs = _loaded(options, log)
+        refuse_unrecorded(options, spec)
         if (ended := go_on(options, run, spec.run_dir)) is not None:
             return ended
         for prepared in run.parts.values():
             fetch_missing(prepared.backend.name, sys.stderr)
         closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
         with closed, page_beside(options, spec), open_output(options, spec) as writer:
-            return asyncio.run(_run(run, inputs, writer, view, Reporter(options, spec, writer, stdout)))
+            pilot = None if run.pilot_rows is None else PilotStop(options, run, run.pilot_rows)
+            return asyncio.run(_run(run, inputs, writer, view, Reporter(options, spec, writer, stdout, pilot)))
 
 
 def _loaded(options: argparse.Namespace, log: RequestLog) -> tuple[Run[object] | Flow, BatchSpec, object]:
@@ -217,6 +222,10 @@ async def _run(
 
         try:
             with Interrupts(run) as interrupts:
+                if report.pilot is not None:
+                    async with Display(view, statistics):
+                        await run.pilot()
+                    await report.pilot.decide()
                 async with Display(view, statistics):
                     async for result, schema in _results(run):
                         shown = plainly(result, schema)
@@ -319,7 +328,15 @@ def _ask() -> OnChange:
 # The summary at the end of a run: text on standard error, or with --json one object on standard output (on standard
 # error if the results are on standard output). It names the record and the command that continues the run.
 class Reporter:
-    def __init__(self, options: argparse.Namespace, spec: BatchSpec, writer: ResultWriter, stdout: TextIO) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        spec: BatchSpec,
+        writer: ResultWriter,
+        stdout: TextIO,
+        pilot: PilotStop | None = None,
+    ) -> None:
+        self.pilot = pilot
         self._json: bool = options.json
         self._name = str(spec.run_dir)
         self._place = directory_of(spec.run_dir) or (None if spec.run_dir is None else place_of(str(spec.run_dir)))
@@ -333,9 +350,12 @@ class Reporter:
             self._say_overall(statistics)
             self._name_record(statistics)
             return
+        run_dir = self._record(statistics)
+        again = None if run_dir is None else f"batch-agent resume {shlex.quote(run_dir)} --yes"
         record = {
             **summary_json(statistics, output=output, tools=tools, score=score),
-            "run_dir": self._record(statistics),
+            **({} if self.pilot is None else self.pilot.to_json(again)),
+            "run_dir": run_dir,
         }
         text = to_json(record).decode()
         say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
@@ -368,7 +388,8 @@ class Reporter:
             return
         directory = shlex.quote(harmless(record))
         if statistics.ended != "complete" or statistics.failed:
-            say(f"  continue batch-agent resume {directory}", wrap=False)
+            yes = " --yes" if statistics.ended == "pilot" else ""
+            say(f"  continue batch-agent resume {directory}{yes}", wrap=False)
         else:
             say(f"  show     batch-agent show {directory}", wrap=False)
 

@@ -58,6 +58,7 @@ exit status:
   5      cancelled: batch-agent control or the page cancelled the run; resume it
   6      what --require asks of the score is not met; the message says why. It
          replaces 0 and 2
+  7      stopped after the pilot: the last line is the command that continues
   128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 129 the terminal was
          closed (SIGHUP), 141 standard output was closed
 """
@@ -334,6 +335,11 @@ def _add_words(group: argparse._ArgumentGroup) -> None:
         help="show progress also with --json or a pipe: the live view on a terminal, otherwise plain lines",
     )
     group.add_argument("--view", action="store_true", help="serve a page about the run and print its address")
+    group.add_argument(
+        "--yes",
+        action="store_true",
+        help="continue after the pilot without a question; without a terminal it stops there",
+    )
     group.add_argument("--json", action="store_true", help="print the summary, or the plan, as one JSON object")
     group.add_argument("-v", "--verbose", action="store_true", help="print requests and answers, shortened")
     group.add_argument(

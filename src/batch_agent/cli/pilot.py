@@ -1,0 +1,97 @@
+"""The pilot on the command line: what it says of all rows, and whether the others follow."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from functools import partial
+
+from batch_agent.agent.dryrun import most_cost
+from batch_agent.blocking import in_thread
+from batch_agent.cli.output.streams import flush_words, say
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.observe.outlook import Outlook, examples
+from batch_agent.observe.text import rows
+from batch_agent.run.pilot import Pilot
+from batch_agent.run.run import Run
+from batch_agent.spec import BatchSpec
+from batch_agent.topology.flow import Flow
+
+YES = ("y", "yes")
+
+
+def can_ask(options: argparse.Namespace) -> bool:
+    """Return whether someone at a terminal can answer a question."""
+    return not options.json and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def refuse_unrecorded(options: argparse.Namespace, spec: BatchSpec) -> None:
+    """Raise SpecError for a pilot after which a run would stop that cannot be continued."""
+    if spec.pilot is not None and spec.run_dir is None and not options.yes and not can_ask(options):
+        raise SpecError(
+            "the run would stop after its pilot, and without a run directory it cannot continue from there: leave out "
+            "--no-run-dir, or give --yes to continue without a question"
+        )
+
+
+class PilotStop:
+    """``outlook`` is what the pilot said of all rows, once it is done."""
+
+    def __init__(self, options: argparse.Namespace, run: Run[object] | Flow, pilot: Pilot) -> None:
+        self._options, self._run, self._pilot = options, run, pilot
+        self.outlook: Outlook | None = None
+
+    async def decide(self) -> None:
+        """Wait for the pilot, show what it says, and decide whether the other rows follow."""
+        pilot, results = self._pilot, await self._run.pilot()
+        if pilot.passed or pilot.covers_all or not pilot.complete:
+            pilot.go_on()
+            return
+        first = next(iter(self._run.parts.values()))
+        most = await in_thread(partial(most_cost, first)) if len(self._run.parts) == 1 else None
+        elapsed = self._run.statistics().elapsed
+        self.outlook = Outlook.made_of(results, rows=len(pilot.indexes), of=pilot.of, elapsed=elapsed, most=most)
+        if not self._options.json:
+            say("\n".join([f"pilot: {rows(self.outlook.rows)}, a random sample", *examples(results)]))
+            say("\n".join(self.outlook.lines()))
+        if self._options.yes or (can_ask(self._options) and await self._ask()):
+            pilot.go_on()
+        else:
+            pilot.stop()
+
+    async def _ask(self) -> bool:
+        left = self._pilot.of - len(self._pilot.indexes)
+        print(f"Continue with the other {rows(left)}? (y/N) ", end="", file=sys.stderr)
+        flush_words()
+        answer = await _line(self._pilot)
+        return answer.strip().lower() in YES
+
+    def to_json(self, command: str | None) -> JsonObject:
+        """``command`` continues the run."""
+        if self.outlook is None:
+            return {}
+        return {"pilot": {**self.outlook.to_json(), "stopped": self._pilot.stopped, "continue": command}}
+
+
+async def _line(pilot: Pilot) -> str:
+    """Return the next line of the terminal, or "" if the run ends before, as after Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    pilot.on_closed = wake
+    descriptor = sys.stdin.fileno()
+    try:
+        loop.add_reader(descriptor, wake)
+    except NotImplementedError:  # Windows
+        return await in_thread(sys.stdin.readline)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+    return "" if pilot.closed else sys.stdin.readline()
