@@ -162,11 +162,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True, confined: bool = False) -> P
     asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     shapes = _checked(spec, backend, shapes)
-    taken = None
-    if spec.gold is not None:
-        typed = schema is not None or spec.worker is None
-        taken = take_gold(spec.gold, spec.inputs, schema, dict(spec), known=typed)
-        spec = spec.model_copy(update={"inputs": taken.inputs})
+    spec, taken = _without_gold(spec, schema)
     look = _look(spec, backend, confined=confined)
     plan = compile_plan(
         spec,
@@ -204,6 +200,15 @@ def _doubted(spec: BatchSpec, schema: OutputSchema[object] | None, backend: Back
     if not backend.capabilities.logprobs and spec.samples == 1:
         raise SpecError(f"doubt: {backend.name} reports no log-probabilities; give samples=3, and votes tell the doubt")
     return tuple(leaves(None if schema is None else schema.json_schema))
+
+
+def _without_gold(spec: BatchSpec, schema: OutputSchema[object] | None) -> tuple[BatchSpec, TakenGold | None]:
+    """Return the spec with inputs without their gold, and the gold."""
+    if spec.gold is None:
+        return spec, None
+    typed = schema is not None or spec.worker is None
+    taken = take_gold(spec.gold, spec.inputs, schema, dict(spec), known=typed)
+    return spec.model_copy(update={"inputs": taken.inputs}), taken
 
 
 def _checked(spec: BatchSpec, backend: Backend, shapes: Shapes) -> Shapes:

@@ -132,7 +132,7 @@ class Feeder:
             if self.is_outermost:
                 self.pilot.on_decided = self.record_pilot
         elif "pilot" in previous:
-            self.facts["pilot"] = previous["pilot"]
+            self.facts["pilot"] = {**cast("JsonObject", previous["pilot"]), "stopped": False}
         resuming = replace(resuming, force=forced, drop=resuming.drop and (changed or kept))
         only_results = keep == "results"
         self._session = await self.run(partial(store.open_feed, self.facts, resuming, keep_results_only=only_results))
@@ -159,6 +159,10 @@ class Feeder:
         if self._session is not None and self.facts.get("trouble") != trouble:
             self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
             self.run(partial(self.store.write_facts, self.session, dict(self.facts))).add_done_callback(_log_failure)
+
+    def known(self) -> JsonObject:
+        """Return the facts as they are now."""
+        return {**self.facts, **({} if self.pilot is None else {"pilot": self.pilot.to_json()})}
 
     def record_pilot(self) -> None:
         """Record that the pilot was passed, so that no later session stops after it."""

@@ -176,7 +176,9 @@ class Pilot:
         return self.to_json()
 
     def to_json(self) -> JsonObject:
-        return {"rows": self.rows, "key": self._key, "of": self.of, "last": self.last, "passed": self._passed}
+        """``stopped``: no other row may follow, as far as is known now."""
+        table: JsonObject = {"rows": self.rows, "key": self._key, "of": self.of, "last": self.last}
+        return {**table, "passed": self._passed, "stopped": self._goes_on is not True}
 
     def pass_by(self) -> None:
         """A session stops after it, or continues: no later one stops again."""

@@ -119,12 +119,11 @@ class Run(Generic[T]):
         pilot: Pilot | None = None,
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` is a built-in one that replaces the
-        tool loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record
-        of a run that another process feeds: this one works on rows for as long as it is fed, and ``patience`` is how
-        many seconds it waits for a feeder. ``within`` is the state of an outer run, of which this run is the ``stage``;
-        ``row_schema`` is the class of its rows, if they are outputs of another stage. ``inside`` are the stages of the
-        pipeline that this run is, or that has the ``pilot``. ``controls`` is what the control socket controls and the
-        summary counts."""
+        tool loop; the user's is in the spec. ``record`` opens the record of the run. ``work_on`` is the record of a run
+        that another process feeds: this one works on its rows, and waits ``patience`` seconds for a feeder. ``within``
+        is the state of an outer run, of which this run is the ``stage``; ``row_schema`` is the class of its rows, if
+        they are outputs of another stage. ``inside`` are the stages of the pipeline that this run is, or that has the
+        ``pilot``. ``controls`` is what the control socket controls and the summary counts."""
         spec, feeds = prepared.spec, work_on is None
         self.id = secrets.token_hex(8)
         self._prepared, self._command, self._function = prepared, command, worker
@@ -261,7 +260,7 @@ class Run(Generic[T]):
 
     @property
     def recorded(self) -> JsonObject:  # {} before it begins
-        return {} if self._feeder is None else dict(self._feeder.facts)
+        return {} if self._feeder is None else self._feeder.known()
 
     def score(self, *, count: bool = True) -> Score:
         """Return how many answers are right so far. Raises SpecError without gold. ``count``: it is a look at it."""

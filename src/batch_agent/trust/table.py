@@ -142,7 +142,7 @@ class PilotSample:
         rows, of, last, key = (known.get(name) for name in ("rows", "of", "last", "key"))
         if not (isinstance(rows, int) and isinstance(of, int) and isinstance(last, str)):
             return None
-        stopped = facts.get("state") == "pilot"
+        stopped = known.get("stopped") is True
         return cls(min(rows, of), of, bytes.fromhex(last), key if isinstance(key, str) else PILOT_KEY, stopped)
 
 
