@@ -188,3 +188,17 @@ def read_until_closed(controller: int, answer: bytes) -> bytes:
         pass
     os.close(controller)
     return seen
+
+
+async def test_the_score_at_the_stop_is_one_of_the_pilot_and_a_random_sample_of_the_table(bench: Bench) -> None:
+    rows = [{"id": f"r{number}", "word": f"word {number}", "label": f"Say word {number}"} for number in range(ROWS)]
+    (bench.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gold = ("--gold", "label", "--json", "--require", "accuracy >= 0.99")
+    code, text, stderr = await bench.begin("--pilot", str(FEW), *gold)
+    score = json.loads(text)["score"]
+    assert code == PILOT, stderr
+    assert (score["basis"], score["population"], score["pending"]) == ("random", ROWS, 0)
+    assert (score["all"]["rows"], score["all"]["right"]) == (FEW, FEW)
+    code, text, _ = await bench("score", bench.run, "--json")
+    later = json.loads(text)
+    assert (later["basis"], later["population"], later["pending"]) == ("random", ROWS, 0)

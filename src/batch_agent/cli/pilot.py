@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import suppress
 from functools import partial
 
 from batch_agent.agent.dryrun import most_cost
@@ -18,6 +19,7 @@ from batch_agent.run.pilot import Pilot
 from batch_agent.run.run import Run
 from batch_agent.spec import BatchSpec
 from batch_agent.topology.flow import Flow
+from batch_agent.trust.shown import score_lines
 
 YES = ("y", "yes")
 
@@ -56,10 +58,19 @@ class PilotStop:
         if not self._options.json:
             say("\n".join([f"pilot: {rows(self.outlook.rows)}, a random sample", *examples(results)]))
             say("\n".join(self.outlook.lines()))
-        if self._options.yes or (can_ask(self._options) and await self._ask()):
+        continues = self._options.yes or can_ask(self._options)
+        if continues and not self._options.json and self._has_gold:  # else the summary at the end has the score
+            with suppress(SpecError):  # of the user's own function
+                say("\n".join(score_lines(self._run.score(count=False), details=False)))
+        if continues and (self._options.yes or await self._ask()):
             pilot.go_on()
         else:
             pilot.stop()
+
+    @property
+    def _has_gold(self) -> bool:
+        run = self._run
+        return run.gold is not None if isinstance(run, Flow) else run.scoring is not None
 
     async def _ask(self) -> bool:
         left = self._pilot.of - len(self._pilot.indexes)
