@@ -77,3 +77,16 @@ async def test_a_worker_may_be_all_that_the_command_line_says(tmp_path: Path) ->
         ):
             refused = await batch_agent(tmp_path, *command, "--worker", wrong)
             assert refused.code != 0 and says in refused.stderr
+
+
+async def test_a_worker_of_a_run_on_this_machine_ends_with_0_for_a_complete_run_and_with_3_without_its_process(
+    tmp_path: Path,
+) -> None:
+    rows(tmp_path, {"text": "kettle"})
+    async with ScriptedServer(lambda request: Say("ok"), models=["m"]) as server:
+        command = ("--task", "Name {text}", "rows.jsonl", "--backend", server.backend_url, "--model", "m")
+        assert (await batch_agent(tmp_path, "run", *command, "--run-dir", "here")).code == 0
+    done = await batch_agent(tmp_path, "work", "here", "--wait", "0.1")
+    assert (done.code, "0 rows done by this worker" in done.stderr) == (0, True), done.stderr
+    gone = await batch_agent(tmp_path, "work", "nowhere", "--wait", "0.1")
+    assert (gone.code, "nowhere is not running" in gone.stderr) == (3, True), gone.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 from typing import cast
 
@@ -45,9 +45,9 @@ class WarmCrew(ProcessCrew):
         super().__init__(2)
         self._modules = modules
 
-    async def _start(self) -> Process:
+    async def _start(self, stderr: int, mark: str) -> Process:
         words = ("-m", "batch_agent", "work", self._place, "--import-from", str(self._modules))
-        return cast(Process, await start(*words, cwd=ROOT, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE))
+        return cast(Process, await start(*words, cwd=ROOT, stdin=DEVNULL, stdout=DEVNULL, stderr=stderr))
 
     @property
     def pids(self) -> list[int]:

@@ -82,6 +82,10 @@ for _kind in (RowLease, KeptStep, LeasedRow, RowChange):
     _by_fields(_kind)
 
 
+class FeederGone(StoreError):
+    """The process that feeds the run has ended, or is unreachable."""
+
+
 class _Plain(pickle.Unpickler):
     """Reads only plain data and the values that a record exchanges."""
 
@@ -362,7 +366,7 @@ class Connections:
                 if connection is not None:
                     connection.close()
             if self._closed or time.monotonic() >= until:
-                raise StoreError("the process that feeds this run has ended, or is unreachable")
+                raise FeederGone("the process that feeds this run has ended, or is unreachable")
             time.sleep(PAUSE)
 
     def watch(self, ended: Callable[[], None]) -> None:

@@ -3,6 +3,9 @@
 The run's own process feeds and has the files. Each worker process reaches the record through a Unix socket. A process
 that was killed is started again, because its rows are not lost. If a process refuses to work, for example because it
 cannot import a tool, it is not started again; when no process is left, the run ends with the reason.
+
+The end of a worker is the exit of its process. Its messages come through a pipe that its own children may hold open:
+nothing waits for the end of that pipe, and what a worker leaves running is ended by name.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from batch_agent.blocking import in_thread
 from batch_agent.errors import RunRejected
 from batch_agent.run.control import Crew
 from batch_agent.spec import BatchSpec
@@ -32,7 +37,9 @@ STARTS = 5  # times in a row that one process is started again
 STEADY_SECONDS = 60.0  # a process that has worked for so long was no failed start: it is counted from the beginning
 PAUSE = 0.5  # seconds before that
 REFUSED = 2  # exit status of a worker that cannot work on the run
-LINES = 20  # latest lines of a worker's messages that are kept
+PIPE_BYTES = SAID_BYTES = 64 * 1024  # of a worker's latest messages that are kept
+MARK = "BATCH_AGENT_WORKER"  # environment variable that marks a worker and everything that it starts
+LEFT_SECONDS = 1.0  # for what a worker left behind to end by itself, and then after SIGTERM
 
 
 def count_of(processes: int | str) -> int:
@@ -108,35 +115,37 @@ class ProcessCrew:
             if not run.wants_workers:
                 return
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self, stderr: int, mark: str) -> asyncio.subprocess.Process:
         command = (sys.executable, "-m", "batch_agent", "work", self._place, "--import-from", _modules())
         paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
         return await asyncio.create_subprocess_exec(
             *command,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": paths, MARK: mark},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            stderr=stderr,
             start_new_session=True,  # the feeder decides how a run ends, not Ctrl-C in the terminal
         )
 
     async def _run_one(self, number: int) -> tuple[int, str]:
         """Run one process. Returns its exit status, and the last line of its messages."""
-        process = self._processes[number] = await self._start()
-        lines: deque[str] = deque(maxlen=LINES)
+        said, mark = _Messages(), secrets.token_hex(8)
         try:
-            assert process.stderr is not None
-            with suppress(ValueError):  # a line that is too long
-                async for line in process.stderr:
-                    lines.append(line.decode(errors="replace").rstrip())
-            return await process.wait(), next((line for line in reversed(lines) if line), "")
-        except asyncio.CancelledError:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            raise
+            with said.writing() as stderr:
+                process = self._processes[number] = await self._start(stderr, mark)
+            try:
+                status = await process.wait()
+            except asyncio.CancelledError:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+                raise
+            finally:
+                self._processes.pop(number, None)
+                await asyncio.shield(_end_left_behind(number, mark))
+            return status, said.last_line()
         finally:
-            self._processes.pop(number, None)
+            said.close()
 
     async def _leave(self, watching: asyncio.Task[None]) -> None:
         """Wait for the processes to leave; then end them."""
@@ -146,12 +155,82 @@ class ProcessCrew:
             _, still = await asyncio.wait([watching], timeout=LEAVE_SECONDS)
         if still:
             self._signal(signal.SIGKILL)
-            await asyncio.wait([watching])
+            _, still = await asyncio.wait([watching], timeout=LEAVE_SECONDS)
+        if still:  # in the kernel, for example at a file system that does not answer
+            logger.warning("a worker process has not ended %g s after it was killed", LEAVE_SECONDS)
+            watching.cancel()
 
     def _signal(self, number: int) -> None:
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
+
+
+class _Messages:
+    """The latest messages of a worker, from a pipe. Its own children may keep the other end open after its exit."""
+
+    def __init__(self) -> None:
+        self._reading, self._other_end = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._latest, self._loop = b"", asyncio.get_running_loop()
+        self._loop.add_reader(self._reading, self._take)
+
+    @contextmanager
+    def writing(self) -> Iterator[int]:
+        """Give the other end to a process that is started in this block."""
+        try:
+            yield self._other_end
+        finally:
+            os.close(self._other_end)
+
+    def _take(self) -> bool:
+        """Read what is there. Returns whether there may be more."""
+        try:
+            data = os.read(self._reading, SAID_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._reading)
+        self._latest = (self._latest + data)[-SAID_BYTES:]
+        return bool(data)
+
+    def last_line(self) -> str:
+        """Return the last line of the messages that are there now."""
+        reads = 2 * PIPE_BYTES // SAID_BYTES  # a child that writes without end does not hold this up
+        while reads and self._take():
+            reads -= 1
+        lines = self._latest.decode(errors="replace").splitlines()
+        return next((line.rstrip() for line in reversed(lines) if line.strip()), "")
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._reading)
+        os.close(self._reading)
+
+
+async def _end_left_behind(number: int, mark: str) -> None:
+    """End the processes that a worker has started and left running, and name them. On Linux only."""
+    if not (await in_thread(partial(_marked, mark))):
+        return
+    await asyncio.sleep(LEFT_SECONDS)
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        left = await in_thread(partial(_marked, mark))
+        for pid, name in left.items():
+            if sign is signal.SIGTERM:
+                logger.warning("worker process %d left %s (process %d) running: it is ended", number, name, pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, sign)
+        if left:
+            await asyncio.sleep(LEFT_SECONDS)
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Return the ids and names of the running processes that have the mark in their environment."""
+    found, wanted = {}, f"{MARK}={mark}".encode()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted in (place / "environ").read_bytes().split(b"\0"):
+                found[int(place.name)] = (place / "comm").read_text().strip()
+    return found
 
 
 def _modules() -> str:

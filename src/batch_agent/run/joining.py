@@ -6,8 +6,8 @@ import asyncio
 import copy
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,13 @@ from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json
 from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
-from batch_agent.record.address import StoreAddress, place_of
+from batch_agent.record.address import RunPlace, StoreAddress, place_of
 from batch_agent.record.control import NotAlive, Refused, ask
+from batch_agent.record.reader import look
 from batch_agent.record.redis.reading import run_names
 from batch_agent.record.redis.store import RedisRunStore
 from batch_agent.record.rundir import stage_names
-from batch_agent.record.served import ServedStore, open_served
+from batch_agent.record.served import FeederGone, ServedStore, open_served
 from batch_agent.record.store import LEASE, WorkStore
 from batch_agent.run.recording import in_thread, versions
 from batch_agent.run.run import Run
@@ -49,6 +50,10 @@ SERVED = "unix:"  # before the path of a socket that another process serves
 
 class NoRunCame(StoreError):
     """There was no run to work on, or it had no feeder."""
+
+
+class RunIsDone(StoreError):
+    """The run is complete."""
 
 
 class _RecordedOptions(BaseModel):
@@ -452,10 +457,28 @@ async def work(
 ) -> WorkReport:
     """Work on the run at ``place`` until it is done."""
     may_use = Trust([allow] if isinstance(allow, str) else allow, trust)
-    store = await open_store(place, wait, may_use)
-    modules = None if import_from is None else Path(import_from)
+    return await work_at(place, may_use, import_from=None if import_from is None else Path(import_from), wait=wait)
+
+
+async def work_at(
+    place: str,
+    trust: Trust,
+    *,
+    import_from: Path | None,
+    wait: float,
+    around: Callable[[JoinedWorker], AbstractContextManager[object]] = nullcontext,
+) -> WorkReport:
+    """Work on the run at ``place`` until it is done, inside of ``around``. Raises NoRunCame if its process ends."""
     try:
-        return await JoinedWorker(store, may_use, import_from=modules, wait=wait).work()
+        store = await open_store(place, wait, trust)
+    except RunIsDone:
+        return WorkReport(0, "done")
+    worker = JoinedWorker(store, trust, import_from=import_from, wait=wait)
+    try:
+        with around(worker):
+            return await worker.work()
+    except FeederGone as error:
+        raise NoRunCame(str(error)) from None
     finally:
         store.close()
 
@@ -464,7 +487,8 @@ async def open_store(place: str, wait: float, trust: Trust) -> WorkStore:
     """Open the record of a run: at a URL of Redis, at a socket, or in the directory of a run on this machine.
 
     A record behind a socket of this user is trusted: the process behind it could do everything that this worker can.
-    Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds.
+    Raises SpecError for a wrong URL, and if the record is unreachable for ``wait`` seconds; NoRunCame if the run of a
+    directory has no process in this time, and RunIsDone if that run is complete.
     """
     deadline, said = asyncio.get_running_loop().time() + wait, ""
     served = Path(place.removeprefix(SERVED)) if place.startswith(SERVED) else None
@@ -482,9 +506,22 @@ async def open_store(place: str, wait: float, trust: Trust) -> WorkStore:
             trust.everything = trust.everything or owned(socket)
             return store
         except (StoreError, NotAlive) as error:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise SpecError(str(error)) from None
+            over = asyncio.get_running_loop().time() >= deadline
+            is_directory = isinstance(address, Path) and served is None
+            if is_directory and await in_thread(partial(_is_complete, address, with_failures=over)):
+                raise RunIsDone(f"{address} is complete") from None
+            if over:
+                raise (NoRunCame if isinstance(error, NotAlive) else SpecError)(str(error)) from None
             if str(error) != said:
                 said = str(error)
                 logger.warning("%s. This worker tries again for %g s (--wait)", said.rstrip("."), wait)
         await asyncio.sleep(LOOK)
+
+
+def _is_complete(run_dir: RunPlace, *, with_failures: bool) -> bool:
+    """Return whether a run on this machine is complete. Its failed rows may be retried by a process that comes."""
+    try:
+        standing = look(run_dir)
+    except (SpecError, StoreError):  # there is no run yet, or it cannot be read
+        return False
+    return standing.state == "complete" and (with_failures or standing.progress.failed == 0)

@@ -16,7 +16,7 @@ from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import harmless, rows
 from batch_agent.record.address import StoreAddress, place_of
-from batch_agent.run.joining import WAIT, JoinedWorker, JoinedWorkers, NoRunCame, WorkReport, open_store
+from batch_agent.run.joining import WAIT, JoinedWorkers, NoRunCame, WorkReport, work_at
 from batch_agent.run.trust import Trust, things_of
 
 REFUSED, NOTHING_CAME = 2, 3
@@ -94,10 +94,4 @@ async def _work(options: argparse.Namespace) -> WorkReport:
         workers = JoinedWorkers(address, prefix, trust, import_from=directory, wait=options.wait)
         with Interrupts(workers):
             return await workers.work()
-    store = await open_store(options.url, options.wait, trust)
-    worker = JoinedWorker(store, trust, import_from=directory, wait=options.wait)
-    try:
-        with Interrupts(worker):
-            return await worker.work()
-    finally:
-        store.close()
+    return await work_at(options.url, trust, import_from=directory, wait=options.wait, around=Interrupts)
