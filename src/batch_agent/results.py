@@ -27,6 +27,8 @@ from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
 from batch_agent.record.scoring import RunGold, add_result, digest_of, output_line, row_fields, with_looks
 from batch_agent.tools.execution import ToolStatistics
+from batch_agent.trust.calibration import Calibration, calibration
+from batch_agent.trust.gold import ALL
 from batch_agent.trust.score import Score
 from batch_agent.trust.table import Scoring
 
@@ -126,9 +128,36 @@ class Results(list[AgentResult[T]]):
         """Return how many answers are right, with exact intervals (docs/trust.md). What is not given is that of the
         run. ``gold`` is a column of the inputs, a mapping from fields to columns, or a file with ids. ``open_sealed``
         scores the rows that ``gold_sealed`` kept unseen; ``wrong`` keeps the wrong rows."""
-        known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
         given: dict[str, object] = {"gold": gold, "gold_sample": gold_sample, "tolerance": tolerance, "score": score}
         given |= {"by": by, "groups": groups, "require": require}
+        return self._scored(given, open_sealed=open_sealed, wrong=wrong)[1]
+
+    def calibration(
+        self,
+        gold: GivenGold | None = None,
+        *,
+        tolerance: Mapping[str, float] | None = None,
+        score: Mapping[str, str | Callable[[Any, Any], bool]] | None = None,
+        open_sealed: bool = False,
+    ) -> Calibration:
+        """Return how often the answers are right in five bins from certain to doubted (docs/trust.md). The arguments
+        are those of ``score``. Raises SpecError without gold, or if no row with gold has a doubt."""
+        given: dict[str, object] = {"gold": gold, "tolerance": tolerance, "score": score}
+        scoring, found = self._scored(given, open_sealed=open_sealed, wrong=True)
+        wrong = {(row.index, row.name): row.fields for row in found.wrong or ()}
+        pairs: dict[str, list[tuple[float | None, bool]]] = {name: [] for name in (*found.fields, ALL)}
+        for result in self:
+            fields = scoring.gold_of(result.index, result.job_id)
+            if fields is None:
+                continue
+            bad = wrong.get((result.index, result.job_id), {})
+            for name in fields:
+                pairs[name].append(((result.doubts or {}).get(name), name not in bad))
+            pairs[ALL].append((result.doubt, not bad))
+        return calibration(pairs)
+
+    def _scored(self, given: Mapping[str, object], *, open_sealed: bool, wrong: bool) -> tuple[Scoring, Score]:
+        known, schema = self._gold or RunGold(), OutputSchema.of(self._output_schema)
         rows = ((result.index, result.job_id, row_fields(result.input)) for result in self)
         typed = schema is not None or all(isinstance(output, str) for output in self.outputs)
         taken = known.measure(given, rows, schema, typed=typed)
@@ -137,7 +166,7 @@ class Results(list[AgentResult[T]]):
             add_result(scoring, result, schema)
         total = len(self) if known.population is None else known.population
         found = scoring.score(total, pilot=known.pilot, complete=known.complete)
-        return with_looks(found, known.asked or digest_of([*map(output_line, self._lines())]))
+        return scoring, with_looks(found, known.asked or digest_of([*map(output_line, self._lines())]))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row per result, with the columns of a CSV or Parquet file (docs/files.md). Lists and dicts are not

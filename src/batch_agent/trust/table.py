@@ -24,6 +24,8 @@ from batch_agent.trust.order import PILOT_KEY, SEALED_KEY, KeyedOrder
 from batch_agent.trust.require import Requirement, check_requirements, with_required
 from batch_agent.trust.score import Basis, Score, Scorer
 
+LEFT_OUT = 2  # mark of a row with a result that is no part of the score; 1: it is one
+
 Judge = Callable[[JsonValue, JsonValue], object]
 
 
@@ -199,6 +201,7 @@ class Scoring:
         self._seen[place] = 1
         if self._left_out is not None and self._left_out(fields):
             self.excluded += 1
+            self._seen[place] = LEFT_OUT
             return
         group, by = (None if column is None else fields.get(column) for column in self._columns)
         told = _Told(output, ok, index, _hashable(group), by, doubt, error)
@@ -239,6 +242,14 @@ class Scoring:
             doubt=told.doubt,
             error=told.error,
         )
+
+    def gold_of(self, index: int, name: str) -> Mapping[str, JsonValue] | None:
+        """Return the gold of a row that is scored, or None."""
+        place = self._table.place(index, name)
+        if place is None or place >= len(self._seen) or self._seen[place] in (0, LEFT_OUT):
+            return None
+        row = self._table.row(place)
+        return row.values if self._is_open(row.name) else None
 
     def _is_open(self, name: str) -> bool:
         return self._sealing is None or self._sealing.in_first_half(name) == self._open_sealed
